@@ -70,7 +70,7 @@ LINES = {
     "streaming": 798,
     "top": 394,
     "upkeep": 1851,
-    "vllm": 1042,
+    "vllm": 1220,
 }
 
 

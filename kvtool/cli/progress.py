@@ -94,7 +94,7 @@ class Lines:
 
     Parameters
     ----------
-    shown : called with each step.
+    stepped : called with each step.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Lines:
         total: float | None,
         unit: str,
         every: float,
-        shown: Callable[[], None] = lambda: None,
+        stepped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._say, self._label, self._every, self._shown = say, label, every, shown
+        self._say, self._label, self._every, self._stepped = say, label, every, stepped
         self._pace = Pace(total, unit)
         self._last = time.monotonic()
         if every == ALOUD_EVERY_S:
@@ -115,7 +115,7 @@ class Lines:
 
     def advance(self, amount: float = 1) -> None:
         now = self._pace.advance(amount)
-        self._shown()
+        self._stepped()
         if self._say and now - self._last >= self._every:
             self._last, self._shown = now, self._label
             pace = self._pace

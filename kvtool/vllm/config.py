@@ -12,9 +12,13 @@ _DTYPES = ("auto", "float16", "bfloat16", "float32")
 def check_config(config: Any) -> None:
     """Refuse a `VllmConfig` that the connector cannot serve. Raises UsageError."""
     parallel, dtype = config.parallel_config, config.cache_config.cache_dtype
-    for name in ("pipeline_parallel", "tensor_parallel", "prefill_context_parallel"):
+    for name in ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel"):
         if getattr(parallel, f"{name}_size", 1) > 1:
-            raise UsageError(f"the kvtool connector does not support {name}_size", "serve the model on one rank")
+            what = f"the kvtool connector does not support {name}_size"
+            raise UsageError(what, "serve the model on one rank, or on tensor-parallel ones")
+    # Each rank would have a scheduler of its own, and only the first one's would hear the gate's verdict.
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
+        raise UsageError("the kvtool connector does not support external_launcher", "start vLLM by vllm serve")
     if dtype not in _DTYPES:
         raise UsageError(f"the kvtool connector does not fill a cache of {dtype}", "leave --kv-cache-dtype out")
     # The next step would be scheduled, with a first token of nothing, before vLLM hears that a load has failed.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -63,7 +64,7 @@ class KvtoolConnector(KVConnectorBase_V1):
 
     Raises
     ------
-    UsageError : an option is wrong, or vLLM runs in a way that is not supported: over several ranks, for example.
+    UsageError : an option is wrong, or vLLM runs in a way that is not supported: in a pipeline, for example.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -81,7 +82,9 @@ class KvtoolConnector(KVConnectorBase_V1):
         self._seen: Any = None  # the hook that waits for the model
         self._spotter = PassageSpotter(config, _warn, vllm_config.scheduler_config.max_num_batched_tokens)
         context = vllm_config.model_config.max_model_len
-        self._feeder = Feeder(config, context, self._block_size, _warn) if role == KVConnectorRole.WORKER else None
+        self._feeder: Feeder | None = None
+        if role == KVConnectorRole.WORKER:
+            self._feeder = Feeder(config, context, self._block_size, _warn, get_tp_group())
         self._queue = SaveQueue(self._block_size)
         self._saver = Saver(Path(config["store"]), self._feeder, self._block_size, _warn) if self._feeder else None
 
@@ -177,6 +180,10 @@ class KvtoolConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fill the blocks of this step's requests; those that cannot be filled are reported."""
+        if self._feeder is not None and self._step.loads:
+            self._feeder.ranks.lead(self._load)
+
+    def _load(self) -> None:
         for load in self._step.loads:
             started = time.perf_counter()
             try:
@@ -196,13 +203,18 @@ class KvtoolConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Compare what vLLM has computed in this step, if the gate is to be run, and save what is to be saved."""
         if self._step.comparison is not None and self._feeder is not None:
-            try:
-                self._verdict = Verdict(self._feeder.compare(self._step.comparison))
-            except Exception as error:  # the next prompt is compared then
-                _warn(f"nothing is loaded from the store: {error}", "")
+            self._feeder.ranks.lead(self._compare)
         for wanted in self._step.saves:
             assert self._saver is not None
             self._saver.save(wanted)
+
+    def _compare(self) -> None:
+        assert self._step.comparison is not None
+        assert self._feeder is not None
+        try:
+            self._verdict = Verdict(self._feeder.compare(self._step.comparison))
+        except Exception as error:  # the next prompt is compared then
+            _warn(f"nothing is loaded from the store: {error}", "")
 
     def build_connector_worker_meta(self) -> Verdict | None:
         """Report the gate's verdict, once."""

@@ -19,7 +19,7 @@ _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class Stats(KVConnectorStats):
-    """What one half has noted since vLLM last asked: numbers by the name of their metric."""
+    """Numbers by the name of their metric, noted by one half of the connector since vLLM last asked."""
 
     data: dict[str, list[float]]
 

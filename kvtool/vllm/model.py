@@ -7,7 +7,6 @@ attention is kvtool's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from kvtool.core.model.decoder import Decoder, HeadRows
 from kvtool.core.model.kinds import KVShape, LayerKind, Sample
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.stack import Turns
+from kvtool.vllm.ranks import Ranks
 
 _SAMPLED = (3, 40)  # positions at which a row's keys show how they are rotated
 _LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -58,44 +58,34 @@ class RowAttention(nn.Module):
 
     Attributes
     ----------
-    own : the module. `params`: of its scores.
+    own : the module. `ranks`: compute it. `params`: of its scores.
     """
 
-    def __init__(self, own: Any, layer: int) -> None:
+    def __init__(self, own: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
         impl = own.attn.impl
-        self.own, self._layer = own, layer
+        self.own, self._layer, self.ranks = own, layer, ranks
         self.params = AttentionParams(float(impl.scale), own.attn.sliding_window, impl.logits_soft_cap or None)
 
     def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, both rotated, and values `[1, heads, rows, head_dim]` of states `[rows, width]`."""
-        own = self.own
-        sizes = [heads * own.head_dim for heads in (own.num_heads, own.num_kv_heads, own.num_kv_heads)]
-        query, key, value = own.qkv_proj(hidden)[0].split(sizes, -1)
-        if hasattr(own, "q_norm"):
-            query, key = (norm(self._heads(side)) for norm, side in ((own.q_norm, query), (own.k_norm, key)))
-        # vLLM's kernels rotate in place, rows of one piece.
-        query, key = own.rotary_emb(positions, *(side.reshape(len(hidden), -1).contiguous() for side in (query, key)))
-        query, key, value = (self._heads(side).transpose(0, 1)[None] for side in (query, key, value))
+        query, key, value = self.ranks.call("project", self._layer, hidden, positions)
         return query, key, value
-
-    def _heads(self, side: torch.Tensor) -> torch.Tensor:
-        return side.reshape(len(side), -1, self.own.head_dim)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, rows: Any, cache: Any) -> torch.Tensor:
         query, key, value = self.project(hidden, positions)
         key, value = cache.update(key, value, self._layer)
         seen = rows.attend(self._layer, query, key, value, self.params)
-        out: torch.Tensor = self.own.o_proj(seen[0].transpose(0, 1).reshape(len(hidden), -1))[0]
+        out: torch.Tensor = self.ranks.call("output", self._layer, seen[0].transpose(0, 1))
         return out
 
 
 class RowLayer(nn.Module):
     """A decoder layer of vLLM over chosen rows."""
 
-    def __init__(self, own: Any, layer: int) -> None:
+    def __init__(self, own: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
-        self.own, self.self_attn = own, RowAttention(own.self_attn, layer)
+        self.own, self._layer, self.self_attn = own, layer, RowAttention(own.self_attn, layer, ranks)
         self._is_sandwich = all(hasattr(own, name) for name in _SANDWICH)
 
     def forward(
@@ -106,21 +96,25 @@ class RowLayer(nn.Module):
         attended = self.self_attn(own.input_layernorm(hidden), position_ids[0], rows, past_key_values)
         if self._is_sandwich:
             hidden = hidden + own.post_attention_layernorm(attended)
-            more = own.post_feedforward_layernorm(own.mlp(own.pre_feedforward_layernorm(hidden)))
+            more = own.post_feedforward_layernorm(self._mlp(own.pre_feedforward_layernorm(hidden)))
         else:
             hidden = hidden + attended
-            more = own.mlp(own.post_attention_layernorm(hidden))
+            more = self._mlp(own.post_attention_layernorm(hidden))
         out: torch.Tensor = (hidden + more)[None]
+        return out
+
+    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.self_attn.ranks.call("mlp", self._layer, hidden)
         return out
 
 
 class RowBase(nn.Module):
     """A model of vLLM without its LM head, over chosen rows."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, ranks: Ranks) -> None:
         super().__init__()
-        self.own = own
-        self.layers: Any = nn.ModuleList(RowLayer(layer, number) for number, layer in enumerate(own.layers))
+        self.own, self._ranks = own, ranks
+        self.layers: Any = nn.ModuleList(RowLayer(layer, number, ranks) for number, layer in enumerate(own.layers))
         ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in own.layers}
         names = [""] if len(ropes) == 1 else [str(number) for number in range(len(ropes))]
         self.rope_names = dict(zip(ropes, names, strict=True))
@@ -130,7 +124,7 @@ class RowBase(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any, rows: Any, **_: Any
     ) -> torch.Tensor:
         """Compute the normed hidden states `[1, rows, width]` of token ids `[1, rows]`."""
-        hidden = self.own.embed_input_ids(input_ids[0])[None]
+        hidden = self._ranks.call("embed", input_ids[0])[None]
         for layer in self.layers:
             hidden = layer(
                 hidden, position_embeddings=(), position_ids=position_ids, past_key_values=past_key_values, rows=rows
@@ -142,9 +136,9 @@ class RowBase(nn.Module):
 class RowModel(nn.Module):
     """A causal language model of vLLM over chosen rows."""
 
-    def __init__(self, own: Any, dtype: torch.dtype) -> None:
+    def __init__(self, own: Any, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
-        self.own, self.base, self.dtype = own, RowBase(own.model), dtype
+        self.own, self.base, self.dtype, self.ranks = own, RowBase(own.model, ranks), dtype, ranks
 
     def get_input_embeddings(self) -> Any:
         """Return the table of token embeddings."""
@@ -153,7 +147,7 @@ class RowModel(nn.Module):
     def forward(self, logits_to_keep: int, **given: Any) -> SimpleNamespace:
         """Return the logits `[1, logits_to_keep, vocabulary]` of the last rows."""
         hidden = self.base(**given)[0, -logits_to_keep:]
-        return SimpleNamespace(logits=self.own.compute_logits(hidden.contiguous())[None])
+        return SimpleNamespace(logits=self.ranks.call("logits", hidden.contiguous())[None])
 
 
 @dataclass(frozen=True)
@@ -171,17 +165,19 @@ class VllmDecoder(Decoder):
     Parameters
     ----------
     model : a causal language model of vLLM. `context`: the longest prompt, in tokens.
-    kv_dtype : number format of the store.
+    kv_dtype : number format of the store. `ranks`: compute the modules; None: this process alone.
 
     Raises
     ------
     ModelError : the model has modules of other kinds than are known here.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, kv_dtype: torch.dtype, context: int) -> None:
+    def __init__(
+        self, model: Any, dtype: torch.dtype, kv_dtype: torch.dtype, context: int, ranks: Ranks | None = None
+    ) -> None:
         check_model(model)
         device = str(next(model.parameters()).device)
-        self.model = RowModel(model, dtype)
+        self.model = RowModel(model, dtype, ranks or Ranks(model))
         self.base, self.layers = self.model.base, list(self.model.base.layers)
         attentions: list[RowAttention] = [layer.self_attn for layer in self.model.base.layers]
         self.loaded = VllmLoaded(self.model, None, None, device, str(kv_dtype).removeprefix("torch."), "", 0.0)  # type: ignore[arg-type]
@@ -205,21 +201,17 @@ class VllmDecoder(Decoder):
             softcap=params.softcap,
             sinks=False,
             tempered=False,
-            shape=KVShape(own.num_kv_heads, own.head_dim, own.head_dim),
+            shape=KVShape(self.model.ranks.kv_heads(own), own.head_dim, own.head_dim),
         )
 
     @torch.inference_mode()
     def _sample(self, attention: RowAttention) -> Sample:
         """Return the keys of one and the same row at several positions."""
         at = (*_SAMPLED, max(self.context - 1, *_SAMPLED))
-        embedding = self.model.own.model.embed_input_ids(torch.tensor([0], device=self.device))
+        embedding = self.model.ranks.call("embed", torch.tensor([0], device=self.device))
         hidden = embedding.new_ones(len(at), embedding.shape[-1]).cumsum(-1).sin()
         keys = attention.project(hidden, torch.tensor(at, device=self.device))[1]
         return Sample(at, keys[0].float())
-
-    def kv_modules(self) -> Sequence[Any]:
-        """Return vLLM's module of each layer that has its paged cache."""
-        return [layer.self_attn.own.attn for layer in self.model.base.layers]
 
 
 def check_model(model: Any) -> None:

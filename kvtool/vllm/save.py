@@ -21,7 +21,8 @@ from kvtool.core.errors import ModelError
 from kvtool.core.model.prefill import ChunkKV, LeadIn
 from kvtool.core.records.encode import check_float16_range, sensitivities
 from kvtool.core.records.spool import Computed, SaveWish, Spool
-from kvtool.vllm.worker import Feeder, write_rows
+from kvtool.vllm.ranks import write_rows
+from kvtool.vllm.worker import Feeder
 
 _DIGIT, _DIGITS = 128, 4  # of a place's number: small integers are exact in every format
 
@@ -91,7 +92,12 @@ class Saver:
         if not spool.folder.is_dir():
             self._warn("a chunk was to be saved for no running ingest into the connector's store", "")
             return
+        ranks = self._feeder.ranks
+        if ranks.number > 0:  # the first rank reports for all
+            return
         try:
+            if ranks.count > 1:
+                raise ModelError("vLLM runs on several tensor-parallel ranks, each with a part of the heads", "")
             spool.put(ids, self._read(wanted))
         except Exception as error:  # vLLM's engine must not end with it
             self._warn(f"a chunk is not saved: {error!r}", "")
@@ -108,7 +114,8 @@ class Saver:
         places = torch.arange(wanted.wish.after, len(wanted.ids), device=decoder.device)
         rows, undo = places - first * self._block_size, decoder.rotary.table(places).inverse()
         layers = []
-        for number, (module, shape) in enumerate(zip(decoder.kv_modules(), decoder.shapes, strict=True)):
+        for number, (layer, shape) in enumerate(zip(decoder.model.base.layers, decoder.shapes, strict=True)):
+            module = layer.self_attn.own.attn
             where = self._layout(module, shape.heads, shape.key_dim)
             numbers = module.kv_cache[blocks].flatten(1)[:, where].view(-1, 2, shape.heads, shape.key_dim)
             keys, values = numbers[rows].permute(1, 2, 0, 3)

@@ -28,6 +28,7 @@ from kvtool.core.session.gate import TOLERANCE
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
 from kvtool.vllm.model import VllmDecoder
+from kvtool.vllm.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,23 @@ class Feeder:
     Parameters
     ----------
     config : `kv_connector_extra_config`.
-    context : the longest prompt, in tokens. `block_size`: tokens of a block.
+    context : the longest prompt, in tokens. `block_size`: tokens of a block. `group`: see `Ranks`.
 
     Attributes
     ----------
     model : vLLM's; None until its first step.
     """
 
-    def __init__(self, config: Mapping[str, Any], context: int, block_size: int, warn: Warn) -> None:
+    def __init__(self, config: Mapping[str, Any], context: int, block_size: int, warn: Warn, group: Any = None) -> None:
         self._path, self._context, self._block_size = Path(config["store"]), context, block_size
-        self._warn = warn
+        self._warn, self._group = warn, group
         self._difference: float | None = None  # between what vLLM and what kvtool computes; None: not measured
         self.model: Any = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return those that compute vLLM's model."""
+        return Ranks(self.model, self._group)
 
     @cached_property
     def session(self) -> Session:
@@ -92,7 +98,7 @@ class Feeder:
         store = Store.open(self._path)
         dtype = next(self.model.parameters()).dtype
         identity = store_identity(store)
-        decoder = VllmDecoder(self.model, dtype, getattr(torch, identity.dtype), self._context)
+        decoder = VllmDecoder(self.model, dtype, getattr(torch, identity.dtype), self._context, self.ranks)
         return Session(store, decoder=decoder, warn=self._warn)
 
     def compare(self, given: Comparison) -> bool:
@@ -103,16 +109,8 @@ class Feeder:
         places = torch.arange(len(given.ids), device=decoder.device)
         blocks = torch.tensor(given.blocks[:count], device=decoder.device)
         found: list[float] = []
-        for module, keys, values in _rows(decoder, cache, slice(0, len(given.ids))):
-            theirs = module.kv_cache[blocks]
-            ours = theirs.clone()
-            write_rows(module, ours, keys, values, places)
-            for key, value in ((1, 0), (0, 1)):  # apart: keys may be many times as large as values
-                written = torch.zeros_like(theirs)
-                write_rows(module, written, torch.full_like(keys, key), torch.full_like(values, value), places)
-                some = written != 0  # in whatever layout the backend keeps
-                reference, other = theirs[some].double(), ours[some].double()
-                found.append(float((reference - other).square().mean().sqrt() / reference.square().mean().sqrt()))
+        for layer, keys, values in _rows(cache, slice(0, len(given.ids))):
+            found += self.ranks.call("differ", layer, keys, values, blocks, places)
         self._difference = max(found) if all(map(isfinite, found)) else inf
         try:
             self._check_difference()
@@ -153,17 +151,12 @@ class Feeder:
         places = torch.arange(wanted.first, wanted.stop, device=device)
         blocks = torch.tensor(wanted.blocks, device=device)
         slots = blocks[places // self._block_size] * self._block_size + places % self._block_size
-        for module, keys, values in _rows(session.decoder, fused.cache, slice(wanted.first, wanted.stop)):
-            write_rows(module, module.kv_cache, keys, values, slots)
+        for layer, keys, values in _rows(fused.cache, slice(wanted.first, wanted.stop)):
+            self.ranks.call("write", layer, keys, values, slots)
         return fused.tokens.recomputed
 
 
-def _rows(decoder: Any, cache: PromptCache, some: slice) -> Any:
-    """Yield for each layer vLLM's module, and keys and values `[rows, kv_heads, head_dim]`."""
-    for module, buffer in zip(decoder.kv_modules(), cache.buffers, strict=True):
-        yield module, *(side[0, :, some].transpose(0, 1).contiguous() for side in (buffer.keys, buffer.values))
-
-
-def write_rows(module: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write rows to slots of a paged cache, in the backend's own layout."""
-    module.impl.do_kv_cache_update(module, keys, values, cache, slots)
+def _rows(cache: PromptCache, some: slice) -> Any:
+    """Yield for each layer its number, and keys and values `[rows, kv_heads, head_dim]`."""
+    for layer, buffer in enumerate(cache.buffers):
+        yield layer, *(side[0, :, some].transpose(0, 1).contiguous() for side in (buffer.keys, buffer.values))

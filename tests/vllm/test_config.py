@@ -13,8 +13,14 @@ from kvtool.vllm.config import check_config
 
 def config_of(**changes: Any) -> Any:
     """A configuration of vLLM: `changes` by the names of parts of parts."""
-    known = {
-        "parallel_config": {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "prefill_context_parallel_size": 1},
+    known: dict[str, dict[str, Any]] = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 2,
+            "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "distributed_executor_backend": "mp",
+        },
         "cache_config": {"cache_dtype": "auto"},
         "scheduler_config": {"async_scheduling": False},
         "kv_transfer_config": {"kv_connector": "KvtoolConnector"},
@@ -30,7 +36,8 @@ def config_of(**changes: Any) -> Any:
     ("name", "value", "what"),
     [
         ("pipeline_parallel_size", 2, "pipeline_parallel"),
-        ("tensor_parallel_size", 2, "tensor_parallel"),
+        ("decode_context_parallel_size", 2, "decode_context_parallel"),
+        ("distributed_executor_backend", "external_launcher", "external_launcher"),
         ("prefill_context_parallel_size", 2, "prefill_context_parallel"),
         ("cache_dtype", "fp8", "a cache of fp8"),
         ("async_scheduling", True, "asynchronous scheduling"),

@@ -62,6 +62,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.v1.metrics.utils": {
         "create_metric_per_engine": lambda metric, values: {at: metric.labels(*own) for at, own in values.items()}
     },
+    "vllm.distributed": {"get_tp_group": lambda: None},
     "vllm.logger": {"init_logger": logging.getLogger},
 }
 

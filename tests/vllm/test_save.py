@@ -255,11 +255,13 @@ def test_nothing_is_written_where_no_ingest_waits(tiny: Path, tmp_path: Path) ->
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_chunk_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    """Here: vLLM has freed blocks that its window left behind."""
+@pytest.mark.parametrize(("count", "why"), [(1, "longer than the model's window"), (2, "tensor-parallel ranks")])
+def test_a_chunk_that_cannot_be_read_says_why(count: int, why: str, tmp_path: Path) -> None:
+    """Blocks that vLLM has freed behind its window, or heads that other ranks have."""
     spool = Spool(tmp_path)
-    feeder: Any = SimpleNamespace(session=SimpleNamespace(decoder=None))
+    ranks = SimpleNamespace(count=count, number=0)
+    feeder: Any = SimpleNamespace(session=SimpleNamespace(decoder=None), ranks=ranks)
     saver = Saver(tmp_path, feeder, BLOCK, lambda *said: None)
     saver.save(Save((1, 2, 3, 4), SaveWish(spool.name, 3, None), (0,)))
-    with pytest.raises(Exception, match="longer than the model's window"):
+    with pytest.raises(Exception, match=why):
         spool.take((4,))

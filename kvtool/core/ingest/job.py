@@ -171,7 +171,7 @@ class _Job:
             if self.account.report.tokens:
                 self.account.remember_speed(store, self.choices.identity.fingerprint)
         if self.options.engine and self.options.engine_check and self.account.report.chunks.computed:
-            with self.account.phase("model_load", told=False):
+            with self.account.phase("model_load", reported=False):
                 self._session = self._open(store)
         if self._session is not None:
             with self.account.phase("gate"):
@@ -338,7 +338,7 @@ class _Job:
         """Find vLLM; no model is loaded here."""
         if self.choices.known is None:
             self._keep_identity(writer)  # vLLM's connector reads it
-        with self.account.phase("model_load", told=False):
+        with self.account.phase("model_load", reported=False):
             from kvtool.core.ingest.engine_storer import EngineStorer
 
             return EngineStorer(store, writer, self.account, self.options, self.choices)
