@@ -54,7 +54,7 @@ LINES = {
     "crew": 385,
     "evaluate": 361,
     "fusion": 3483,
-    "ingest": 2555,
+    "ingest": 2847,
     "kernels": 4855,
     "model": 5432,
     "native": 1768,

@@ -67,7 +67,7 @@ def make_app(
 
     async def metrics(request: Request) -> Response:
         if keys is not None and options.isolate and request.scope[OWNER] != owner_of(keys[0]):
-            hint = "ask with the first key of the key file, which `kvtool serve --show-key` prints"
+            hint = "ask with the first key of the server's key file"
             raise Refusal(403, "not_first_key", "the metrics show sums over all keys", hint)
         return Response(await asyncio.to_thread(log.metrics.text), media_type=_TEXT_FORMAT)
 

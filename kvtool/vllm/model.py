@@ -234,6 +234,7 @@ def check_model(model: Any) -> None:
             raise ModelError(f"{type(layer).__name__} of vLLM has no {lacking[0]}, which rows go through", hint)
         odd = [part for part in _SCALED if getattr(own, part, None)]
         odd += [part for part in ("sinks", "alibi_slopes") if getattr(own.attn.impl, part, None) is not None]
+        odd += ["experts"] if hasattr(layer.mlp, "experts") else []  # they may wait for the experts of other engines
         odd += ["kv_sharing_target_layer_name"] if getattr(own.attn, "kv_sharing_target_layer_name", None) else []
         if odd or not hasattr(own.rotary_emb, "cos_sin_cache"):
             raise ModelError(f"{type(own).__name__} of vLLM has {(*odd, 'another RoPE')[0]}, which is not known", hint)

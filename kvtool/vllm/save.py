@@ -7,6 +7,7 @@ cache, where only exact blocks have names without a salt.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Saver:
     def save(self, wanted: Save) -> None:
         """Write a chunk to its spool, or why that is not possible; nothing where nobody waits for it."""
         spool, ids = Spool(self._store, wanted.wish.save), wanted.ids[wanted.wish.after :]
-        if not spool.folder.is_dir():
+        if not os.path.isdir(spool.folder):  # which, other than Path's, raises nothing
             self._warn("a chunk was to be saved for no running ingest into the connector's store", "")
             return
         ranks = self._feeder.ranks

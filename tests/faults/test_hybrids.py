@@ -107,7 +107,7 @@ def test_its_states_of_single_chunks_are_passed_over_by_name(old: Path) -> None:
     assert prefix["answer_equal"]
     assert abs(prefix["kl_answer"]) < 1e-6
     kvtool("query", "Who built it?", *where, "--fusion", "reuse").failed(2, "recurrent state", "`--fusion prefix`")
-    assert "states of 9 chunks that are not used any more" in kvtool("inspect", "--store", old / "store").fine().out
+    assert "states of 9 chunks, which nothing uses" in kvtool("inspect", "--store", old / "store").fine().out
 
 
 def test_a_compaction_drops_them_and_nothing_else(old: Path, tmp_path: Path) -> None:

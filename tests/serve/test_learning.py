@@ -133,7 +133,7 @@ def test_metrics_are_for_the_first_key(store: Path) -> None:
             ]
         assert [[answer.status_code for answer in answers] for answers in got] == [expected, [200, 200]]
         assert ("kvtool_tokens" in got[0][1].text) is not isolate
-        assert ("--show-key" in got[0][1].text) is isolate
+        assert ("first key" in got[0][1].text) is isolate
 
 
 def test_nothing_of_it_is_found_listed_or_named(store: Path) -> None:

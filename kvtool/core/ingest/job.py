@@ -170,9 +170,6 @@ class _Job:
             self.stream.seen.keep(store, whole)
             if self.account.report.tokens:
                 self.account.remember_speed(store, self.choices.identity.fingerprint)
-        if self.options.engine and self.options.engine_check and self.account.report.chunks.computed:
-            with self.account.phase("model_load", reported=False):
-                self._session = self._open(store)
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)
@@ -335,13 +332,15 @@ class _Job:
             return ray_storer(store, writer, self.account, self.options, self.choices)
 
     def _engine_storer(self, store: Store, writer: Writer) -> Storer:
-        """Find vLLM; no model is loaded here."""
+        """Find vLLM; the model is loaded here only to compare some tokens."""
         if self.choices.known is None:
             self._keep_identity(writer)  # vLLM's connector reads it
         with self.account.phase("model_load", reported=False):
             from kvtool.core.ingest.engine_storer import EngineStorer
 
-            return EngineStorer(store, writer, self.account, self.options, self.choices)
+            self._session = self._open(store) if self.options.engine_check else None
+            decoder = None if self._session is None else self._session.decoder
+            return EngineStorer(store, writer, self.account, self.options, self.choices, decoder)
 
     # ---- the model ----
 

@@ -57,6 +57,11 @@ class Sampling:
     said: Counter[int] = field(default_factory=Counter, repr=False, compare=False)
     noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Return True if every token is the model's most likely one."""
+        return not (self.temperature or self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
 
 @dataclass(frozen=True, slots=True)
 class Generated:

@@ -42,6 +42,8 @@ class IngestArguments(TypedDict, total=False):
     system: str | None
     embedder: str | None
     max_size: int | str | None
+    engine: str | None
+    engine_check: bool
     lock_wait: float | str
     ray: str | None
     ray_workers: int

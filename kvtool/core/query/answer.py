@@ -145,8 +145,8 @@ def begin_answer(
         prepare_decoding(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
-        sampling = _sampling(options)
-        known = _first_tokens(outcome, sampling, options.is_greedy and options.top_logprobs is None)
+        sampling = sampling_of(options)
+        known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
@@ -204,7 +204,9 @@ def _fuse(
     return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
 
 
-def _sampling(options: QueryOptions) -> Sampling:
+def sampling_of(options: QueryOptions) -> Sampling:
+    """Return how an answer's tokens are chosen."""
+    biases = (one.partition("=") for one in options.logit_bias)
     return Sampling(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -213,15 +215,15 @@ def _sampling(options: QueryOptions) -> Sampling:
         top_p=options.top_p,
         frequency_penalty=options.frequency_penalty,
         presence_penalty=options.presence_penalty,
-        logit_bias=options.biases,
+        logit_bias=tuple((int(token), float(bias)) for token, _, bias in biases),
         top_logprobs=options.top_logprobs,
     )
 
 
-def _first_tokens(outcome: Outcome, sampling: Sampling, greedily: bool) -> Sequence[int]:
+def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
     """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
     if outcome.begun is not None:
-        if greedily:
+        if sampling.is_greedy and sampling.top_logprobs is None:
             return outcome.begun.ids
         outcome.fused.cache.set_length(outcome.fused.plan.length)
     return [first_token(outcome.fused.logits, sampling)]

@@ -20,7 +20,7 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.model.decoder import out_of_memory_hint
-from kvtool.core.query.answer import answer
+from kvtool.core.query.answer import answer, sampling_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.recurrent import answer_chain
 from kvtool.core.query.reply import Reply, Request
@@ -110,7 +110,7 @@ def uncached(plan: Plan) -> Plan:
 
 
 def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced, milliseconds: float) -> Audit:
-    selector, plan, sampled = reply.selector, reply.fused.plan, not options.is_greedy
+    selector, plan, sampled = reply.selector, reply.fused.plan, not sampling_of(options).is_greedy
     greedily = forced.distance.agreement == 1.0
     tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
     return Audit(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
-_ORDINARY = 256  # tokens of an answer
+ORDINARY = 256  # tokens of an answer
 INSIDE, DEFER, LINK = "Diagnostics", "Deferred loading", "Shared store and time limits"
 
 
@@ -37,7 +37,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         the mode's own.
     """
 
-    max_tokens: int = option(_ORDINARY, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
+    max_tokens: int = option(ORDINARY, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
     stop_repeats: bool = option(
         True, "End an answer when it starts to repeat itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
@@ -216,21 +216,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
     weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
-
-    @property
-    def biases(self) -> tuple[tuple[int, float], ...]:
-        """Return the token ids of `logit_bias` with their biases."""
-        return tuple((int(token), float(bias)) for token, _, bias in (one.partition("=") for one in self.logit_bias))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Return True if every token of an answer is the model's most likely one."""
-        return not (self.temperature or self.frequency_penalty or self.presence_penalty or self.logit_bias)
-
-    def least_answer(self, is_first: bool) -> int:
-        """Return how many tokens of the context an answer needs. With `clamp`, a conversation whose context has too few
-        left for an ordinary answer starts over, rather than have its answers cut off."""
-        return self.max_tokens if not self.clamp else 1 if is_first else min(self.max_tokens, _ORDINARY)
 
     def mode(self, keeps_states: bool = False) -> str:
         """Return the fusion mode: the one that was asked for, else what the model is best answered in."""

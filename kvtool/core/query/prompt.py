@@ -18,7 +18,7 @@ from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, message_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import encode
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.options import ORDINARY, QueryOptions
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.retrieval.passages import Hit, Passage
 from kvtool.core.retrieval.spotting import Span, without_overlap
@@ -111,7 +111,7 @@ def lay_out(
         parts = parts_for(session, options)
         _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts)
-        length = _Length(session, options.least_answer(behind is None) if answered else 0, len(question), behind)
+        length = _Length(session, _least_answer(options, behind is None) if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
         length.check(least)  # before anything is looked for
         hits, again, cut = _found(session, request, options, behind, must_find)
@@ -129,6 +129,15 @@ def lay_out(
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)
     return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, cut)
+
+
+def _least_answer(options: QueryOptions, is_first: bool) -> int:
+    """Return how many tokens of the context an answer needs.
+
+    With `clamp`, a conversation whose context has too few left for an ordinary answer starts over, rather than have its
+    answers cut off.
+    """
+    return options.max_tokens if not options.clamp else 1 if is_first else min(options.max_tokens, ORDINARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +381,7 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
         if session.is_loaded:
             is_first = all(role != "assistant" for role, _ in request.messages)
             try:
-                least = options.least_answer(is_first)
+                least = _least_answer(options, is_first)
                 session.decoder.check_length(len(ids) + least, "shorten the messages, or lower max_tokens")
             except UsageError:
                 if not is_first:

@@ -68,8 +68,13 @@ class Spool:
     def put(self, ids: Ids, computed: Computed) -> None:
         """Write a chunk; a reader sees all of it or nothing."""
         path, (kv, sensitivity, made) = self._path(ids), computed
-        torch.save([[*kv.keys], [*kv.values], sensitivity.hex(), *made], path.with_suffix(".part"))
-        os.replace(path.with_suffix(".part"), path)
+        part = path.with_suffix(".part")
+        try:
+            torch.save([[*kv.keys], [*kv.values], sensitivity.hex(), *made], part)
+        except BaseException:
+            part.unlink(missing_ok=True)  # on a full disk the reason needs its place
+            raise
+        os.replace(part, path)
 
     def put_error(self, ids: Ids, said: str) -> None:
         """Write why there is no such chunk."""
