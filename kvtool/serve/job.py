@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.core.common.machine import is_out_of_memory
@@ -115,10 +116,10 @@ def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
     """Return the entries of an answer's tokens, as OpenAI has them."""
     if begun.options.top_logprobs is None:
         return None
-    tokenizer = begun.session.tokenizer
+    text_of = cache(lambda token: begun.session.tokenizer.decode([token]))
 
     def entry(token: int, log_p: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
+        text = text_of(token)
         return {
             "token": text,
             "logprob": max(log_p, -9999.0),

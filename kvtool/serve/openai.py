@@ -84,7 +84,7 @@ _KNOWN = (
     *_NUMBERS,
     *_USER,
 )
-_TOKEN = re.compile("[0-9]{1,9}")
+_TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
 _MAX_MESSAGES = 4096
@@ -200,7 +200,9 @@ def _check_names(value: Mapping[str, Any], asked: str) -> None:
             continue
         if name not in _NEUTRAL:
             raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
-        if not any(type(given) is type(one) and given == one for one in _NEUTRAL[name]):  # of `logprobs` 0 is a number
+        if not any(
+            isinstance(given, bool) is isinstance(one, bool) and given == one for one in _NEUTRAL[name]
+        ):  # of `logprobs` 0 is a number
             hint = f"leave it out, or give {_NEUTRAL[name][0]!r}"
             raise Refusal(400, "unsupported", f"{name} cannot be set to {reprlib.repr(given)}", hint, name)
 
@@ -312,7 +314,10 @@ class OpenAIResponse:
         name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
         end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
         if answer is not None:
-            end = {"finish_reason": answer.finish, "logprobs": answer.logprobs and {"content": answer.logprobs}}
+            end = {
+                "finish_reason": answer.finish,
+                "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
+            }
         choice = {"index": 0, **said, **end}
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 

@@ -45,6 +45,7 @@ def test_one_word_of_a_passage_is_enough(store: Store) -> None:
     finder = Finder(store)
     assert sources(finder, "Hi there, what about the deposit?") == ["deposit"]
     assert sources(finder, "mill") == ["letter"]
+    assert sources(finder, "Was it in the morning?") == ["letter"]
     with pytest.raises(NothingFoundError):
         sources(finder, "Is there a deposit?", source=("letter",))  # which has only its stop words
 

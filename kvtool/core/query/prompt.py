@@ -118,7 +118,7 @@ def lay_out(
         length.check(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
-        if not left and behind is None and must_find:
+        if hits and not left and behind is None:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
         chunks = with_stored_rows(session.store, [found for _, found in left])
         if behind is None:

@@ -54,16 +54,17 @@ _IDLE = frozenset(
     _STOPWORDS
     + (
         "hi hello hey hiya howdy greetings welcome bye goodbye thanks thank thx cheers please sorry ok okay yes yeah "
-        "yep no nope good great nice fine well morning afternoon evening night day today everyone everybody "
+        "yep no nope good great fine today everyone everybody "
         "hallo bonjour salut hola ciao merci danke gracias "
-        "me my myself your yours yourself we us our ours them theirs these those there here hers mine "
-        "am being doing done having can could shall should would may might must let get got go going "
+        "me my myself your yours yourself we our ours them theirs these those there here hers mine "
+        "am being doing done having can could shall should would might must let get got go going "
         "tell ask say said know want need like help see think make lot "
         "but if so because until while about between into through during before after up down out off over under again "
         "then than once too very just also only nor all any both each few more most other some such own same now "
-        "s t d m re ve ll don doesn didn isn aren wasn weren hasn haven hadn won wouldn couldn shouldn"
+        "s t d m re ve ll doesn didn isn aren wasn weren hasn hadn wouldn couldn shouldn"
     ).split()
 )
+_WISHES = re.compile(r"\b(?:good|nice) (?:morning|afternoon|evening|night|day)\b", re.IGNORECASE)
 _SPEAKERS = {word: [one for one in LANGUAGES if word in _COMMON[one]] for words in _COMMON.values() for word in words}
 _TELLING = 8000  # characters of a text that decide its language
 _LEAST = 1 / 25  # share of the words that have to be common ones; Turkish has fewest
@@ -124,7 +125,7 @@ def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tupl
 
 def without_idle(text: str) -> str:
     """Return the words of `text` that a question may be about: no stop words, and none of a greeting."""
-    return " ".join(word for word in _words(text) if word.casefold() not in _IDLE)
+    return " ".join(word for word in _words(_WISHES.sub(" ", text)) if word.casefold() not in _IDLE)
 
 
 def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
