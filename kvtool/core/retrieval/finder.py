@@ -282,7 +282,7 @@ class Finder:
 
     def _search(self, retrieval: Retrieval) -> Search:
         if not len(self.index):
-            raise NothingFoundError("the store holds no documents", "run `kvtool ingest PATH` first")
+            raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
         allowed = self._allowed(retrieval.only) if retrieval.only else None
         return Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
 
