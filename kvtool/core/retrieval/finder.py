@@ -22,7 +22,7 @@ from kvtool.core.common.marks import end_of, start_of
 from kvtool.core.common.spelling import composed, regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.readers import file_of
-from kvtool.core.errors import DamagedError, ModelError, NothingFoundError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
