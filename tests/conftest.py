@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # torch is imported; what is run in threads of its own is tested with as many as the machine has (`room_threads`).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-SEVERAL_THREADS = {"codec", "kernels", "model", "native", "records"}
+SEVERAL_THREADS = {"codec", "kernels", "model", "native"}
 
 _session = contextlib.ExitStack()
 

@@ -404,8 +404,9 @@ def test_only_what_is_within_its_stated_error_and_of_the_same_shape() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP there")
-def test_their_products_take_one_thread_and_nobody_elses() -> None:
-    before = torch.get_num_threads()
+def test_their_products_take_one_thread_and_nobody_elses(threads: None) -> None:
+    before = 2
+    torch.set_num_threads(before)
     with encoder_threads() as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
     with encoder_threads() as later:
