@@ -119,18 +119,26 @@ class Learner:
                 else:
                     owner, chunk = waiting[0].owner, waiting[0].chunk
                     stored = _stored(session, chunk.ids, owner)
-                    if not stored or any(_between(stored, len(chunk.ids))):  # not by another server meanwhile
+                    missing = len(chunk.ids) - sum(stop - start for start, stop in stored)
+                    if not stored or missing >= _LEAST:  # by another server, meanwhile
                         session.learned.put(owner, chunk, waiting[0].text)
         except NoSpaceError:
             while len(waiting) > 1:  # the others would fare alike
-                waiting.pop()
+                self._give_up(waiting.pop())
+            self._give_up(waiting[0])
             raise
         except StoreLockedError:
             if waiting is self._requests or waiting[0].again:
+                self._give_up(waiting[0])
                 raise
             waiting.append(replace(waiting[0], again=True))
         finally:
             waiting.popleft()  # only now: `len` counts it as long as it is under way
+
+    def _give_up(self, step: Request | _Passage) -> None:
+        """Leave a passage that came twice to the next time that it comes."""
+        if isinstance(step, _Passage):
+            self._seen[step.owner].add([step.chunk.ids])
 
     def _look_at(self, session: Session, learned: LearnedStore, request: Request) -> None:
         """Queue the parts of a request's texts that came before; remember the others."""

@@ -17,6 +17,7 @@ import pytest
 
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.files import cache_dir
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreLockedError, UsageError
@@ -218,6 +219,8 @@ def test_a_start_trims_to_its_budget_and_its_keys(store: Path) -> None:
         assert folder_bytes(folder) < 0.8 * size
         assert cached(asked(served, [ARNE], key=OTHER)) > 0
     size = folder_bytes(folder)
+    with serving(store, key=OTHER, learn=True, learn_budget=size) as served:
+        assert learned_by(store) == {owner_of(OTHER): before[owner_of(OTHER)]}  # all of it fits
     with serving(store, key=OTHER, learn=True, learn_budget=3 * size // 4) as served:
         assert folder_bytes(folder) <= 3 * size // 4
         assert 0 < learned_by(store)[owner_of(OTHER)] < before[owner_of(OTHER)]
@@ -375,6 +378,7 @@ def test_a_passage_is_tried_again_once_while_another_server_writes(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtool.core.session.learned._LOCK_WAIT", 0.0)
+    monkeypatch.setattr("kvtool.serve.learning._LEAST", 32)  # a chunk is found again without its ends
     with Store.open(store) as opened:
         session, learner = Session(opened), Learner()
         session.learn(10**9)
@@ -403,6 +407,9 @@ def test_a_passage_is_tried_again_once_while_another_server_writes(
                 with pytest.raises(StoreLockedError):
                     learner.step(lambda: session)
                 assert len(learner) == left
+        learner.add(Request("", messages=(("user", BRIX),), owner="all"))
+        learner.step(lambda: session)
+        assert len(learner) > 0  # it came twice, and need not again
         session.close()
 
 
@@ -424,6 +431,72 @@ def test_what_another_server_has_stored_meanwhile_is_not_stored_again(store: Pat
         counts.append(len(session.learned.store.chunk_ids()))
     assert counts[0] == counts[1] > 1
     session.close()
+
+
+def test_a_chunk_of_which_much_is_not_stored_is_stored(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of a list that are alike in part: no gap is a passage, but all of them together are more."""
+    session, learner = Session(Store.open(store)), Learner()
+    session.learn(10**9)
+    for _ in range(2):
+        learner.add(Request("", messages=(("user", ARNE),), owner="all"))
+        learner.step(lambda: session)
+    waiting = len(learner)
+    assert waiting > 1
+    monkeypatch.setattr("kvtool.serve.learning._LEAST", 20)
+    every_other = [(first, first + 8) for first in range(0, 48, 16)]
+    monkeypatch.setattr("kvtool.serve.learning._stored", lambda *given: every_other)
+    while len(learner):
+        learner.step(lambda: session)
+    assert session.learned is not None
+    assert len(session.learned.store.chunk_ids()) == waiting
+    session.close()
+
+
+def test_a_compaction_that_a_start_could_not_do_is_done_by_the_next(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(store, key=BOTH, learn=True) as served:
+        for key, text in ((KEY, ARNE), (OTHER, BRIX)):
+            for _ in range(2):
+                asked(served, [text], key=key)
+
+    def is_there() -> bool:
+        return any(b"Arne" in path.read_bytes() for path in learned(store).rglob("data.mdb"))
+
+    def full(self: Writer) -> None:
+        raise NoSpaceError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "compact", full)
+        with serving(store, key=OTHER, learn=True) as served:
+            pass
+    assert "could not be trimmed" in served.warnings[0]
+    assert (set(learned_by(store)), is_there()) == ({owner_of(OTHER)}, True)
+    with serving(store, key=OTHER, learn=True) as served:
+        assert not is_there()
+    assert served.warnings == []
+
+
+def test_chunks_of_another_arithmetic_are_read_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(store) as opened:
+        session = Session(opened, ModelOptions(dtype="bfloat16"))
+        session.learn(10**9)
+        assert session.learned is not None
+        for first in range(3):
+            session.learned.put("all", session.learned.wanted("all", tuple(range(first, first + 60))), "A text.")
+        session.close()
+    with Store.open(store) as opened:
+        session = Session(opened, ModelOptions(dtype="float32"))
+        session.learn(10**9)
+        own = session.learned
+        assert own is not None
+        reads = list[bytes]()
+        real = own.store.chunk_info
+        monkeypatch.setattr(own.store, "chunk_info", lambda key: [reads.append(key), real(key)][1])
+        for first in range(100, 103):
+            own.put("all", own.wanted("all", tuple(range(first, first + 60))), "A text.")
+        assert len(set(reads)) == len(reads) <= 6
+        session.close()
 
 
 def test_learned_passages_that_are_replaced_meanwhile_are_not_used(store: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.writer import Writer
     from kvtool.core.model.decoder import Decoder
 
-_LOCK_WAIT = 0.2  # seconds; another server of the same store writes a chunk in less
+_LOCK_WAIT = 0.2  # seconds; another server of the same store writes a chunk in less, and trims at its start in more
 _TRIM_WAIT = 10.0  # seconds, at the start; another server may be compacting
 _SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is not due at once
 
@@ -65,6 +65,7 @@ class LearnedStore:
         self._spotters: dict[str, Spotter] = {}
         self._places: dict[bytes, tuple[str, bytes]] = {}  # owner and chunk id, by the key of the document's file
         self._revision = -1
+        self._foreign: tuple[StoreIdentity, set[bytes]] = identity, set()  # chunks that would be computed otherwise now
         self._lead_ins: tuple[StoreIdentity, LeadIns] | None = None
 
     def close(self) -> None:
@@ -91,13 +92,16 @@ class LearnedStore:
         revision = self.store.revision()
         if revision == self._revision:
             return
+        if self._foreign[0] is not self.identity:
+            self._foreign = self.identity, set()
         with self.store.view():
             places = {key: self._places.get(key) or self._place(key) for key in self.store.file_marks()}
             changed = {(places.get(key) or self._places[key])[0] for key in places.keys() ^ self._places.keys()}
             changed.update(owner for owner, spotter in self._spotters.items() if spotter.unread)
             for owner in changed:
                 spotter = self._spotters.setdefault(owner, Spotter(partial(self._token_ids, owner)))
-                spotter.update(chunk_id for of, chunk_id in places.values() if of == owner)
+                mine = (chunk_id for of, chunk_id in places.values() if of == owner)
+                spotter.update(chunk_id for chunk_id in mine if chunk_id not in self._foreign[1])
         self._places, self._revision = places, revision
 
     def _place(self, key: bytes) -> tuple[str, bytes]:
@@ -112,8 +116,10 @@ class LearnedStore:
         run_pending()
         with suppress(DamagedError):
             info = self.store.chunk_info(chunk_id)
-            if info is not None and self.wanted(owner, info.token_ids).chunk_id == chunk_id:
-                return info.token_ids
+            if info is not None:
+                if self.wanted(owner, info.token_ids).chunk_id == chunk_id:
+                    return info.token_ids
+                self._foreign[1].add(chunk_id)
         return ()
 
     def passage(self, chunk_id: bytes) -> Passage:
@@ -158,7 +164,7 @@ class LearnedStore:
         if _SPARE * need > (_SPARE - 1) * self._budget:
             raise NoSpaceError(f"a passage has {megabytes(need)} of KV", "start with a larger --learn-budget")
         room = self._budget - folder_bytes(self.store.path) + self.store.environment.free_bytes()
-        spare = self._budget // _SPARE
+        spare = self._budget // _SPARE if need else 0
         if room - spare < need:
             scores, evicted = self.store.warmth(), set[bytes]()
             for chunk_id, when in self.store.added().items():
@@ -174,15 +180,20 @@ class LearnedStore:
 
     def trim(self, owners: Collection[str] | None) -> None:
         """Drop what exceeds the budget, and the passages of all owners but these. Raises KvtoolError."""
+        self._follow()  # what takes long, before the lock
+        due = self.store.path.with_suffix(".compact")  # until the text of dropped passages has left the disk
         with self.store.writer(_TRIM_WAIT, self._budget) as writer:
             self._follow()
             others = set[bytes]()
             if owners is not None:
                 others |= {chunk_id for owner, chunk_id in self._places.values() if owner not in owners}
+            if others:
+                due.touch()
             self._drop(writer, others)
             writer.collect()  # chunks whose document a killed server had removed
-            if others:
-                writer.compact()  # their text leaves the disk
+            if due.exists():
+                writer.compact()
+                due.unlink()
             self._make_room(writer, 0)
 
     def forget(self, chunk_ids: Set[bytes]) -> None:
