@@ -55,7 +55,8 @@ class Guard:
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = Headers(scope=scope)
         if not self._is_allowed(headers.get("origin"), scope):
-            return Refusal(403, "origin", "pages of this origin may not ask", "its option `cors_origin` allows them")
+            hint = "the server's option `cors_origin` can allow them"
+            return Refusal(403, "origin", "pages of this origin may not ask", hint)
         if self._keys is None:
             host = _host(headers)
             if host not in _LOOPBACK:
@@ -67,7 +68,7 @@ class Guard:
         if kind.lower() == "bearer" and (key := key_of(given.strip(), self._keys)) is not None:
             scope[OWNER] = owner_of(key)
             return None
-        hint = "send it as `Authorization: Bearer KEY`; the server says at its start where the key is"
+        hint = "send it as `Authorization: Bearer KEY`; who runs the server has the key (`kvtool serve` names its file)"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
 
     def _is_allowed(self, origin: str | None, scope: Scope) -> bool:

@@ -225,6 +225,23 @@ def test_a_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(begun) == 1
 
 
+def test_a_renderer_that_needs_its_packages_is_imported_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a later transformers may: here the bare package has no version."""
+    from kvtool.core.model import template
+
+    needy = "import builtins; real = builtins.__import__\n"
+    needy += "def bare():\n"
+    needy += "    return 'transformers' in sys.modules and not hasattr(sys.modules['transformers'], '__version__')\n"
+    needy += "def needing(name, *more, **named):\n"
+    needy += "    if name.endswith('chat_template_utils') and bare():\n"
+    needy += "        raise ImportError(name)\n"
+    needy += "    return real(name, *more, **named)\n"
+    needy += "builtins.__import__ = needing\n"
+    expected = prompt_parts(with_template(CHATML + "{# as it is #}")).prefix
+    monkeypatch.setattr(template, "_PROGRAM", template._PROGRAM.replace("\n", f"\n{needy}", 1))
+    assert prompt_parts(with_template(CHATML + "{# needy #}")).prefix == expected
+
+
 def test_segments_do_not_depend_on_each_other() -> None:
     tokenizer = tiny_tokenizer()
     texts = ["  One. \n", "", "조수는 하루에", "Three"]
