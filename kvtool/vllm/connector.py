@@ -184,10 +184,11 @@ class KvtoolConnector(KVConnectorBase_V1):
             self._feeder.ranks.lead(self._load)
 
     def _load(self) -> None:
+        assert self._feeder is not None
         for load in self._step.loads:
             started = time.perf_counter()
             try:
-                self._stats.note("recomputed_tokens", self._feed(load))
+                self._stats.note("recomputed_tokens", self._feeder.load(load))
             except Exception as error:  # whatever it is, vLLM can compute these blocks itself
                 _warn(f"a prompt of {len(load.ids)} tokens is computed by vLLM: {error}", "")
                 self._failed.update(load.touched(self._block_size))
@@ -195,10 +196,6 @@ class KvtoolConnector(KVConnectorBase_V1):
                 if isinstance(error, GateError):
                     self._verdict = Verdict(passed=False)
             self._stats.note(SECONDS, time.perf_counter() - started)
-
-    def _feed(self, load: Load) -> int:
-        assert self._feeder is not None
-        return self._feeder.load(load)
 
     def wait_for_save(self) -> None:
         """Compare what vLLM has computed in this step, if the gate is to be run, and save what is to be saved."""

@@ -11,6 +11,7 @@ import pytest
 
 import kvtool
 from kvtool.core.model.generate import stop_ids
+from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION, chunks_of, drop_records
 from tests.serve.conftest import KEY, PATIENCE, Served, serving
 
@@ -270,6 +271,13 @@ def test_an_answer_may_take_what_is_left_of_the_context(client: openai.OpenAI, s
     with pytest.raises(openai.BadRequestError, match="ask a shorter one") as refused:
         client.chat.completions.create(model="tiny", messages=too_long, max_tokens=5)
     assert "--" not in refused.value.message
+
+
+def test_errors_name_options_and_leave_names_as_they_are() -> None:
+    said = "the model's --top-k is wrong for '--my-notes'", "leave --no-shift out, or run `kvtool ingest --level raw`"
+    error = Refusal(400, "wrong", *said).to_json()
+    assert error["message"].startswith("the model's top_k is wrong for '--my-notes' (")
+    assert error["hint"] == "leave shift = false out, or run `kvtool ingest --level raw`"
 
 
 def test_a_greeting_is_answered_without_passages(ready: Path) -> None:
