@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 import kvtool as package
+from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.tokens import encode
+from kvtool.core.query.answer import begin_answer
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out_request
+from kvtool.core.query.reply import Request
+from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_corpus
 from tests.families import save_tiny
 from tests.fusion.making import tokenizer
@@ -109,3 +115,13 @@ def test_an_answer_is_streamed_in_python(store: Path) -> None:
         assert "".join(pieces).strip() == reply.answer == cache.query(QUESTION, max_tokens=12).answer
         with pytest.raises(UsageError, match="stream: True is no function"):
             cache.query(QUESTION, stream=True)  # type: ignore[arg-type]
+
+
+def test_an_answer_limited_by_the_context_alone_reserves_no_more_than_it_may_need(store: Path) -> None:
+    with Store.open(store) as opened:
+        session = Session(opened)
+        options = QueryOptions(max_tokens=10**9, clamp=True)
+        begun = begin_answer(session, lay_out_request(session, Request(QUESTION), options), options)
+        cache, length = begun.outcome.fused.cache, begun.outcome.fused.plan.length
+        assert {buffer.keys.shape[2] - length for buffer in cache.buffers} == {1024}
+        session.close()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 
 OnText = Callable[[str], None]
+_RESERVED = 1024  # tokens of an answer whose limit is the context's: caches grow, and few answers are as long
 
 
 def answer(
@@ -191,7 +192,8 @@ def _fuse(
     session: Session, asked: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
 ) -> Outcome:
     """Fuse the whole prompt in one pass, or in rounds; or what comes after a cached prefix."""
-    decoder, plan, timeline, reserve = session.decoder, streamed.plan, session.timeline, options.max_tokens
+    decoder, plan, timeline = session.decoder, streamed.plan, session.timeline
+    reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
     cache = None if asked.behind is None else asked.behind.cache
     if isinstance(cache, StateCache):
         chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
