@@ -22,7 +22,8 @@ from starlette.types import Send
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.auth import EVERYBODY, OWNER
+from kvtool.core.session.learned import EVERYBODY
+from kvtool.serve.auth import OWNER
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, Turns
 from kvtool.serve.metrics import stats_of

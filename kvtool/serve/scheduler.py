@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.environment import Closed
 from kvtool.core.cache.layout import read_store_file
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, StoreNotFoundError
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.conversations import ConversationCache
 from kvtool.serve.job import (
@@ -107,6 +107,7 @@ class LoadedModel:
         from kvtool.core.session.identity import store_identity
         from kvtool.core.session.session import Session
 
+        is_start = decoder is None
         store, decoder = open_store(self.place, warn=self._warn), decoder or self.spare
         self.spare = None
         try:
@@ -116,7 +117,12 @@ class LoadedModel:
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
             session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # cached chunks are faster, but must not change the search
-            self._learn(session)
+            try:
+                self._learn(session)
+            except KvtoolError as error:
+                if is_start:
+                    raise
+                self._warn(f"the new store's passages are not learned: {error.message}", error.hint)
         except BaseException:
             store.close()
             raise
