@@ -220,9 +220,8 @@ class _Job:
         rows = losses_by_maker(self.store.codec_state())
         known = dict(rows.get(maker, {}))
         # Losses that earlier versions measured say no mode: they are of reuse, which loses less by a level.
-        wanted = [
-            level for level in lossy([*levels, *self._offered(levels)]) if known.get(level, {}).get("fusion") != MODE.name
-        ]
+        offered = lossy([*levels, *self._offered(levels)])
+        wanted = [level for level in offered if known.get(level, {}).get("fusion") != MODE.name]
         if wanted and self.options.questions:
             known |= self._measured(wanted, profile, chunks)
             self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
