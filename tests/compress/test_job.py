@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED, NO_PROFILE
 from kvtool.core.common.types import Events
+from kvtool.core.compress import loss
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.loss import Toll, tolls
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, StoreNotFoundError, UsageError
+from kvtool.core.fusion.engine import Fused
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
 from tests.cli.working import files_below, kvtool
@@ -167,6 +171,39 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
     report = run(fitted, "3", "2", questions=1)
     assert asked == [["2"], ["3"]]
     assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
+
+
+def test_a_loss_that_was_measured_without_recompute_is_measured_again(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions did; until then it is what the level is read by."""
+    with Store.open(fitted) as store, store.writer() as writer:
+        profile = store.codec_state()["profile"]
+        writer.set_codec_state(store.codec_state() | {"losses": {profile: {"2": {"kl_answer": 0.25}}}})
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": 0.25}
+    asked = fixed_losses(monkeypatch)
+    run(fitted, "2", questions=1)
+    run(fitted, "2", questions=1)
+    assert asked == [["2"]]
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": LOSSES["2"]}
+
+
+def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are recomputed, and ranked by the sensitivity that is stored with each chunk."""
+    fused = list[Fused]()
+    real = loss.fuse
+
+    def fuse(*given: Any, **more: Any) -> Fused:
+        fused.append(real(*given, **more))
+        return fused[-1]
+
+    monkeypatch.setattr(loss, "fuse", fuse)
+    run(fitted, "2", questions=1)
+    assert len(fused) == 2
+    for one in fused:
+        context = one.plan.context_tokens
+        assert one.tokens.recomputed == ceil(0.15 * context) > 0
+        assert all(segment.source.sensitivity for segment in one.plan.chunks)
 
 
 @pytest.mark.slow

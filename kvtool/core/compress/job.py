@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
@@ -26,7 +27,7 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Events
 from kvtool.core.compress.fitting import fit, keep_profile, profile_of
 from kvtool.core.compress.level_writer import LevelWriter
-from kvtool.core.compress.loss import HeavyRows, LevelScheme, mean_loss, measure, own_prompts
+from kvtool.core.compress.loss import MODE, HeavyRows, LevelScheme, mean_loss, measure, own_prompts
 from kvtool.core.compress.options import AUTO, CompressOptions
 from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
@@ -213,12 +214,14 @@ class _Job:
 
     def _losses(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
-    ) -> dict[str, dict[str, float]]:
+    ) -> dict[str, dict[str, Any]]:
         """Return the known losses of the lossy levels; missing ones are measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
         rows = losses_by_maker(self.store.codec_state())
         known = dict(rows.get(maker, {}))
-        wanted = [level for level in lossy([*levels, *self._offered(levels)]) if level not in known]
+        # Losses that earlier versions measured say no mode: they are of reuse, which loses less by a level.
+        offered = lossy([*levels, *self._offered(levels)])
+        wanted = [level for level in offered if known.get(level, {}).get("fusion") != MODE.name]
         if wanted and self.options.questions:
             known |= self._measured(wanted, profile, chunks)
             self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
@@ -226,7 +229,7 @@ class _Job:
 
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
-    ) -> dict[str, dict[str, float]]:
+    ) -> dict[str, dict[str, Any]]:
         own = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
         self._load()
@@ -237,14 +240,14 @@ class _Job:
         self.events.step("measure the loss", len(prompts), "questions")
         schemes = {level: LevelScheme(level, profile, self.heavy) for level in levels}
         rows = measure(self.session, prompts, schemes, self.events.advance)
-        return {level: mean_loss(rows[level]) for level in levels}
+        return {level: mean_loss(rows[level]) | {"fusion": MODE.name} for level in levels}
 
     def _offered(self, levels: Sequence[str]) -> list[str]:
         """The lossy levels that `auto` may take, the finest first; without it none."""
         offered = [level for level in whole() if not level_of(level).baseline]
         return lossy(keeping(level, self.options.share) for level in offered) if AUTO in levels else []
 
-    def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
+    def _chosen(self, levels: list[str], losses: dict[str, dict[str, Any]]) -> list[str]:
         """Replace `auto` by the smallest level that may be taken, which is a lossless one where none may."""
         if AUTO not in levels:
             return levels

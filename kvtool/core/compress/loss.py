@@ -23,7 +23,7 @@ from kvtool.core.evaluate.measures import Row, means, score
 from kvtool.core.evaluate.reference import Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
-from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.generate import Generated
 from kvtool.core.records.heavy_hitters import heaviest, repeated
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 EXACT = "exact"
+MODE = Union()  # the default one, in which losses are measured
 _MAX_TOKENS = 32  # of the longest answer that is compared
 _TOGETHER = 4  # chunks whose rows are weighed in one pass
 
@@ -153,7 +154,9 @@ def measure(
 
 
 def measure_one(session: Session, question: Question, schemes: Mapping[str, Scheme]) -> dict[str, Row]:
-    """Measure what each scheme loses of one question with nothing recomputed (`reuse`): its own effect, undiluted.
+    """Measure what each scheme loses of one question in the default mode, beside the same mode over exact records.
+
+    A loss under `reuse` would be too small: what is lost adds to what fusion loses, and rows are chosen by lossy keys.
 
     Returns
     -------
@@ -169,7 +172,7 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
     plan = question.plan
 
     def fused(source: KVSource, plan: Plan) -> Fused:
-        return fuse(decoder, plan, Reuse(), source, reserve=_MAX_TOKENS)
+        return fuse(decoder, plan, MODE, source, reserve=_MAX_TOKENS)
 
     cached = PromptKV.exact(session.source, plan, decoder.stored_layers)
     reference = Reference.answered(decoder, fused(cached, plan), _MAX_TOKENS)
@@ -280,6 +283,9 @@ def own_prompts(session: Session, chunks: Sequence[tuple[bytes, str]], count: in
     prompts = []
     for probe in made:
         own = [described[number] for number in probe.chunks]
-        candidates = [Candidate(info.token_ids, chunk, info.lead_in, level) for chunk, level, info in own]
+        candidates = [
+            Candidate(info.token_ids, chunk, info.lead_in, level, sensitivity=info.sensitivity)
+            for chunk, level, info in own
+        ]
         prompts.append(Question(build_plan(prefix, candidates, probe.question)))
     return prompts
