@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.out import Out
 from kvtool.cli.terminal import clean
-from kvtool.core.common.marks import as_named_here
+from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.sizes import counted
+from kvtool.core.query.reply import marked
 
 if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
     from kvtool.core.query.reply import Reply, ReplyChunk
 
+Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 _MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
 _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
@@ -30,6 +32,20 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
         out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
+
+
+def show_answer_end(out: Out, facts: Facts) -> None:
+    """End an answer that was shown as it came; one with citations is shown now, with the sentences that it cites."""
+    if (citations := facts.get("citations")) is None:
+        if facts["answer"]:
+            out.end_line()
+        else:
+            out.print()
+        return
+    out.prose(marked(facts["answer"], citations))
+    for one in {each["number"]: each for each in citations}.values():
+        place = Place(one["line"], one["label"]).cite(as_named_here(one["source"]))
+        out.prose(f"[{one['number']}] {_unmistakable(place)}: {one['text']}")
 
 
 def source_line(chunks: Sequence[ReplyChunk]) -> str:
@@ -81,9 +97,6 @@ def _counts(runs: ChunkSpans, tokens: int) -> str:
     why = ", ".join(f"{count} for {reason}" for reason, count in runs.recomputed.items())
     gone = f", {runs.dropped} not there" if runs.dropped else ""
     return f"{sum(runs.recomputed.values())} of {tokens} tokens recomputed" + (f" ({why})" if why else "") + gone
-
-
-Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:

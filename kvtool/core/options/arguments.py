@@ -62,6 +62,7 @@ class QueryArguments(TypedDict, total=False):
     presence_penalty: float
     logit_bias: str | Iterable[str]
     top_logprobs: int | None
+    cite: bool
     clamp: bool
     force: bool
     top_k: int

@@ -24,6 +24,7 @@ from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
+from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
@@ -321,6 +322,10 @@ def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
     fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
     text = said.text.strip()
+    started = time.perf_counter()
+    citations = cite(begun, said) if options.cite else None
+    if citations is not None:
+        timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
     return Reply(
         question=asked.request.question,
         answer=text,
@@ -346,6 +351,7 @@ def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
         rounds=begun.outcome.rounds,
         cut=asked.cut,
         left=len(asked.hits) - len(fused.plan.passages),
+        citations=citations,
         resolved={
             "device": session.decoder.device,
             "dtype": session.decoder.loaded.arithmetic.dtype,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,39 @@ class ReplyChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Citation:
+    """A sentence of a passage that a sentence of the answer rests on (query/cite.py).
+
+    Attributes
+    ----------
+    number : from 1, the same for the same sentence of a passage.
+    answer_start, answer_end : characters of the answer. `start`, `end`: of the document.
+    chunk : id of the passage.
+    line, label : as `ReplyChunk` has them.
+    text : the sentence, on one line.
+    """
+
+    number: int
+    answer_start: int
+    answer_end: int
+    chunk: str
+    source: str
+    line: int | None
+    label: str
+    start: int
+    end: int
+    text: str
+
+
+def marked(answer: str, citations: Sequence[Mapping[str, Any]]) -> str:
+    """Return an answer with the number of a citation after each sentence, `[1]`; `citations`: as the JSON has them."""
+    for one in reversed(citations):
+        end = one["answer_end"]
+        answer = f"{answer[:end]} [{one['number']}]{answer[end:]}"
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """Report of one round of `--defer`: the chunks that it loaded, its cost and its result.
 
@@ -170,6 +203,7 @@ class Reply:
         1, and what it was searched by (query/conversation.py).
     cut : chunks that were found and left out because they would not help.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
+    citations : in the order of the answer's sentences; None: they were not asked for.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     selector : the mode with the parameters it was asked with; not in the JSON.
     """
@@ -201,6 +235,7 @@ class Reply:
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     bytes_spared: int = 0
+    citations: list[Citation] | None = None
 
     @property
     def asked_mode(self) -> str:
@@ -256,6 +291,7 @@ class Reply:
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
+            **({} if self.citations is None else {"citations": [asdict(one) for one in self.citations]}),
             "finish": self.finish,
             "fusion": self.fusion,
             "revision": self.revision,
