@@ -86,9 +86,42 @@ def _counts(runs: ChunkSpans, tokens: int) -> str:
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
 
+def end_answer(out: Out, facts: Facts) -> None:
+    """End the text of an answer on stdout. A verified one was streamed to a terminal only: a pipe gets its final text
+    alone."""
+    verified, text = facts.get("verified"), facts["answer"]
+    if verified and not out.on_terminal:
+        out.print(text)
+        return
+    if text:
+        out.end_line()
+    else:
+        out.print()
+    if verified and verified["corrected"]:
+        out.end_line()
+        out.print("\ncorrected:")
+        out.prose(text)
+
+
+def show_verified(out: Out, facts: Facts) -> None:
+    """Say what full prefill made of an answer, with `--verify`."""
+    if not (verified := facts.get("verified")):
+        return
+    times = verified["timing_ms"]
+    after = f"{times['final'] / 1e3:.2f} s after the question, {times['first'] / 1e3:.2f} s of them to the first token"
+    if not times["prefill"]:
+        out.status(f"verified: nothing to do, {facts['fusion']} computes as full prefill does")
+    elif verified["corrected"]:
+        accepted = f"{verified['accepted']} of {counted(verified['drafted'], 'token')}"
+        out.status(f"verified: full prefill accepts {accepted} and goes on otherwise; {after}")
+    else:
+        out.status(f"verified: full prefill gives the same answer; {after}")
+
+
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     """Show the chosen mode, the loaded and computed tokens, and the times."""
     show_end(out, facts)
+    show_verified(out, facts)
     show_decision(out, facts)
     _show_rounds(out, facts)
     tokens, timing = facts["tokens"], facts["timing_ms"]
