@@ -15,7 +15,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtool.cli.answers import cited, show_answer_end, show_end, show_explained, show_sources
+from kvtool.cli.answers import (
+    cited,
+    end_answer,
+    show_end,
+    show_explained,
+    show_sources,
+    show_verified,
+    shows_pieces,
+)
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
 from kvtool.cli.out import Out, error_json
@@ -328,7 +336,7 @@ class Chat:
 
         def show(piece: str) -> None:
             interrupts.ends_answer = True
-            if not self._talk.options.cite:
+            if shows_pieces(self._out, self._talk.options):
                 self._out.print(piece, end="")
 
         return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)
@@ -338,8 +346,10 @@ class Chat:
         if not self._out.human:
             self._out.json(reply.to_json())
             return
-        show_answer_end(self._out, reply.to_json())
-        show_end(self._out, {"finish": reply.finish, "tokens": reply.tokens})
+        facts = reply.to_json()
+        end_answer(self._out, facts)
+        show_end(self._out, facts)
+        show_verified(self._out, facts)
         counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
         computed = counts["recomputed"] + counts["fresh"]
         self._out.status(
@@ -461,8 +471,18 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "cite", "system", "stop_repeats", "temperature", "seed", "top_p", "frequency_penalty"),
-        *("presence_penalty", "force", "top_k", "min_score", "source"),
+        *(
+            "max_tokens",
+            "cite",
+            "verify",
+            "system",
+            "stop_repeats",
+            "temperature",
+            "seed",
+            "top_p",
+            "frequency_penalty",
+        ),
+        *("frequency_penalty", "presence_penalty", "force", "top_k", "min_score", "source"),
         *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
         *("state_cache_size", "max_loss", "load_timeout"),
     ),

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.answers import (
-    show_answer_end,
+    end_answer,
     show_decision,
     show_end,
     show_explained,
     show_numbers,
     show_runs,
     show_sources,
+    shows_pieces,
     source_line,
 )
 from kvtool.cli.commands import new_app
@@ -72,7 +73,7 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
     try:
         for event in ask(connected, _question(run, request, options)):
             if isinstance(event, str):
-                if not options.cite:
+                if shows_pieces(run.out, options):
                     run.out.print(event, end="")
             else:
                 _show(run, event, passages)
@@ -99,7 +100,7 @@ def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
     for text, hint in answer["warnings"]:
         run.out.warning(text, hint)
     facts = answer["facts"]
-    run.out.result(facts, human=lambda: show_answer_end(run.out, facts))
+    run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, answer["steps"], answer["stepper"])
     show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
 
@@ -293,6 +294,8 @@ def query(
         _check_writable(flags.timeline)
     if options.defer and modes is not None:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    if options.verify and modes is not None:
+        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
     is_plain = flags.batch is None and modes is None and flags.timeline is None
     if flags.server and is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
         return None
@@ -445,10 +448,10 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     from kvtool.core.query.answer import answer
 
     run.out.doing("answering")
-    show = None if options.cite else functools.partial(run.out.print, end="")  # what it cites is known at its end
+    show = functools.partial(run.out.print, end="") if shows_pieces(run.out, options) else None
     reply = answer(session, request, options, on_text=show)
     facts = reply.to_json()
-    run.out.result(facts, human=lambda: show_answer_end(run.out, facts))
+    run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
     if reply.explained:
         show_explained(run.out, reply)

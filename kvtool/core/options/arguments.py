@@ -58,6 +58,7 @@ class QueryArguments(TypedDict, total=False):
     temperature: float
     seed: int
     top_p: float
+    verify: bool
     frequency_penalty: float
     presence_penalty: float
     logit_bias: str | Iterable[str]
