@@ -40,7 +40,6 @@ RULES: dict[str, Callable[[list[Sentence], str, str], Sentence]] = {
     "(a) first sentence of the best passage": lambda sentences, question, answer: sentences[0],
     "(b) most words in common with the answer": lambda sentences, question, answer: nearest(sentences, answer, False),
     "rare words in common with the answer": lambda sentences, question, answer: nearest(sentences, answer),
-    "rare words in common with the question": lambda sentences, question, answer: nearest(sentences, question),
 }
 
 
@@ -69,7 +68,7 @@ def is_right(text: str, marked: list[str]) -> bool:
 def nearest(sentences: list[Sentence], text: str, rare: bool = True) -> Sentence:
     """Return the sentence with most words in common; of equals the first."""
     if rare:
-        return sentences[int(RareWords([one.text for one in sentences]).common(text).argmax())]
+        return sentences[RareWords([one.text for one in sentences]).nearest(text)]
     words = set(terms(text)[0])
     return max(sentences, key=lambda one: len(words & set(terms(one.text)[0])))
 
@@ -135,12 +134,11 @@ def asked(
         first, *more = begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, None, more)
     text, started = said.text.strip(), time.process_time()
-    cited = cite(begun, said)
+    cited = cite(session, request.question, begun.chunks, text)
     taken = (time.process_time() - started) * 1e3
-    sentences = sorted(passage_sentences(begun), key=lambda one: -(one.chunk.score or 0))
+    sentences = passage_sentences(session, sorted(begun.chunks, key=lambda chunk: -(chunk.score or 0)))
     opening = next((text[start:end] for start, end in sentences_of(text)), "")
-    ways = {CITED: cited, "attention only": cite(begun, said, 0.0)}
-    row = {name: bool(found) and is_right(found[0].text, marked) for name, found in ways.items()}
+    row = {CITED: bool(cited) and is_right(cited[0].text, marked)}
     rules = {name: is_right(rule(sentences, request.question, opening).text, marked) for name, rule in RULES.items()}
     row |= rules | {"any sentence of the prompt": any(is_right(one.text, marked) for one in sentences)}
     row["answer"] = any(one.casefold() in text.casefold() for one in request.answers)

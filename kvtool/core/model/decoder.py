@@ -15,7 +15,7 @@ from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
-from kvtool.core.model.attention import PlacedRows, QueryRows, Watch
+from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
 from kvtool.core.model.modules import cache_name, prune_rows
@@ -211,8 +211,8 @@ class Decoder(DecoderStack):
         rows, at = self._behind(cache, len(ids))
         return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
 
-    def append(self, ids: Sequence[int], cache: PromptCache, watch: Watch | None = None) -> None:
-        """Append `ids` to the cache as `extend` does, without the LM head. `watch`: see `QueryRows`.
+    def append(self, ids: Sequence[int], cache: PromptCache) -> None:
+        """Append `ids` to the cache as `extend` does, without the LM head.
 
         Many are computed in pieces: memory is bounded, and between two layers of each piece other passes may run, or
         the work may end.
@@ -220,7 +220,7 @@ class Decoder(DecoderStack):
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
             rows, at = self._behind(cache, len(piece))
-            self.fill_cache(piece, replace(rows, watch=watch), cache, at)
+            self.fill_cache(piece, rows, cache, at)
 
     def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
         """Return rows for `count` more tokens of a cache, and their positions where these are not their places."""

@@ -13,7 +13,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM
 from kvtool.core.model.template import TemplateFailed, render
-from kvtool.core.model.tokens import encode, encode_batch, encode_control, encode_with_ends, holds_control
+from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
 Cut = TypeVar("Cut")
 Message = tuple[str, str]
@@ -63,13 +63,6 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
 def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
     """Tokenise chunks as a prompt has them: each one's text and a blank line."""
     return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
-
-
-def chunk_token_ends(tokenizer: Any, text: str) -> tuple[Ids, list[int]]:
-    """Tokenise a chunk as `chunk_tokens` does; return its ids, and the character of `text` where each one ends."""
-    ids, ends = encode_with_ends(tokenizer, text.strip() + _SEPARATOR)
-    before = len(text) - len(text.lstrip())
-    return tuple(ids), [before + end for end in ends]
 
 
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:

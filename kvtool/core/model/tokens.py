@@ -9,7 +9,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 OnText = Callable[[str], None]
@@ -30,15 +30,6 @@ def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     pieces = [_pieces(_printable(text), control) for text in texts]
     ids = iter(_run(tokenizer, [piece for parts in pieces for piece in parts], special=False))
     return [[i for _ in parts for i in next(ids)] for parts in pieces]
-
-
-def encode_with_ends(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Tokenise ordinary text as `encode` does; return the ids, and the character of the text where each one ends."""
-    pieces = _pieces(_printable(text), _unsplit_controls(tokenizer))
-    starts = accumulate(map(len, pieces), initial=0)
-    made = list(zip(_encoded(tokenizer, pieces, special=False, places=True), starts, strict=False))
-    ids = [token for encoding, _ in made for token in encoding.ids]
-    return ids, [start + end for encoding, start in made for _, end in encoding.offsets]
 
 
 def encode_control(tokenizer: Any, text: str) -> list[int]:
@@ -71,16 +62,10 @@ def whole_characters(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _run(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
-    return [encoding.ids for encoding in _encoded(tokenizer, texts, special=special)]
-
-
-def _encoded(tokenizer: Any, texts: list[str], *, special: bool, places: bool = False) -> list[Any]:
-    """Return the library's encodings; `places`: with the characters of each token, which takes longer."""
     backend = tokenizer.backend_tokenizer
     with _SWITCH:
         backend.encode_special_tokens = not special
-        encode_all = backend.encode_batch if places else backend.encode_batch_fast
-        return list(encode_all(texts, add_special_tokens=False))
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _printable(text: str) -> str:

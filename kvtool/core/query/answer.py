@@ -349,8 +349,10 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
     fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
     text = said.text.strip()
     started = time.perf_counter()
-    over = begun if checked is None else replace(begun, outcome=Outcome(checked.exact))
-    citations = cite(over, said) if options.cite else None
+    citations = None
+    if options.cite:
+        about = asked.request.search or asked.request.question
+        citations = cite(session, about, [*begun.chunks, *begun.again], text)
     if citations is not None:
         timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
     return Reply(
