@@ -112,7 +112,7 @@ def test_a_prompt_with_more_text_of_its_own_than_a_step_computes_is_left_to_vllm
         ({"fusion": "infoflow", "ratio": 1}, sum),
         ("prefix", sum),
     ],
-    ids=str,
+    ids=["epic", "blend", "union", "infoflow", "prefix"],
 )
 def test_rows_of_passages_that_a_mode_recomputes_count_too(store: Path, wish: object, recomputed: Any) -> None:
     ids, places = prompt_of(store)
