@@ -77,6 +77,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         self._block_size: int = vllm_config.cache_config.block_size
         self._found: dict[str, Passages] = {}
         self._due: list[Load] = []
+        self._loading = set[str | None]()  # salts of the requests whose blocks this step fills
         self._failed: set[int] = set()
         self._stats, self._refused = Stats(), 0
         self._verdict: Verdict | None = None  # in the worker: what is not reported yet
@@ -111,10 +112,16 @@ class KvtoolConnector(KVConnectorBase_V1):
             request.block_hashes.clear()
             request.update_block_hashes()
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Claim all tokens of a prompt with passages but the last one; they are loaded within the step."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Claim all tokens of a prompt with passages but the last one; they are loaded within the step.
+
+        A prompt that may share blocks with one that is loaded in the same step waits for the next: if that load fails,
+        vLLM counts the shared blocks as computed before they are.
+        """
         if request.request_id not in self._found or not (self._verdict and self._verdict.passed):
             return 0, False
+        if request.cache_salt in self._loading:
+            return None, False
         return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
@@ -122,12 +129,14 @@ class KvtoolConnector(KVConnectorBase_V1):
         if num_external_tokens > 0:
             found, stop = self._found[request.request_id], request.num_prompt_tokens - 1
             self._stats.note("claimed_tokens", num_external_tokens)
+            self._loading.add(request.cache_salt)
             ids, own = tuple(request.prompt_token_ids or ()), tuple(blocks.get_block_ids()[0])
             self._due.append(Load(ids, found.spans, found.options, stop - num_external_tokens, stop, own))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         """Return the loads of a step, and what is to be compared while the gate has no verdict."""
         step, self._due = Step(self._due), []
+        self._loading.clear()
         step.saves = self._queue.due(scheduler_output, lambda name: self._kv_cache_manager.get_block_ids(name)[0])
         for new in scheduler_output.scheduled_new_reqs if self._verdict is None else ():
             count = min(scheduler_output.num_scheduled_tokens[new.req_id], _MOST_COMPARED)

@@ -113,7 +113,7 @@ def heard(verdict: Any, invalid: Iterable[int] = ()) -> Any:
 
 
 def test_prompts_are_compared_until_there_is_a_verdict_and_claimed_if_it_is_good(module: Any) -> None:
-    request = SimpleNamespace(request_id="a", num_prompt_tokens=64)
+    request = SimpleNamespace(request_id="a", num_prompt_tokens=64, cache_salt="s")
     for passed, claimed in ((True, 63), (False, 0)):
         connector = connector_of(module, "scheduler")
         connector._found["a"] = object()
@@ -137,6 +137,24 @@ def test_blocks_that_were_not_filled_leave_the_prefix_cache(module: Any) -> None
     connector.update_connector_output(heard(None))
     connector.update_connector_output(heard(None, {3, 4}))
     assert evicted == [{3, 4}]
+
+
+def test_a_prompt_that_may_share_blocks_waits_until_they_are_loaded(module: Any) -> None:
+    """If that load fails, the first one's client may leave, and nobody computes the blocks that they share."""
+    connector = connector_of(module, "scheduler")
+    one, same, other = request_of(), request_of(), request_of()
+    for request, name, salt in ((one, "a", "s"), (same, "b", "s"), (other, "c", "t")):
+        request.request_id = name
+        connector._spotter.find = lambda ids, wish, salt=salt: SimpleNamespace(salt=salt, spans=(), options=None)
+        connector.on_new_request(request)
+    connector.update_connector_output(heard(module.Verdict(True)))
+    assert connector.get_num_new_matched_tokens(one, 0) == (63, False)
+    assert connector.get_num_new_matched_tokens(same, 0) == (63, False)  # the first one found no room
+    connector.update_state_after_alloc(one, SimpleNamespace(get_block_ids=lambda: [[1, 2, 3, 4]]), 63)
+    assert connector.get_num_new_matched_tokens(same, 48) == (None, False)
+    assert connector.get_num_new_matched_tokens(other, 0) == (63, False)
+    assert len(connector.build_connector_meta(scheduled()).loads) == 1
+    assert connector.get_num_new_matched_tokens(same, 48) == (15, False)
 
 
 def test_a_worker_reports_a_verdict_once_and_none_where_there_is_no_store(module: Any) -> None:
