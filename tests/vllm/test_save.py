@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic
+from kvtool.core.errors import KvtoolError
+from kvtool.core.ingest import engine_storer
+from kvtool.core.ingest.engine_storer import served
 from kvtool.core.model.tokens import encode
 from kvtool.core.records.spool import SaveWish, Spool
 from kvtool.core.session.identity import known_result, store_identity
@@ -43,6 +46,7 @@ class Engine:
         self.model, self.store, self.tokenizer = model, store, tokenizer
         self.most, self.with_connector, self.context = 999, True, 2048
         self.said: list[str] = []
+        self.foreign: bytes | None = None  # what is answered to everything
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
         self.address = f"http://127.0.0.1:{self.server.server_port}"
         self._lock, self._saver = threading.Lock(), None
@@ -90,10 +94,10 @@ def handler_of(engine: Engine) -> type[BaseHTTPRequestHandler]:
 
         def reply(self, body: dict[str, Any]) -> None:
             try:
-                code, row = 200, engine.answer(self.path, body)
+                code, row = 200, {} if engine.foreign is not None else engine.answer(self.path, body)
             except RuntimeError as error:
                 code, row = 500, {"error": str(error)}
-            data = json.dumps(row).encode()
+            data = json.dumps(row).encode() if engine.foreign is None else engine.foreign
             self.send_response(code)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -219,6 +223,40 @@ def test_what_is_no_vllm_with_the_connector_is_refused(ingest: Any, engine: Engi
     ingest(place, "--engine", "localhost:8000").failed(2, "is no address")
     ingest(place, "--engine", engine.address, "--ray", "local").failed(2, "leave one out")
     ingest(place, "--engine", engine.address, "--lead-in", "neighbour").failed(2, "--lead-in warm")
+
+
+MODEL = '{"data": [{"id": "m", "max_model_len": %s}]}'
+FOREIGN = [
+    '{"data": [{"max_model_len": 4}]}',
+    '{"data": "abc"}',
+    '{"data": [["a"]]}',
+    '{"data": [null]}',
+    '{"data": {"a": 1}}',
+    "[]",
+    "7",
+    "[" * 10**5,
+    "",
+]
+
+
+@pytest.mark.parametrize(
+    "body", [*FOREIGN, MODEL % '"4"', MODEL % "-1", MODEL % "[1]", '{"data": [{"max_model_len": 4}]}']
+)
+def test_a_server_may_answer_anything(body: str, engine: Engine) -> None:
+    engine.foreign = body.encode()
+    with pytest.raises(KvtoolError, match="vLLM"):
+        served(engine.address)
+
+
+def test_an_answer_without_end_is_not_read_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.foreign = b" " * 4_000_000
+    monkeypatch.setattr(engine_storer, "_LONGEST_ANSWER", 1_000_000)
+    with pytest.raises(KvtoolError, match="no end"):
+        served(engine.address)
+    engine.foreign = (MODEL % "64").encode()
+    assert served(engine.address) == ("m", 64)
+    with pytest.raises(ValueError, match="no end"):  # a byte now and then
+        engine_storer._read(cast(Any, SimpleNamespace(read1=lambda most: b" ")), 0.0)
 
 
 def test_another_tokenizer_is_refused(

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -22,6 +22,7 @@ from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.ingest.account import Account, kv_bytes_a_token
@@ -37,6 +38,7 @@ from kvtool.core.session.identity import NEIGHBOUR, ProfileCache, other_lead_in_
 
 _AHEAD = 4  # batches that vLLM has at a time: what it needs to be busy, and what the spool holds
 _TIMEOUT_S, _FIRST_S = 900.0, 30.0  # for one batch; for a first look at the server
+_LONGEST_ANSWER = 1 << 24  # bytes
 _COMPARED = 64  # tokens, at least, that are computed here, too
 # Differences of keys and values as shares of their RMS. Measured: 8e-5 in float32, .016 with bfloat16 on either side.
 _EXACT, _ROUNDED = 0.005, 0.05
@@ -46,10 +48,10 @@ _OTHER_MODEL = "name with --model what vLLM serves, or start vLLM with the store
 
 def served(url: str) -> tuple[str, int]:
     """Return the name of the model that a vLLM server has, and the length of its context. Raises KvtoolError."""
-    model = (_ask(url, "/v1/models").get("data") or [{}])[0]
-    if not model.get("max_model_len"):
-        raise KvtoolError(f"the server at {url} is not vLLM", START)
-    return model["id"], model["max_model_len"]
+    match _ask(url, "/v1/models"):
+        case {"data": [{"id": str(name), "max_model_len": int(longest)}, *_]} if longest > 0:
+            return name, longest
+    raise KvtoolError(f"the server at {url} is not vLLM", START)
 
 
 def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> dict[str, Any]:
@@ -60,12 +62,22 @@ def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> di
         if key := os.environ.get("VLLM_API_KEY", "").strip():
             request.add_unredirected_header("Authorization", f"Bearer {key}")
         with build_opener(ProxyHandler({})).open(request, timeout=seconds) as answer:  # no proxy is in between
-            return dict(json.load(answer))
+            return dict(parsed(_read(answer, time.monotonic() + seconds)))
     except HTTPError as error:
         said = error.read(500).decode("utf-8", "replace")
         raise KvtoolError(f"vLLM at {url} answers {error.code} to {path}: {said}", START) from error
     except (OSError, HTTPException, ValueError, TypeError) as error:
         raise KvtoolError(f"vLLM at {url} does not answer: {error}", START) from error
+
+
+def _read(answer: HTTPResponse, deadline: float) -> bytes:
+    """Read an answer. Raises ValueError: it has no end."""
+    read = bytearray()
+    while piece := answer.read1(1 << 16):
+        read += piece
+        if len(read) > _LONGEST_ANSWER or time.monotonic() > deadline:
+            raise ValueError("its answer has no end")
+    return bytes(read)
 
 
 class EngineStorer(Storer):
