@@ -69,8 +69,8 @@ class Rope:
         rest = keys.unflatten(-1, (-1, self.head_dim))[..., 2 * len(self.frequencies) :]
         return torch.cat([moved.real, moved.imag, rest], -1).flatten(-2)
 
-    def first_position(self, keys: torch.Tensor, means: torch.Tensor) -> int:
-        """Find the multiple of a chunk's length from which un-rotated keys are nearest to their means.
+    def first_position(self, keys: torch.Tensor, means: torch.Tensor, step: int) -> int:
+        """Find the multiple of `step` from which un-rotated keys are nearest to their means.
 
         A rotation keeps the keys' length, so the nearest are those of the largest product.
 
@@ -79,10 +79,9 @@ class Rope:
         keys : float32 `[layers, tokens, channels]`, rotated.
         means : float32 `[layers, channels]`, of un-rotated keys.
         """
-        tokens = keys.shape[1]
-        summed = (self.pairs(keys) * self.turns(-torch.arange(tokens))[:, None]).sum(1)
+        summed = (self.pairs(keys) * self.turns(-torch.arange(keys.shape[1]))[:, None]).sum(1)
         likeness = (summed * self.pairs(means).conj()).sum((0, 1))
-        starts = torch.arange(0, _POSITIONS, tokens)
+        starts = torch.arange(0, _POSITIONS, step)
         return int(starts[(self.turns(-starts) @ likeness).real.argmax()])
 
 
@@ -108,7 +107,7 @@ class LevelSerde:
         if rope is None:
             hint = "`kvtool compress --fit`, if all heads of the model rotate by halves, by one RoPE"
             raise KvtoolError("the codec profile does not say how the model's keys are rotated", hint)
-        self._profile, self._bits = profile, bits
+        self._profile, self._bits, self._step = profile, bits, 1  # tokens of the longest chunk so far
         self._rope = Rope(rope["head_dim"], torch.tensor(rope["frequencies"], dtype=torch.float64), rope["scaling"])
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
@@ -126,9 +125,9 @@ class LevelSerde:
         sides, out = src.tensor.float().cpu(), dst.tensor.flatten()
         layers = self._layers_of(sides.shape)
         first = sides[:, :, :1].numpy().tobytes()  # all tokens attend to a prompt's first one: its error costs most
-        start = self._rope.first_position(sides[0], self._profile.means[:, 0])
-        back = self._rope.turns(torch.arange(start, start + sides.shape[2])).reciprocal()
-        plain = self._rope.multiplied(sides[0], back)
+        self._step = max(self._step, sides.shape[2])
+        start = self._rope.first_position(sides[0], self._profile.means[:, 0], self._step)
+        plain = self._rope.multiplied(sides[0], self._rope.turns(start + torch.arange(sides.shape[2])).reciprocal())
         kvs = [(keys[None], values[None]) for keys, values in zip(plain, sides[1], strict=True)]
         for level in self._levels:
             records = [b"".join(parts) for parts in CODECS[level].encode_layers(kvs, self._profile)]
@@ -148,9 +147,9 @@ class LevelSerde:
         body = data[_HEADER.size : _HEADER.size + size]
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(data[8 : _HEADER.size + size]) != digest:
             raise DamagedError("a chunk of LMCache that is damaged, or that kvtool did not encode")
-        exact, (_, _, tokens, channels) = 8 * layers * out.shape[3], out.shape  # bytes of the first token
-        if layers != self._layers_of(out.shape) or size < exact + 4 * layers or str(level) not in NESTED:
+        if layers != self._layers_of(out.shape) or size < layers * (8 * out.shape[3] + 4) or str(level) not in NESTED:
             raise DamagedError("a chunk of LMCache of another shape")
+        exact, (_, _, tokens, channels) = 8 * layers * out.shape[3], out.shape  # bytes of the first token
         ends = accumulate(struct.unpack_from(f"<{layers}I", body, exact), initial=exact + 4 * layers)
         items = [Encoded(body[at:end], (1, tokens, channels), "float32") for at, end in pairwise(ends)]
         kvs = CODECS[str(level)].decode_layers(items, self._own)

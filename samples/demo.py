@@ -33,6 +33,7 @@ def main() -> None:
     place = ["--store", str(options.folder / "store")]
     first, *others = ([str(HERE / "corpus" / folder)] for folder in folders)
 
+    out.print("This takes 1 to 2 minutes on two idle cores, and several times that where other work runs.")
     step(out, 1, f"ingest: the KV of the documents in samples/corpus/{folders[0]} is computed, once")
     run(["ingest", *first, "--model", options.model, *place, *PATIENT])
     step(out, 2, "query: a first answer")

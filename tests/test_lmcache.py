@@ -95,6 +95,12 @@ def test_positions_are_found(start: int) -> None:
     assert header(stored(LevelSerde(profile(), 8), kv(start)))[1] == start
 
 
+def test_the_position_of_a_shorter_last_chunk_is_found() -> None:
+    serde = LevelSerde(profile(), 8)
+    stored(serde, kv(0))
+    assert header(stored(serde, kv(41 * TOKENS)[:, :, : TOKENS - 9]))[1] == 41 * TOKENS
+
+
 def test_a_wrong_position_costs_bytes_but_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     serde, chunk = LevelSerde(profile(), 16), kv(40 * TOKENS)
     right = stored(serde, chunk)
@@ -127,6 +133,8 @@ def test_another_shape_or_profile_is_refused() -> None:
         serde.estimate_serialized_size(Chunk(kv(0)[..., :24]))
     with pytest.raises(DamagedError):
         loaded(serde, data[:20])
+    with pytest.raises(KvtoolError, match="3 layers of 48 channels"):
+        serde.deserialize(Chunk(data), Chunk(torch.zeros(SHAPE[:3])), None)
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:

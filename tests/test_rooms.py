@@ -60,7 +60,7 @@ LINES = {
     "native": 1768,
     "options": 805,
     "pack": 715,
-    "query": 3304,
+    "query": 3933,
     "records": 477,
     "remote": 5895,
     "reports": 4617,

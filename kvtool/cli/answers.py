@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.out import Out
 from kvtool.cli.terminal import clean
-from kvtool.core.common.marks import as_named_here
+from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.sizes import counted
+from kvtool.core.query.reply import marked
 
 if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
+    from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply, ReplyChunk
 
+Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 _MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
 _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
@@ -30,6 +33,30 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
         out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
+
+
+def shows_pieces(out: Out, options: QueryOptions) -> bool:
+    """Return whether an answer is shown as it comes: what it cites is known at its end, and a pipe gets the final text
+    of a verified one alone."""
+    return not options.cite and (out.on_terminal or not options.verify)
+
+
+def end_answer(out: Out, facts: Facts) -> None:
+    """End an answer that was shown as it came, with its correction if it is verified; one that was not is shown now,
+    with the sentences that it cites."""
+    citations, verified, text = facts.get("citations"), facts.get("verified"), facts["answer"]
+    if citations is not None:
+        out.prose(marked(text, citations))
+        for one in {each["number"]: each for each in citations}.values():
+            place = Place(one["line"], one["label"]).cite(as_named_here(one["source"]))
+            out.prose(f"[{one['number']}] {_unmistakable(place)}: {one['text']}")
+    elif text and (out.on_terminal or not verified):
+        out.end_line()
+    else:
+        out.print(text)
+    if citations is None and verified and verified["corrected"] and out.on_terminal:
+        out.print("\ncorrected:")
+        out.prose(text)
 
 
 def source_line(chunks: Sequence[ReplyChunk]) -> str:
@@ -83,12 +110,25 @@ def _counts(runs: ChunkSpans, tokens: int) -> str:
     return f"{sum(runs.recomputed.values())} of {tokens} tokens recomputed" + (f" ({why})" if why else "") + gone
 
 
-Facts = Mapping[str, Any]  # of a reply, as its JSON has them
+def show_verified(out: Out, facts: Facts) -> None:
+    """Say what full prefill made of an answer, with `--verify`."""
+    if not (verified := facts.get("verified")):
+        return
+    times = verified["timing_ms"]
+    after = f"{times['final'] / 1e3:.2f} s after the question, {times['first'] / 1e3:.2f} s of them to the first token"
+    if not times["prefill"]:
+        out.status(f"verified: nothing to do, {facts['fusion']} computes as full prefill does")
+    elif verified["corrected"]:
+        accepted = f"{verified['accepted']} of {counted(verified['drafted'], 'token')}"
+        out.status(f"verified: full prefill accepts {accepted} and goes on otherwise; {after}")
+    else:
+        out.status(f"verified: full prefill gives the same answer; {after}")
 
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     """Show the chosen mode, the loaded and computed tokens, and the times."""
     show_end(out, facts)
+    show_verified(out, facts)
     show_decision(out, facts)
     _show_rounds(out, facts)
     tokens, timing = facts["tokens"], facts["timing_ms"]

@@ -15,7 +15,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtool.cli.answers import cited, show_end, show_explained, show_sources
+from kvtool.cli.answers import (
+    cited,
+    end_answer,
+    show_end,
+    show_explained,
+    show_sources,
+    show_verified,
+    shows_pieces,
+)
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
 from kvtool.cli.out import Out, error_json
@@ -328,7 +336,8 @@ class Chat:
 
         def show(piece: str) -> None:
             interrupts.ends_answer = True
-            self._out.print(piece, end="")
+            if shows_pieces(self._out, self._talk.options):
+                self._out.print(piece, end="")
 
         return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)
 
@@ -337,11 +346,10 @@ class Chat:
         if not self._out.human:
             self._out.json(reply.to_json())
             return
-        if reply.answer:
-            self._out.end_line()
-        else:
-            self._out.print()
-        show_end(self._out, {"finish": reply.finish, "tokens": reply.tokens})
+        facts = reply.to_json()
+        end_answer(self._out, facts)
+        show_end(self._out, facts)
+        show_verified(self._out, facts)
         counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
         computed = counts["recomputed"] + counts["fresh"]
         self._out.status(
@@ -463,8 +471,18 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "top_p", "frequency_penalty"),
-        *("presence_penalty", "force", "top_k", "min_score", "source"),
+        *(
+            "max_tokens",
+            "cite",
+            "verify",
+            "system",
+            "stop_repeats",
+            "temperature",
+            "seed",
+            "top_p",
+            "frequency_penalty",
+        ),
+        *("frequency_penalty", "presence_penalty", "force", "top_k", "min_score", "source"),
         *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
         *("state_cache_size", "max_loss", "load_timeout"),
     ),
@@ -473,7 +491,7 @@ app = new_app()
     ModelOptions,
     LockOptions,
     examples=("chat", "chat --fusion epic --top-k 3"),
-    common="fusion ratio top_k source level max_tokens system temperature store model device",
+    common="fusion ratio top_k source level max_tokens cite system temperature store model device",
 )
 def chat(run: Run) -> int | None:
     """Hold a conversation about the stored documents."""

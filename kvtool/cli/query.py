@@ -10,19 +10,21 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtool.cli.answers import (
+    end_answer,
     show_decision,
     show_end,
     show_explained,
     show_numbers,
     show_runs,
     show_sources,
+    shows_pieces,
     source_line,
 )
 from kvtool.cli.commands import new_app
@@ -37,7 +39,7 @@ from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option, options_of
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import ReplyChunk, Request, numbers, summarise
+from kvtool.core.query.reply import ReplyChunk, Request, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
 
@@ -71,7 +73,8 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
     try:
         for event in ask(connected, _question(run, request, options)):
             if isinstance(event, str):
-                run.out.print(event, end="")
+                if shows_pieces(run.out, options):
+                    run.out.print(event, end="")
             else:
                 _show(run, event, passages)
     except Declined as declined:
@@ -97,7 +100,7 @@ def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
     for text, hint in answer["warnings"]:
         run.out.warning(text, hint)
     facts = answer["facts"]
-    run.out.result(facts, human=run.out.end_line if answer["text"] else run.out.print)
+    run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, answer["steps"], answer["stepper"])
     show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
 
@@ -174,7 +177,7 @@ class Batch:
         if self._modes is not None:
             show_runs(self._run.out, replies, title="")
         else:
-            self._run.out.prose(replies[0].answer)
+            self._run.out.prose(marked(replies[0].answer, [asdict(one) for one in replies[0].citations or ()]))
             show_end(self._run.out, replies[0].to_json())
         self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
 
@@ -291,6 +294,8 @@ def query(
         _check_writable(flags.timeline)
     if options.defer and modes is not None:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    if options.verify and modes is not None:
+        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
     is_plain = flags.batch is None and modes is None and flags.timeline is None
     if flags.server and is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
         return None
@@ -443,9 +448,10 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     from kvtool.core.query.answer import answer
 
     run.out.doing("answering")
-    reply = answer(session, request, options, on_text=lambda piece: run.out.print(piece, end=""))
+    show = functools.partial(run.out.print, end="") if shows_pieces(run.out, options) else None
+    reply = answer(session, request, options, on_text=show)
     facts = reply.to_json()
-    run.out.result(facts, human=run.out.end_line if reply.answer else run.out.print)
+    run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
     if reply.explained:
         show_explained(run.out, reply)

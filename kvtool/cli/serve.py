@@ -70,15 +70,10 @@ def serve(run: Run) -> None:
         return
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise KvtoolError(f"`kvtool serve` needs the package {missing[0]}", extra_line("serve"))
-    is_new = not file.exists()
-    keys = read_keys(file) if options.key else None
-    # A mistyped or unmounted file is made anew here: nobody's passages are deleted for that.
-    _serve(run, options, keys, file, None if is_new else keys)
+    _serve(run, options, read_keys(file) if options.key else None, file)
 
 
-def _serve(
-    run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Path, owners: Sequence[str] | None
-) -> None:
+def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Path) -> None:
     from kvtool.serve.app import make_app
     from kvtool.serve.auth import owners_of
     from kvtool.serve.engine import Engine
@@ -90,7 +85,7 @@ def _serve(
     tls = _tls(options, warn)
     _check_store(run, options)
     with bind(options) as bound:
-        engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options, owners_of(owners))
+        engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options, owners_of(keys))
         log = _Log(run, options.request_log)
         requests = AccessLog(engine, log.write)
         app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), keys, requests)

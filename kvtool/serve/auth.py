@@ -11,12 +11,11 @@ from starlette.datastructures import URL, Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.core.agent.options import key_of
+from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.options import ANY_ORIGIN
 from kvtool.serve.wire import Refusal, refused
 
 OWNER = "kvtool.owner"  # in the scope of a request: the owner of what is kept of it
-EVERYBODY = "all"
-"""Owner of passages and conversations of clients without a key, or of all keys."""
 _OPEN = ("/health",)  # for monitoring
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.generate import AnswerSequence, Generated
     from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
+    from kvtool.core.query.verify import Check
     from kvtool.core.session.session import Session
 
 
@@ -153,9 +154,9 @@ class CachedConversation:
     ms: float
     restored: Sequence[PreparedAnswer]
 
-    def reply(self, said: Generated) -> Reply:
+    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
         """Return the reply; its answer becomes a turn of the conversation."""
-        reply = self.conversation.take(self.begun, said)
+        reply = self.conversation.take(self.begun, said, checked)
         resident = reply.tokens["standing"]
         kept = min(self.kept, resident)
         reply.turn |= {"number": len(self.conversation.said), "kept": kept, "renewed": resident - kept}
@@ -183,6 +184,8 @@ class Job:
     arrived, aside : times by `time.monotonic()`: of its arrival, and of the end of its last step.
     steps : iterator to the first token, over `session`.
     begun, sequence, cached : its prompt, answer and conversation, once the prompt is computed.
+    draft, drafted, checked : of an answer that is verified: what was streamed, when it ended by `time.perf_counter()`,
+        and its check, after which `sequence` is the final answer.
     left : the client has left. `failed`: error of `tell`. `ended`: no more events follow.
     """
 
@@ -199,6 +202,9 @@ class Job:
     begun: PreparedAnswer | None = None
     sequence: AnswerSequence | None = None
     cached: CachedConversation | None = None
+    draft: Generated | None = None
+    drafted: float = 0.0
+    checked: Check | None = None
     left: bool = False
     failed: KvtoolError | None = None
     ended: bool = False

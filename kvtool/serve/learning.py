@@ -109,6 +109,7 @@ class Learner:
         KvtoolError : that failed. Where another server is writing, the passage is tried once more.
         """
         waiting: deque[Any] = self._passages or self._requests
+        again = None
         try:
             session = opened()
             if session.learned is None:
@@ -117,23 +118,31 @@ class Learner:
                 if waiting is self._requests:
                     self._look_at(session, session.learned, waiting[0])
                 else:
-                    owner, chunk = waiting[0].owner, waiting[0].chunk
-                    stored = _stored(session, chunk.ids, owner)
-                    missing = len(chunk.ids) - sum(stop - start for start, stop in stored)
-                    if not stored or missing >= _LEAST:  # by another server, meanwhile
-                        session.learned.put(owner, chunk, waiting[0].text)
-        except NoSpaceError:
-            while len(waiting) > 1:  # the others would fare alike
-                self._give_up(waiting.pop())
-            self._give_up(waiting[0])
-            raise
+                    self._put(session, session.learned, waiting[0])
         except StoreLockedError:
             if waiting is self._requests or waiting[0].again:
                 self._give_up(waiting[0])
                 raise
-            waiting.append(replace(waiting[0], again=True))
+            again = replace(waiting[0], again=True)
+        except Exception as error:
+            if isinstance(error, NoSpaceError) and waiting is self._passages:
+                for passage in [one for one in waiting if len(one.chunk.ids) > len(waiting[0].chunk.ids)]:
+                    waiting.remove(passage)  # it would fare alike
+                    self._give_up(passage)
+            self._give_up(waiting[0])
+            raise
         finally:
             waiting.popleft()  # only now: `len` counts it as long as it is under way
+            if again is not None:
+                waiting.append(again)
+
+    def _put(self, session: Session, learned: LearnedStore, passage: _Passage) -> None:
+        """Compute and store a passage, unless another server has, or the store's lead-in or model is another now."""
+        owner, chunk = passage.owner, passage.chunk
+        stored = _stored(session, chunk.ids, owner)
+        missing = len(chunk.ids) - sum(stop - start for start, stop in stored)
+        if (not stored or missing >= _LEAST) and learned.wanted(owner, chunk.ids) == chunk:
+            learned.put(owner, chunk, passage.text)
 
     def _give_up(self, step: Request | _Passage) -> None:
         """Leave a passage that came twice to the next time that it comes."""

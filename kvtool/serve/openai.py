@@ -22,7 +22,8 @@ from starlette.types import Send
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.auth import EVERYBODY, OWNER
+from kvtool.core.session.learned import EVERYBODY
+from kvtool.serve.auth import OWNER
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, Turns
 from kvtool.serve.metrics import stats_of
@@ -45,7 +46,7 @@ T = TypeVar("T")
 # Options of a question that a client may set, under `kvtool`: none names a file or a model of this machine.
 ALLOWED = (
     *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "source", "retriever", "order"),
-    *("min_score", "stop_repeats", "defer", "defer_first", "defer_threshold", "slo_ms"),
+    *("min_score", "stop_repeats", "cite", "verify", "defer", "defer_first", "defer_threshold", "slo_ms"),
 )
 _OWN = ("documents", "chunks", "spot", "strict", *ALLOWED)
 # Further parameters of the API, and the values at which they change nothing.
@@ -325,6 +326,8 @@ class OpenAIResponse:
 def _about(answer: Answer) -> dict[str, Any]:
     """Return the field `kvtool` of a response: sources, tokens, times, misses and warnings."""
     facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
+    if facts.get("verified", {}).get("corrected"):  # a stream has told only the draft
+        facts["verified"] = facts["verified"] | {"answer": answer.text}
     facts["sources"] = list(answer.places)
     waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
     facts["timing_ms"] = facts["timing_ms"] | waits

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.environment import Closed
 from kvtool.core.cache.layout import read_store_file
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, StoreNotFoundError
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.conversations import ConversationCache
 from kvtool.serve.job import (
@@ -34,7 +35,7 @@ from kvtool.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.generate import ContinuousBatch
+    from kvtool.core.model.generate import ContinuousBatch, Sampling
     from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
@@ -107,6 +108,7 @@ class LoadedModel:
         from kvtool.core.session.identity import store_identity
         from kvtool.core.session.session import Session
 
+        is_start = decoder is None
         store, decoder = open_store(self.place, warn=self._warn), decoder or self.spare
         self.spare = None
         try:
@@ -116,7 +118,12 @@ class LoadedModel:
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
             session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # cached chunks are faster, but must not change the search
-            self._learn(session)
+            try:
+                self._learn(session)
+            except KvtoolError as error:
+                if is_start:
+                    raise
+                self._warn(f"the new store's passages are not learned: {error.message}", error.hint)
         except BaseException:
             store.close()
             raise
@@ -148,13 +155,18 @@ def _is_of(decoder: Decoder, identity: StoreIdentity) -> bool:
     return (decoder.loaded.fingerprint, kept) == (identity.fingerprint, identity.dtype)
 
 
+def _sampling_of(job: Job, begun: PreparedAnswer) -> Sampling:
+    return replace(begun.sampling, stop=job.ask.stop)
+
+
 class Scheduler:
     """Scheduler that answers jobs in the order of a `FairQueue`.
 
     A turn brings one prompt to its first token, if an answer may begin, and then decodes one token of every answer.
     Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another
     one or for a long prompt. A prompt with earlier turns of a conversation is interrupted between two turns while other
-    questions wait, and continues after the first of them. Chunks are stored after the answer, in the same way. A
+    questions wait, and continues after the first of them. A draft (`verify`) is checked by full prefill after its last
+    token, and chunks are stored after the answer, in the same way. A
     turn after which nothing runs or waits learns one passage, if `--learn` has found some.
     """
 
@@ -167,6 +179,7 @@ class Scheduler:
         self._aside: deque[Job] = deque()  # of those, interrupted prompts
         self._current: Job | None = None  # that is being computed, so that warnings belong to it
         self._stepped = self._step_took = 0.0  # end of the last step by `time.monotonic()`, and its seconds
+        self._drafts: deque[Job] = deque()  # of those, answers that full prefill is to check
         self._unkept: deque[PreparedAnswer | CachedConversation] = deque()
         self._learner = Learner() if options.learn else None
         self._seconds = 1.0  # moving average of an answer's duration
@@ -280,6 +293,8 @@ class Scheduler:
             if job is not None and not job.ended:
                 self._begin(job, batch)
         self._step(batch)
+        if self._drafts:  # one of them, so that a question that waits begins before the next
+            self._check(self._drafts.popleft(), batch)
         while self._unkept:
             self._keep(self._unkept.popleft(), batch)
         if self._can_learn:
@@ -361,9 +376,9 @@ class Scheduler:
                 job.aside = time.monotonic()
                 self._aside.append(job)
                 return
-            sampling = replace(begun.sampling, stop=job.ask.stop)
             cache, decoder = begun.outcome.fused.cache, begun.session.decoder
-            job.sequence = AnswerSequence(decoder, cache, begun.known, sampling, lambda piece: self._tell(job, piece))
+            tell = partial(self._tell, job)
+            job.sequence = AnswerSequence(decoder, cache, begun.known, _sampling_of(job, begun), tell)
             batch.add(job.sequence)
         except Exception as error:
             self._end(job, as_error(error))
@@ -426,8 +441,11 @@ class Scheduler:
         begun = job.begun
         try:
             said = job.sequence.end()
-            reply = begun.reply(said) if job.cached is None else job.cached.reply(said)
-            event: Event = Answer.of(reply, job)
+            if job.checked is None and begun.is_draft:
+                job.draft, job.drafted, job.sequence = said, time.perf_counter(), None
+                self._drafts.append(job)
+                return
+            event: Event = Answer.of((job.cached or begun).reply(said, job.checked), job)
         except Exception as error:
             event = as_error(error)
         if isinstance(event, Answer):
@@ -435,6 +453,26 @@ class Scheduler:
             if self._learner is not None and job.ask.request.messages:
                 self._learner.add(job.ask.request)
         self._end(job, event)
+
+    def _check(self, job: Job, batch: ContinuousBatch) -> None:
+        """Check a draft by full prefill; what is left to generate joins the batch, and the job ends with that."""
+        from kvtool.core.model.generate import AnswerSequence
+        from kvtool.core.model.preemption import between_layers
+
+        begun, draft = job.begun, job.draft
+        if begun is None or draft is None:  # it was abandoned
+            return
+        self._current = job
+        try:
+            sampling = _sampling_of(job, begun)
+            with between_layers(lambda: self._run_others(batch, job)):
+                checked = job.checked = begun.check(draft, sampling, job.drafted)
+            job.sequence = AnswerSequence(begun.session.decoder, checked.exact.cache, checked.known, sampling)
+            batch.add(job.sequence)
+        except Exception as error:
+            self._end(job, as_error(error))
+        finally:
+            self._current = None
 
     def _keep(self, begun: PreparedAnswer | CachedConversation, batch: ContinuousBatch) -> None:
         """Store the chunks that an answer has computed."""
@@ -473,7 +511,7 @@ class Scheduler:
             job.steps.close()  # which caches its conversation
         if job.cached is not None:
             self._conversations.hold(job.cached.conversation, job.ask.request)
-        job.begun = job.sequence = job.cached = job.steps = job.session = None
+        job.begun = job.sequence = job.cached = job.steps = job.session = job.draft = job.checked = None
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8

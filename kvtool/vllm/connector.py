@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvtool.core.errors import GateError
+from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.vllm.config import check_config
 from kvtool.vllm.metrics import GATE, SECONDS, PromMetrics, Stats
 from kvtool.vllm.requests import FIELD, Passages, PassageSpotter
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _logger = init_logger("vllm.kvtool")
 _FEWEST_COMPARED, _MOST_COMPARED = 48, 512  # tokens of a request that the gate compares
+_MOST_REFUSED = 3  # prompts, one after another, whose passages do not fit the model
 
 
 @dataclass
@@ -77,25 +78,30 @@ class KvtoolConnector(KVConnectorBase_V1):
         self._found: dict[str, Passages] = {}
         self._due: list[Load] = []
         self._failed: set[int] = set()
-        self._stats = Stats()
+        self._stats, self._refused = Stats(), 0
         self._verdict: Verdict | None = None  # in the worker: what is not reported yet
         self._seen: Any = None  # the hook that waits for the model
         self._spotter = PassageSpotter(config, _warn, vllm_config.scheduler_config.max_num_batched_tokens)
         context = vllm_config.model_config.max_model_len
         self._feeder: Feeder | None = None
         if role == KVConnectorRole.WORKER:
-            self._feeder = Feeder(config, context, self._block_size, _warn, get_tp_group())
+            blocks = getattr(kv_cache_config, "num_blocks", None)
+            self._feeder = Feeder(config, context, self._block_size, _warn, get_tp_group(), blocks)
         self._queue = SaveQueue(self._block_size)
         self._saver = Saver(Path(config["store"]), self._feeder, self._block_size, _warn) if self._feeder else None
 
     # ---- in the scheduler ----
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._verdict is not None and not self._verdict.passed
 
     def on_new_request(self, request: Request) -> None:
         """Spot passages, and salt the names of the request's blocks if it has any."""
         if not _is_plain(request):
             return
         wish = (request.kv_transfer_params or {}).get(FIELD)
-        if self._queue.takes(request, wish):
+        if self._queue.takes(request, wish) or self._has_failed:
             return
         found = self._spotter.find(request.prompt_token_ids or (), wish)
         if found is not None:
@@ -137,7 +143,8 @@ class KvtoolConnector(KVConnectorBase_V1):
         verdict = connector_output.kv_connector_worker_meta
         if isinstance(verdict, Verdict):
             self._verdict = verdict
-            self._stats.note(GATE, 1 if verdict.passed else -1)
+            if not verdict.passed:
+                self._stats.note(GATE, -1)
         # vLLM leaves them there: it counts on their request to compute them, which may be aborted before.
         if connector_output.invalid_block_ids:
             self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
@@ -189,11 +196,14 @@ class KvtoolConnector(KVConnectorBase_V1):
             started = time.perf_counter()
             try:
                 self._stats.note("recomputed_tokens", self._feeder.load(load))
+                self._stats.note(GATE, 1)
+                self._refused = 0
             except Exception as error:  # whatever it is, vLLM can compute these blocks itself
                 _warn(f"a prompt of {len(load.ids)} tokens is computed by vLLM: {error}", "")
                 self._failed.update(load.touched(self._block_size))
                 self._stats.note("failed_loads")
-                if isinstance(error, GateError):
+                self._refused += isinstance(error, ModelError)
+                if isinstance(error, GateError) or self._refused >= _MOST_REFUSED:
                     self._verdict = Verdict(passed=False)
             self._stats.note(SECONDS, time.perf_counter() - started)
 
@@ -210,8 +220,11 @@ class KvtoolConnector(KVConnectorBase_V1):
         assert self._feeder is not None
         try:
             self._verdict = Verdict(self._feeder.compare(self._step.comparison))
-        except Exception as error:  # the next prompt is compared then
+        except Exception as error:
             _warn(f"nothing is loaded from the store: {error}", "")
+            # A store may be made, or mended, until the next prompt; the model stays what it is.
+            if isinstance(error, ModelError) or not isinstance(error, KvtoolError | OSError):
+                self._verdict = Verdict(passed=False)
 
     def build_connector_worker_meta(self) -> Verdict | None:
         """Report the gate's verdict, once."""

@@ -14,7 +14,7 @@ _COUNTED = {
     "recomputed_tokens": "Tokens of stored passages that were recomputed.",
     "failed_loads": "Prompts that vLLM computed although their tokens were claimed.",
 }
-_ABOUT_GATE = "Verdict of the gate: 1 passed, -1 failed, 0 no prompt was compared yet."
+_ABOUT_GATE = "Verdict of the gate: 1 passed and a prompt was fed, -1 failed, 0 neither yet."
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 

@@ -166,6 +166,7 @@ class VllmDecoder(Decoder):
     ----------
     model : a causal language model of vLLM. `context`: the longest prompt, in tokens.
     kv_dtype : number format of the store. `ranks`: compute the modules; None: this process alone.
+    blocks : of vLLM's cache; None: not checked.
 
     Raises
     ------
@@ -173,9 +174,15 @@ class VllmDecoder(Decoder):
     """
 
     def __init__(
-        self, model: Any, dtype: torch.dtype, kv_dtype: torch.dtype, context: int, ranks: Ranks | None = None
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        context: int,
+        ranks: Ranks | None = None,
+        blocks: int | None = None,
     ) -> None:
-        check_model(model)
+        check_model(model, blocks)
         device = str(next(model.parameters()).device)
         self.model = RowModel(model, dtype, ranks or Ranks(model))
         self.base, self.layers = self.model.base, list(self.model.base.layers)
@@ -214,8 +221,8 @@ class VllmDecoder(Decoder):
         return Sample(at, keys[0].float())
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model with modules of other kinds than are known here.
+def check_model(model: Any, blocks: int | None = None) -> None:
+    """Refuse a model with modules, or a cache, of other kinds than are known here; `blocks`: see `VllmDecoder`.
 
     Raises
     ------
@@ -238,3 +245,9 @@ def check_model(model: Any) -> None:
         odd += ["kv_sharing_target_layer_name"] if getattr(own.attn, "kv_sharing_target_layer_name", None) else []
         if odd or not hasattr(own.rotary_emb, "cos_sin_cache"):
             raise ModelError(f"{type(own).__name__} of vLLM has {(*odd, 'another RoPE')[0]}, which is not known", hint)
+        shape = [*own.attn.kv_cache.shape]
+        if blocks is not None and shape[0] != blocks:  # a block's number would be that of another one, or of none
+            what = (
+                f"{type(own.attn.impl).__name__} of vLLM has a cache {shape}, whose first axis is not {blocks} blocks"
+            )
+            raise ModelError(what, "leave --block-size out, or name another --attention-backend")

@@ -7,23 +7,31 @@ the salt, which goes into that hash, keeps them from requests that are computed 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Speeds
+from kvtool.core.fusion.cost import Span as Row
 from kvtool.core.fusion.selectors import AUTO, REFERENCE, selector_for
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import spotted
-from kvtool.core.retrieval.finder import Finder
-from kvtool.core.retrieval.spotting import Span
+from kvtool.core.retrieval.finder import token_ids
+from kvtool.core.retrieval.index import index_of
+from kvtool.core.retrieval.spotting import Span, Spotter
 
 FIELD = "kvtool"  # of a request's `kv_transfer_params`: a fusion mode, options by name, or false
 _SETTINGS = ("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "load_timeout")
+_PATIENCE = 0.2  # seconds that a request waits for the index after the store has changed
+_ONE_LAYER = Speeds(PassSpeed(0, 0, 0), {"": LoadSpeed(0, 0, 0, 0)}, layers=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +57,22 @@ class PassageSpotter:
     ----------
     config : `kv_connector_extra_config`: `store`, and options of `kvtool query` that say how to fuse.
     warn : reports why requests are left to vLLM.
-    most : tokens outside passages that a request may have: they are computed in one step of vLLM.
+    most : rows that a request may have computed in one layer: all of them are computed in one step of vLLM.
+    patience : seconds that a request waits for the index after the store has changed.
 
     Raises
     ------
     UsageError : no store is named, or an option is unknown or wrong.
     """
 
-    def __init__(self, config: Mapping[str, Any], warn: Warn, most: int = 1 << 20) -> None:
+    def __init__(self, config: Mapping[str, Any], warn: Warn, most: int = 1 << 20, patience: float = _PATIENCE) -> None:
         if not config.get("store"):
             raise UsageError("kv_connector_extra_config names no store", 'add "store": "PATH"')
         self._path = Path(config["store"])
         self._settings = {name: value for name, value in config.items() if name != "store"}
-        self._warn, self._most = warn, most
+        self._warn, self._most, self._patience = warn, most, patience
+        self._store: Store | None = None
+        self._spotter, self._indexed, self._thread = Spotter(self._token_ids), -1, Thread()
         self.options(None)
 
     def options(self, wish: object) -> QueryOptions | None:
@@ -90,13 +101,40 @@ class PassageSpotter:
         selector_for(options, mode)
         return None if mode == REFERENCE else options
 
-    @cached_property
-    def _store(self) -> Store:
-        return Store.open(self._path)
+    def _token_ids(self, chunk_id: bytes) -> Sequence[int]:
+        return () if self._store is None else token_ids(self._store, chunk_id)
 
-    @cached_property
-    def _finder(self) -> Finder:
-        return Finder(self._store, self._warn)
+    def _opened(self) -> Store:
+        """Return the store, opened anew if it was replaced, and have the index follow it."""
+        if self._store is not None:
+            with suppress(KvtoolError):
+                self._store.follow()
+                self._follow(self._store)
+                return self._store
+            self._store.close()
+        self._store, self._indexed = None, -1
+        self._store = Store.open(self._path)
+        self._follow(self._store)
+        return self._store
+
+    def _follow(self, store: Store) -> None:
+        """Bring the index up to date in a thread: vLLM's scheduler would wait for seconds where many chunks are new."""
+        if (revision := store.revision()) != self._indexed and not self._thread.is_alive():
+            self._thread = Thread(target=self._index, args=(store, revision), daemon=True)
+            self._thread.start()
+            self._thread.join(self._patience)
+
+    def _index(self, store: Store, revision: int) -> None:
+        try:
+            with Store.open(self._path) as own:  # the scheduler would wait for a view of its own store
+                index = index_of(own, self._warn)
+            spotter = copy(self._spotter)
+            spotter.update(index.chunk_ids())
+            self._spotter = spotter
+        except Exception as error:  # tried again at the next change
+            self._warn(f"passages that were stored last are not found: {error!r}", "")
+        if self._store is store:
+            self._indexed = revision
 
     def find(self, ids: Sequence[int], wish: object = None) -> Passages | None:
         """Find the passages in a prompt; None: there are none, or the store cannot be used, which is reported."""
@@ -104,18 +142,27 @@ class PassageSpotter:
             options = self.options(wish)
             if options is None:
                 return None
-            with self._store.view():
-                spans = tuple(spotted(self._finder.spot(ids[:-1])))  # vLLM computes the last token at least
-                revision = self._store.revision()
+            store = self._opened()
+            with store.view():
+                spans = tuple(spotted(self._spotter.spot(ids[:-1])))  # vLLM computes the last token at least
+                revision = store.revision()
+            selector = selector_for(options, options.mode())
+            if not spans or _rows(len(ids), spans, selector) > self._most:
+                return None
         except KvtoolError as error:
             self._warn(error.message, error.hint)
             return None
         except Exception as error:  # whatever a client sends, vLLM's engine must not end with it
             self._warn(f"a prompt of {len(ids)} tokens is left to vLLM: {error!r}", "")
             return None
-        if not spans or len(ids) - sum(map(len, spans)) > self._most:
-            return None
-        selector = selector_for(options, options.mode())
         rest = () if selector.ignores_question else tuple(ids)
-        named = repr((str(self._path), revision, options.level, options.max_loss, selector, spans, rest))
+        named = repr((str(self._path), store.uuid, revision, options.level, options.max_loss, selector, spans, rest))
         return Passages(spans, options, f"kvtool-{blake2b(named.encode(), digest_size=16).hexdigest()}")
+
+
+def _rows(tokens: int, spans: Sequence[Span], selector: Selector) -> float:
+    """Return how many rows of a prompt are computed in the layer that computes the most."""
+    own = tokens - sum(map(len, spans))
+    prompt = PromptRows([Row(own, "fresh"), *(Row(len(span), "hit", "") for span in spans)], _ONE_LAYER)
+    cost = selector.cost(prompt)
+    return own + (prompt.hits if "hit" in cost.computes else cost.overlapped + cost.after)

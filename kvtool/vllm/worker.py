@@ -7,8 +7,8 @@ a request's prompt, and the laws of kvtool/docs/design.md are checked for this m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import GateError, ModelError
+from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.model.prompt_cache import PromptCache
@@ -68,15 +68,25 @@ class Feeder:
     ----------
     config : `kv_connector_extra_config`.
     context : the longest prompt, in tokens. `block_size`: tokens of a block. `group`: see `Ranks`.
+    blocks : of vLLM's cache; None: not checked.
 
     Attributes
     ----------
     model : vLLM's; None until its first step.
     """
 
-    def __init__(self, config: Mapping[str, Any], context: int, block_size: int, warn: Warn, group: Any = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        context: int,
+        block_size: int,
+        warn: Warn,
+        group: Any = None,
+        blocks: int | None = None,
+    ) -> None:
         self._path, self._context, self._block_size = Path(config["store"]), context, block_size
-        self._warn, self._group = warn, group
+        self._warn, self._group, self._blocks = warn, group, blocks
+        self._session: Session | None = None
         self._difference: float | None = None  # between what vLLM and what kvtool computes; None: not measured
         self.model: Any = None
 
@@ -85,21 +95,34 @@ class Feeder:
         """Return those that compute vLLM's model."""
         return Ranks(self.model, self._group)
 
-    @cached_property
+    @property
     def session(self) -> Session:
-        """Open the store with vLLM's model.
+        """Return the store with vLLM's model, opened anew if it was replaced.
 
         Raises
         ------
         KvtoolError : the store is missing, or the model is of a kind that is not known here.
         """
+        if self._session is not None:
+            with suppress(KvtoolError):
+                self._session.store.follow()
+                return self._session
+            self._close()
         if self.model is None:
             raise ModelError("vLLM's model was not seen yet", "this is a bug in kvtool")
-        store = Store.open(self._path)
         dtype = next(self.model.parameters()).dtype
-        identity = store_identity(store)
-        decoder = VllmDecoder(self.model, dtype, getattr(torch, identity.dtype), self._context, self.ranks)
-        return Session(store, decoder=decoder, warn=self._warn)
+        with ExitStack() as opened:
+            store = opened.enter_context(Store.open(self._path))
+            kv_dtype = getattr(torch, store_identity(store).dtype)
+            decoder = VllmDecoder(self.model, dtype, kv_dtype, self._context, self.ranks, self._blocks)
+            self._session = Session(store, decoder=decoder, warn=self._warn)
+            opened.pop_all()
+        return self._session
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
 
     def compare(self, given: Comparison) -> bool:
         """Measure how far kvtool's prefill is from what vLLM has just written of the same tokens; False: too far."""
@@ -136,8 +159,12 @@ class Feeder:
         """
         self._check_difference()
         session = self.session
-        with session.lock, session.store.view():
-            session.refresh()
+        with ExitStack() as ended, session.lock, session.store.view():
+            try:
+                session.refresh()
+            except ModelError:  # the store was made anew: the next load opens it, and the gate is run again
+                ended.callback(self._close)
+                raise
             plan = plan_spotted(session, wanted.ids, wanted.spans, wanted.options)
             if not session.check_gate([segment.source.chunk_id for segment in plan.cached]):
                 raise ModelError("the store's records do not fit the model", "use a store of this model")

@@ -8,7 +8,7 @@ import pty
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,14 @@ def test_answers_are_on_stdout_and_the_rest_on_stderr(store: Path) -> None:
     assert done.err.count("sources: ") == 2
     assert done.err.count("tokens kept") == 1
     assert "Ctrl" not in done.err  # stdin is no terminal
+
+
+def test_a_chat_cites_after_each_answer(store: Path, says: Callable[[str], None]) -> None:
+    says("Baker D has built it in 1783.")
+    out = kvtool("chat", "--store", store, "--cite", "--max-tokens", "80", stdin=f"{QUESTION}\n".encode()).fine().out
+    answer, cited = out.splitlines()
+    assert answer == "Baker D has built it in 1783. [1]"
+    assert cited.startswith("[1] ")
 
 
 def test_a_line_that_fails_stops_no_other(store: Path) -> None:

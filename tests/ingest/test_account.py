@@ -83,13 +83,14 @@ def found(name: str, size: int, guessed: bool = False) -> FoundFile:
 
 def test_the_estimate_learns_from_what_is_read() -> None:
     files = [found(f"{number}.md", 100_000) for number in range(10)]
-    estimate = Estimate([*files, found("a.pdf", 10**6), found("weights.dat", 10**9, True), found("LEGAL", 4000, True)])
+    guessed = [found("weights.dat", 10**9, True), found("p.png", 90_000, True), found("LEGAL", 4000, True)]
+    estimate = Estimate([*files, found("a.pdf", 10**6), *guessed])
     assert estimate.tokens == pytest.approx(10 * 25_000 + 50_000 + 1000)
     for file in files[:5]:
         assert estimate.pass_by(file.name)
         assert not estimate.pass_by(file.name)
         estimate.learn(file.name, file.size, 50_000)  # short words
-    for name in ("a.pdf", "weights.dat", "LEGAL"):
+    for name in ("a.pdf", "weights.dat", "p.png", "LEGAL"):
         assert estimate.pass_by(f"/in/{name}")
     assert estimate.tokens == pytest.approx(5 * 50_000, rel=0.03)
     for file in files[5:]:

@@ -404,3 +404,10 @@ def test_dropped_stretches_leave_no_time_of_use(store: Path) -> None:
         writer.drop_stretches(opened.stretches())
         assert opened.folded_uses().keys() == {*opened.chunk_ids()} & opened.folded_uses().keys()
         assert writer.collect() == 0
+
+
+def test_it_cites_by_words(store: Path) -> None:
+    done = ask(store, FIRST, "--cite")
+    row = done.json
+    assert "citations follow from words in common only" in done.err
+    assert row["citations"] if row["answer"] else row["citations"] == []

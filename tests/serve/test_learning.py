@@ -6,7 +6,8 @@ import random
 import shutil
 import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import httpx2
 import pytest
 
+import kvtool
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -413,6 +416,84 @@ def test_a_passage_is_tried_again_once_while_another_server_writes(
         session.close()
 
 
+def queued(learner: Learner, session: Session, text: str) -> int:
+    """Send a text twice; returns how many steps its chunks take."""
+    before = len(learner)
+    for _ in range(2):
+        learner.add(Request("", messages=(("user", text),), owner="all"))
+        learner.step(lambda: session)
+    return len(learner) - before
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    """A session that learns."""
+    with Store.open(store) as opened:
+        session = Session(opened)
+        session.learn(10**9)
+        yield session
+        session.close()
+
+
+def test_nothing_is_stored_behind_another_lead_in_than_its_id_says(session: Session) -> None:
+    """An ingest may change the store's lead-in while passages wait; what was learned before is found after it again."""
+    learned = session.learned
+    assert learned is not None
+    learner, mine = Learner(), session.identity
+    other = replace(mine, lead_in=replace(mine.lead_in, ids=(5, 6, 7)))
+    chunk = learned.wanted("all", tuple(range(40, 100)))
+    learned.put("all", chunk, "A text.")
+    assert queued(learner, session, ARNE) > 1
+    learned.identity = other
+    assert learned.spot(chunk.ids, "all") == []
+    while len(learner):
+        learner.step(lambda: session)
+    assert learned.store.chunk_ids() == [chunk.chunk_id]
+    learned.identity = mine
+    assert [span.chunk_id for span in learned.spot(chunk.ids, "all")] == [chunk.chunk_id]
+
+
+@pytest.mark.parametrize("error", [NoSpaceError("full"), StoreLockedError("locked"), MemoryError(), ValueError()])
+def test_a_passage_that_fails_is_left_to_its_next_time_and_others_go_on(
+    session: Session, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Where the queue is full, too; of one that is too large, longer ones would fare alike."""
+    learned = session.learned
+    assert learned is not None
+    monkeypatch.setattr("kvtool.serve.learning._LEAST", 20)  # a chunk alone comes again
+    tried, failing = list[int](), set[int]()
+
+    def put(owner: str, chunk: ChunkSpec, text: str) -> None:
+        tried.append(len(chunk.ids))
+        if len(tried) in failing:
+            raise error
+
+    def tries() -> list[int]:
+        nonlocal learner
+        learner = Learner()
+        tried.clear()
+        assert queued(learner, session, ARNE) > 2
+        while len(learner):
+            with suppress(type(error)):
+                learner.step(lambda: session)
+        return list(tried)
+
+    monkeypatch.setattr(learned, "put", put)
+    learner = Learner()
+    sizes = tries()
+    monkeypatch.setattr("kvtool.serve.learning._CHUNKS", len(sizes))
+    failing.update(range(1, 100) if isinstance(error, StoreLockedError) else [1])
+    tries()
+    expected = {
+        NoSpaceError: [sizes[0], *(size for size in sizes[1:] if size <= sizes[0])],
+        StoreLockedError: sizes * 2,
+    }
+    assert tried == expected.get(type(error), sizes)
+    learner.add(Request("", messages=(("user", ARNE),), owner="all"))
+    learner.step(lambda: session)
+    assert len(learner) > 0
+
+
 def test_what_another_server_has_stored_meanwhile_is_not_stored_again(store: Path) -> None:
     """Servers cut a passage by what they saw of it, so the chunks of one differ from those of the other."""
     session = Session(Store.open(store))
@@ -452,8 +533,9 @@ def test_a_chunk_of_which_much_is_not_stored_is_stored(store: Path, monkeypatch:
     session.close()
 
 
+@pytest.mark.parametrize("error", [NoSpaceError("the disk is full"), OSError("read-only")])
 def test_a_compaction_that_a_start_could_not_do_is_done_by_the_next(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     with serving(store, key=BOTH, learn=True) as served:
         for key, text in ((KEY, ARNE), (OTHER, BRIX)):
@@ -464,7 +546,7 @@ def test_a_compaction_that_a_start_could_not_do_is_done_by_the_next(
         return any(b"Arne" in path.read_bytes() for path in learned(store).rglob("data.mdb"))
 
     def full(self: Writer) -> None:
-        raise NoSpaceError("the disk is full")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "compact", full)
@@ -497,6 +579,23 @@ def test_chunks_of_another_arithmetic_are_read_once(store: Path, monkeypatch: py
             own.put("all", own.wanted("all", tuple(range(first, first + 60))), "A text.")
         assert len(set(reads)) == len(reads) <= 6
         session.close()
+
+
+def test_a_store_that_replaces_another_is_answered_from_where_it_cannot_learn(
+    store: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Session, budget: int, owners: object = None) -> None:
+        raise KvtoolError("the disk is full")
+
+    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
+    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
+        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+    with serving(store, learn=True) as served:
+        asked(served, [ARNE])
+        monkeypatch.setattr(Session, "learn", full)
+        store.rename(tmp_path / "old")
+        shutil.move(tmp_path / "other", store)
+        assert "not learned: the disk is full" in str(asked(served, [])["kvtool"]["warnings"])
 
 
 def test_learned_passages_that_are_replaced_meanwhile_are_not_used(store: Path) -> None:

@@ -119,6 +119,21 @@ def test_options_of_a_question(client: openai.OpenAI, ready: Path) -> None:
     assert [each["id"] for each in done.model_extra["kvtool"]["chunks"]] == [chunk]
 
 
+def test_sentences_are_cited(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+    says("Baker B has built it in 1769. The one of 1783 is by baker D.")
+    own = {"kvtool": {"documents": ["mill2.md"], "cite": True}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 80, "extra_body": own}
+    done = client.chat.completions.create(**asked)
+    first, second = done.model_extra["kvtool"]["citations"]
+    text = done.choices[0].message.content
+    assert text is not None
+    assert text[second["answer_start"] : second["answer_end"]] == "The one of 1783 is by baker D."
+    assert "1783 by baker D" in second["text"]
+    assert Path(second["source"]).name == "mill2.md"
+    *_, last = client.chat.completions.create(**asked, stream=True)
+    assert last.model_extra["kvtool"]["citations"] == [first, second]
+
+
 def test_a_stop_ends_an_answer(client: openai.OpenAI, expected: str) -> None:
     middle = next(letter for letter in expected[len(expected) // 2 :] if letter != "\ufffd")
     done = client.chat.completions.create(model="tiny", messages=ASKED, stop=[middle])

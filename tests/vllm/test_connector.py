@@ -16,7 +16,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvtool.core.errors import GateError
+from kvtool.core.errors import GateError, ModelError, StoreNotFoundError
 from tests.vllm.test_config import config_of
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -100,6 +100,14 @@ def scheduled(**changes: Any) -> Any:
     return SimpleNamespace(scheduled_new_reqs=[new], num_scheduled_tokens={"a": len(IDS)})
 
 
+def request_of() -> Any:
+    request = SimpleNamespace(request_id="a", num_prompt_tokens=64, prompt_token_ids=IDS, cache_salt=None)
+    request.mm_features, request.lora_request, request.prompt_embeds = [], None, None
+    request.skip_reading_prefix_cache, request.kv_transfer_params = False, None
+    request.block_hashes, request.update_block_hashes = [], lambda: None
+    return request
+
+
 def heard(verdict: Any, invalid: Iterable[int] = ()) -> Any:
     return SimpleNamespace(kv_connector_worker_meta=verdict, invalid_block_ids={*invalid})
 
@@ -131,10 +139,11 @@ def test_blocks_that_were_not_filled_leave_the_prefix_cache(module: Any) -> None
     assert evicted == [{3, 4}]
 
 
-def test_a_worker_reports_a_verdict_once_and_none_after_an_error(module: Any) -> None:
+def test_a_worker_reports_a_verdict_once_and_none_where_there_is_no_store(module: Any) -> None:
     connector = connector_of(module, "worker")
     connector.bind_connector_metadata(module.Step(comparison=object()))
-    for answer, reported in ((ValueError("x"), None), (True, True), (False, False)):
+    declined = (StoreNotFoundError("x"), None), (ModelError("x"), False), (ValueError("x"), False)
+    for answer, reported in (*declined, (True, True), (False, False)):
 
         def compare(given: Any, answer: Any = answer) -> bool:
             if isinstance(answer, Exception):
@@ -160,6 +169,38 @@ def test_a_load_that_the_gate_refuses_ends_the_claims(module: Any) -> None:
     assert connector.get_block_ids_with_load_errors() == {5, 6}
     assert connector.build_connector_worker_meta().passed is False
     connector._seen.remove()
+
+
+def test_prompts_that_do_not_fit_the_model_end_the_claims_after_three_in_a_row(module: Any) -> None:
+    connector, answers = connector_of(module, "worker"), list[int | None]()
+
+    def load(wanted: Any) -> int:
+        if (answer := answers.pop(0)) is None:
+            raise ModelError("the store's records do not fit the model")
+        return answer
+
+    connector._feeder.load = load
+    for given, gate, passed in (([None, None], None, None), ([7, None, None], [1], None), ([None], None, False)):
+        answers += given
+        connector.bind_connector_metadata(
+            module.Step([SimpleNamespace(ids=IDS, touched=lambda size: [5])] * len(given))
+        )
+        connector.start_load_kv(None)
+        assert connector.get_kv_connector_stats().data.get("gate") == gate
+        assert getattr(connector.build_connector_worker_meta(), "passed", None) is passed
+    connector._seen.remove()
+
+
+def test_after_the_gate_has_failed_no_prompt_is_salted_or_looked_through(module: Any) -> None:
+    for passed, salted in ((True, "s "), (False, None)):
+        connector, request = connector_of(module, "scheduler"), request_of()
+        connector._spotter.find = lambda ids, wish: SimpleNamespace(salt="s", spans=(), options=None)
+        connector.update_connector_output(heard(module.Verdict(passed)))
+        stats = connector.get_kv_connector_stats()
+        assert (stats and stats.data) == (None if passed else {"gate": [-1]})
+        connector.on_new_request(request)
+        assert request.cache_salt == salted
+        assert ("a" in connector._found) == passed
 
 
 def test_vllms_model_is_the_first_module_with_logits_after_steps_without_any(module: Any) -> None:
@@ -188,10 +229,7 @@ def test_what_both_halves_note_is_in_the_metrics_of_their_engine(module: Any) ->
     registry = CollectorRegistry()
     kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     metrics = module.KvtoolConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"], 1: ["1"]})
-    request = SimpleNamespace(request_id="a", num_prompt_tokens=64, prompt_token_ids=IDS, cache_salt=None)
-    request.mm_features, request.lora_request, request.prompt_embeds = [], None, None
-    request.skip_reading_prefix_cache, request.kv_transfer_params = False, None
-    request.block_hashes, request.update_block_hashes = [], lambda: None
+    request = request_of()
     scheduler, worker = connector_of(module, "scheduler"), connector_of(module, "worker")
     scheduler._spotter.find = lambda ids, wish: SimpleNamespace(salt="s", spans=(), options=None)
     scheduler.on_new_request(request)

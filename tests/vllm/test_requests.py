@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -10,15 +13,19 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.retrieval.index import index_of
+from kvtool.vllm import requests
 from kvtool.vllm.requests import PassageSpotter
 from kvtool.vllm.worker import Load
+from tests.cli.working import CHUNKS, kvtool
 from tests.vllm.prompts import OWN, QUESTION, prompt_of
 
 Said = list[tuple[str, str]]
 
 
 def spotter_of(store: Path, said: Said | None = None, **settings: Any) -> PassageSpotter:
-    return PassageSpotter({"store": str(store), **settings}, lambda *what: None if said is None else said.append(what))
+    config, warn = {"store": str(store), **settings}, lambda *what: None if said is None else said.append(what)
+    return PassageSpotter(config, warn, patience=60)
 
 
 def salt(store: Path, ids: list[int], wish: object = None, **settings: Any) -> str:
@@ -89,9 +96,73 @@ def test_a_wish_of_any_kind_is_reported_and_ends_nothing(store: Path, wish: obje
 def test_a_prompt_with_more_text_of_its_own_than_a_step_computes_is_left_to_vllm(store: Path) -> None:
     ids, places = prompt_of(store)
     own = len(ids) - sum(stop - start for start, stop in places)
-    spotter, fewer = (PassageSpotter({"store": str(store)}, lambda *_: None, most) for most in (own, own - 1))
+    spotter, fewer = (
+        PassageSpotter({"store": str(store), "fusion": "reuse"}, lambda *_: None, most, 60) for most in (own, own - 1)
+    )
     assert spotter.find(ids) is not None
     assert fewer.find(ids) is None
+
+
+@pytest.mark.parametrize(
+    ("wish", "recomputed"),
+    [
+        ({"fusion": "epic", "link_tokens": 5}, lambda lengths: 5 * len(lengths)),
+        ({"fusion": "blend", "ratio": 0.1}, sum),  # all rows pass its first layers
+        ({"fusion": "union", "ratio": 0.25}, lambda lengths: -(-sum(lengths) // 4)),
+        ({"fusion": "infoflow", "ratio": 1}, sum),
+        ("prefix", sum),
+    ],
+    ids=["epic", "blend", "union", "infoflow", "prefix"],
+)
+def test_rows_of_passages_that_a_mode_recomputes_count_too(store: Path, wish: object, recomputed: Any) -> None:
+    ids, places = prompt_of(store)
+    lengths = [stop - start for start, stop in places]
+    rows = len(ids) - sum(lengths) + recomputed(lengths)
+    spotter, fewer = (PassageSpotter({"store": str(store)}, lambda *_: None, most, 60) for most in (rows, rows - 1))
+    assert spotter.find(ids, wish) is not None
+    assert fewer.find(ids, wish) is None
+
+
+def test_an_index_that_takes_long_holds_up_no_request(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, _ = prompt_of(store)
+    may_end, made = Event(), list[int]()
+
+    def slow(*given: Any) -> Any:
+        assert may_end.wait(60)
+        made.append(1)
+        return index_of(*given)
+
+    monkeypatch.setattr(requests, "index_of", slow)
+    spotter = PassageSpotter({"store": str(store)}, lambda *_: None, patience=0.01)
+    assert [spotter.find(ids), spotter.find(ids), made] == [None, None, []]  # it would wait for ever
+    may_end.set()
+    deadline = time.monotonic() + 60
+    while spotter.find(ids) is None:
+        assert time.monotonic() < deadline
+    may_end.clear()
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.remove_documents([opened.sources()[-1]])
+    assert spotter.find(ids) is not None  # by the index before
+    assert made == [1]
+    may_end.set()
+
+
+def test_a_store_that_was_replaced_is_opened_anew(
+    store: Path, built: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: Said = []
+    ids, _ = prompt_of(store)
+    kvtool("ingest", built / "corpus", "--store", tmp_path / "other", "--model", tiny, *CHUNKS).fine()
+    monkeypatch.setattr(Store, "revision", lambda self: 7)  # as if it were the same one's
+    spotter = spotter_of(store, said)
+    first = spotter.find(ids)
+    shutil.rmtree(store)
+    (tmp_path / "other").rename(store)
+    again = spotter.find(ids)
+    assert first is not None
+    assert again is not None
+    assert (first.spans, said) == (again.spans, [])
+    assert first.salt != again.salt
 
 
 def test_a_store_that_is_not_there_is_reported(tmp_path: Path) -> None:

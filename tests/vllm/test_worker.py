@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import GateError, ModelError
+from kvtool.core.errors import GateError, KvtoolError, ModelError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.model.options import ModelOptions
@@ -22,6 +24,7 @@ from kvtool.vllm.worker import Comparison, Feeder, Load
 from tests.cli.working import payloads
 from tests.families import tiny_model
 from tests.vllm.imitation import BLOCK, Imitation
+from tests.vllm.imitation import BLOCKS as BLOCKS_THERE
 from tests.vllm.prompts import OWN, prompt_of
 
 BLOCKS = tuple(range(40, 4, -1))  # of the request, as vLLM may hand them out
@@ -64,7 +67,7 @@ def feeder_of(store: Path, model: Any, passes: bool = True) -> Feeder:
 
 def load_of(store: Path, wish: object, first: int = 0) -> Load:
     ids, _ = prompt_of(store)
-    found = PassageSpotter({"store": str(store)}, silent).find(ids, wish)
+    found = PassageSpotter({"store": str(store)}, silent, patience=60).find(ids, wish)
     assert found is not None
     return Load(tuple(ids), found.spans, found.options, first, len(ids) - 1, BLOCKS)
 
@@ -138,6 +141,35 @@ def test_no_models_gate_result_passes_as_anothers(store: Path, served: Imitation
 def test_a_model_of_another_shape_is_refused(store: Path) -> None:
     with pytest.raises(ModelError, match="do not fit the model"):
         feeder_of(store, Imitation(tiny_model("qwen3"))).load(load_of(store, "reuse"))
+
+
+def test_a_store_that_was_replaced_is_opened_anew(store: Path, feeder: Feeder, served: Imitation) -> None:
+    load = load_of(store, "reuse")
+    feeder.load(load)
+    opened, old = feeder.session, store.rename(store.parent / "old")
+    shutil.copytree(old, store)
+    feeder.load(load)
+    assert feeder.session is not opened
+    with pytest.raises(KvtoolError, match="closed"):
+        opened.store.revision()
+    opened = feeder.session
+    opened.identity = replace(opened.identity, fingerprint="0" * 64)
+    with Store.open(store) as same, same.writer() as writer:
+        writer.remove_documents([same.sources()[-1]])
+    with pytest.raises(ModelError, match="another model's now"):
+        feeder.load(load)
+    feeder.load(load)
+    assert feeder.session is not opened
+
+
+def test_a_store_whose_model_is_declined_is_closed(store: Path, served: Imitation, monkeypatch: Any) -> None:
+    closed, close = list[Path](), Store.close
+    monkeypatch.setattr(Store, "close", lambda self: (closed.append(self.path), close(self)))
+    feeder = Feeder({"store": str(store)}, 2048, BLOCK, silent, blocks=BLOCKS_THERE // 2)
+    feeder.model = served
+    with pytest.raises(ModelError, match=rf"has a cache \[{BLOCKS_THERE}, .* not {BLOCKS_THERE // 2} blocks"):
+        feeder.compare(Comparison(OWN * 9, OTHERS))
+    assert closed == [store]
 
 
 def test_a_damaged_record_is_computed_instead(store: Path, feeder: Feeder, served: Imitation, session: Session) -> None:

@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
-PACKED = "packed.safetensors"  # in such a folder: its weights as the GGUF file has them
+PACKED = "packed.weights"  # in such a folder: its weights as the GGUF file has them; other programs read *.safetensors
 DOWNLOAD, HASH, UNPACK = "model_download", "model_hash", "model_unpack"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -286,7 +286,9 @@ def converted_contents(folder: Path) -> dict[str, Any]:
 def _digests(folder: Path) -> dict[str, str]:
     """Return the digests of the files that shape what the model computes, or how a text becomes its tokens."""
     found = {}
-    for path in sorted({folder / name for name in (*_SETTINGS, *TOKENIZER_FILES)} | {*folder.glob("*.safetensors")}):
+    for path in sorted(
+        {folder / name for name in (*_SETTINGS, *TOKENIZER_FILES, PACKED)} | {*folder.glob("*.safetensors")}
+    ):
         if path.is_file():
             with reading(path):
                 found[path.name] = file_digest(path)

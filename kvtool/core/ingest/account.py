@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ _MIN_TOKENS = 1000  # of a run whose speed is worth remembering
 _BYTES_A_TOKEN, _PACKED_BYTES_A_TOKEN = 4.0, 20.0  # of a file; of a PDF or an office document
 _WEIGHT = 20_000  # bytes of files that this guess counts for
 _LIKELY = 1 << 20  # bytes of a file of an unknown kind that may be text
+_NO_TEXT = ("image/", "audio/", "video/", "font/", "application/octet-stream", "application/zip")
 
 
 class Estimate:
@@ -193,7 +195,8 @@ class Estimate:
         self._counted: dict[str, int] = {}
         self._read, self._tokens = Counter[str](), Counter[str]()
         for file in files:
-            size = 0 if file.guessed and file.size > _LIKELY else file.size
+            kind = guess_type(file.name)[0] or ""
+            size = 0 if file.guessed and (file.size > _LIKELY or kind.startswith(_NO_TEXT)) else file.size
             self._left[ending_of(file.path)] += size
             self._counted[file.name] = size
 

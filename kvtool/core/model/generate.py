@@ -13,7 +13,7 @@ import torch
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
-from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode import decode_backend, step_along, step_together
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
@@ -349,3 +349,27 @@ def greedy_prefix(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, mo
         if len(ids) >= most or ids[-1] in stops:
             return GreedyPrefix(tuple(ids), tuple(log_p))
         logits = backend.step(ids[-1])
+
+
+def follow(
+    decoder: Decoder, cache: PromptCache, logits: torch.Tensor, script: Sequence[int], sampling: Sampling
+) -> list[int]:
+    """Choose tokens as `generate` would, as long as they are those of `script`; `generate` continues from them.
+
+    The rows are those of single steps, bit by bit (`step_along`), so what follows is the same answer, too.
+
+    Parameters
+    ----------
+    cache : holds exactly the prompt's rows, and grows by all tokens that are returned but the last.
+    logits : of the prompt's last token, `[vocabulary]`.
+
+    Returns
+    -------
+    Those that agree, and after them the first other one, if there is one.
+    """
+    start, ids = cache.buffers[0].length, [first_token(logits, sampling)]
+    rows = step_along(decode_backend(decoder, cache), script[:-1])
+    while len(ids) < len(script) and ids[-1] == script[len(ids) - 1]:
+        ids.append(next_token(next(rows), sampling))
+    cache.set_length(start + len(ids) - 1)
+    return ids

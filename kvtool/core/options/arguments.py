@@ -58,10 +58,12 @@ class QueryArguments(TypedDict, total=False):
     temperature: float
     seed: int
     top_p: float
+    verify: bool
     frequency_penalty: float
     presence_penalty: float
     logit_bias: str | Iterable[str]
     top_logprobs: int | None
+    cite: bool
     clamp: bool
     force: bool
     top_k: int

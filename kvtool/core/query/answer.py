@@ -24,14 +24,16 @@ from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
+from kvtool.core.query.cite import cite
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
-from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request
+from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request, Verified
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, is_context_free, stream_prompt
+from kvtool.core.query.verify import Check, check
 from kvtool.core.records.encode import LeadIns, make
 from kvtool.core.records.read import read_chunk, stored_shape
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
@@ -75,8 +77,9 @@ def answer(
         started, (first, *more) = time.perf_counter(), begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))
+        said, checked = begun.verified(said, begun.sampling)
         begun.keep(again)
-        return begun.reply(said)
+        return begun.reply(said, checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,30 @@ class PreparedAnswer:
     sampling: Sampling
     marks: Sequence[Marks] = ()
 
-    def reply(self, said: Generated) -> Reply:
-        """Return the reply: the answer, with everything that led to it."""
-        return _reply(self, said)
+    def reply(self, said: Generated, checked: Check | None = None) -> Reply:
+        """Return the reply: the answer, with everything that led to it; `checked`: full prefill's look at a draft."""
+        return _reply(self, said, checked)
+
+    @property
+    def is_draft(self) -> bool:
+        """Return True if the answer is to be verified: full prefill may give another.
+
+        A model that keeps states reuses a prompt's beginning only, and exactly.
+        """
+        return self.options.verify and self.selector.uses_cache and not self.session.identity.keeps_states
+
+    def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
+        """Hold an answer against full prefill; see `verify.check`."""
+        fused, behind = self.outcome.fused, self.asked.behind is not None
+        return check(self.session, fused, behind, self.options, draft, sampling, since)
+
+    def verified(self, draft: Generated, sampling: Sampling) -> tuple[Generated, Check | None]:
+        """Return the final answer, and its check; a draft that needs none is final."""
+        if not self.is_draft:
+            return draft, None
+        checked = self.check(draft, sampling)
+        first, *more = checked.known
+        return generate(self.session.decoder, checked.exact.cache, first, sampling, more=more), checked
 
     def keep(self, again: bool = False) -> None:
         """Note what was used, and store what was missing; `again`: see `answer`."""
@@ -317,10 +341,20 @@ def _bytes_spared(begun: PreparedAnswer) -> int:
     return begun.outcome.fused.read_set.bytes_skipped(sizes)
 
 
-def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
+def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
+    if checked is not None:
+        draft = checked.draft  # which was timed
+        said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
     fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
     text = said.text.strip()
+    started = time.perf_counter()
+    citations = None
+    if options.cite:
+        about = asked.request.search or asked.request.question
+        citations = cite(session, about, [*begun.chunks, *begun.again], text)
+    if citations is not None:
+        timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
     return Reply(
         question=asked.request.question,
         answer=text,
@@ -346,6 +380,8 @@ def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
         rounds=begun.outcome.rounds,
         cut=asked.cut,
         left=len(asked.hits) - len(fused.plan.passages),
+        citations=citations,
+        verified=_verified(said, checked, timing) if options.verify else None,
         resolved={
             "device": session.decoder.device,
             "dtype": session.decoder.loaded.arithmetic.dtype,
@@ -356,6 +392,13 @@ def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
             "weights": session.decoder.loaded.weights,
         },
     )
+
+
+def _verified(said: Generated, checked: Check | None, timing: dict[str, float]) -> Verified:
+    if checked is not None:
+        return checked.verdict(said, timing["ttft"])
+    count, first = len(said.ids), timing["ttft"]
+    return Verified(count, count, None, first, prefill_ms=0.0, final_ms=first + timing["generate"])
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:

@@ -49,6 +49,9 @@ class Auditor:
             hint = "make the store writable, or leave --audit out"
             self._once(_READ_ONLY, lambda text: self._session.warn(text, hint))
             return False
+        if reply.verified is not None and not reply.selector.lossless:
+            self._once("no audit: a verified answer has been held against full prefill", self._session.say)
+            return False
         if reply.selector.lossless:
             self._once(f"no audit: {reply.fusion} gives full prefill's answer by construction", self._session.say)
             return False
@@ -157,8 +160,11 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
     Raises
     ------
-    UsageError : `options` ask for deferred loading, with which every mode might stop at another prompt.
+    UsageError : `options` ask for deferred loading, with which every mode might stop at another prompt, or for verified
+        answers, which are the same in every mode.
     """
+    if options.verify:
+        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
     if options.defer:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
     with session.lock:  # each answer as the model gives it, to its end

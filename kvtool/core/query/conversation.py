@@ -17,6 +17,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, KvtoolError, UsageError
 from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.generate import Generated, generate
 from kvtool.core.model.prompt import question_tokens, turn_header
 from kvtool.core.model.states import Marked, StateCache
@@ -34,6 +35,7 @@ from kvtool.core.query.prompt import (
     record_marks,
 )
 from kvtool.core.query.reply import Reply, Request
+from kvtool.core.query.verify import Check
 
 if TYPE_CHECKING:
     from kvtool.core.model.prompt_cache import PromptCache
@@ -216,14 +218,18 @@ class ConversationState:
     is_whole: bool = True
 
     @classmethod
-    def after(cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids) -> ConversationState:
+    def after(
+        cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids, checked: Check | None = None
+    ) -> ConversationState:
         """Return the state after a turn. Rows of its answer are kept if they were computed from the same tokens.
 
         Parameters
         ----------
         said : the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep.
+        checked : of a verified answer: its rows are full prefill's.
         """
-        fused, before = begun.outcome.fused, begun.asked.behind
+        fused, before = begun.outcome.fused if checked is None else checked.exact, begun.asked.behind
+        is_exact = (checked is not None or not begun.selector.uses_cache) and (before is None or before.is_exact)
         computed = fused.cache.buffers[0].length - fused.plan.length
         pairs = zip(said[:computed], answer, strict=False)
         alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -237,7 +243,7 @@ class ConversationState:
         if before is not None:
             chunks = {**before.chunks, **chunks}
         pending = (*answer[alike:], *turn_header(begun.session.tokenizer))
-        prefix = CachedPrefix(tokens, fused.cache, chunks)
+        prefix = CachedPrefix(tokens, fused.cache, chunks, is_exact)
         return cls(begun.session, begun.options.system, prefix, marked(fused.cache), pending)
 
     def whole(self) -> ConversationState:
@@ -346,21 +352,25 @@ class Conversation:
         options : for this question; by default the conversation's.
         on_text : called with each piece of the answer as it is generated.
         going : asked before each token of the answer but the first; False ends it there, and the tokens so far are
-            the answer.
+            the answer, or as many of full prefill if it is verified.
 
         Raises
         ------
         ContextFullError : the model's context is full; `start_over` empties it.
-        UsageError : another instruction (`system`) than that of the turns so far.
+        UsageError : another instruction (`system`) than that of the turns so far; or they were not verified, and this
+            one is to be.
         KvtoolError : as `answer` has it.
         """
         with self._lend() as session, session.lock, session.store.view():
             begun = self.begin(session, question, options)
             first, *more = begun.known
-            cache = begun.outcome.fused.cache
-            said = generate(session.decoder, cache, first, begun.sampling, on_text, more, going)
+            cache, sampling = begun.outcome.fused.cache, begun.sampling
+            said = generate(session.decoder, cache, first, sampling, on_text, more, going)
+            if not going():
+                sampling = replace(sampling, max_tokens=max(1, len(said.ids)))
+            said, checked = begun.verified(said, sampling)
             begun.keep()
-            return self.take(begun, said)
+            return self.take(begun, said, checked)
 
     def begin(
         self,
@@ -388,19 +398,24 @@ class Conversation:
                 marked(begun.outcome.fused.cache)  # where the answer begins
             return begun
 
-    def take(self, begun: PreparedAnswer, said: Generated) -> Reply:
-        """Do the second half of `ask`: the answer becomes a turn."""
-        reply = begun.reply(said)
+    def take(self, begun: PreparedAnswer, said: Generated, checked: Check | None = None) -> Reply:
+        """Do the second half of `ask`: the answer becomes a turn; `checked`: of a verified answer."""
+        reply = begun.reply(said, checked)
         request = begun.asked.request
         reply.turn = {"number": len(self.turns) + 1, "search": request.search or request.question}
         turn = Turn(reply.question, reply.answer, tuple(reply.places), reply.tokens)
         ids = self._ids_of(begun, reply.answer) if self._by_text else said.ids
-        self._add(turn, begun, ConversationState.after(begun, said.ids, ids))
+        self._add(turn, begun, ConversationState.after(begun, said.ids, ids, checked))
         return reply
 
     def give(self, session: Session, question: Request, answer: str) -> PreparedAnswer:
-        """Add a turn whose answer is known, as if it had been generated. It need not have found anything."""
-        begun = self.begin(session, question, must_find=False)
+        """Add a turn whose answer is known, as if it had been generated. It need not have found anything.
+
+        Where answers are verified it is computed in full, since the next one has to follow exact rows.
+        """
+        exactly = self.options.verify and not session.identity.keeps_states
+        options = replace(self.options, fusion=REFERENCE) if exactly else None
+        begun = self.begin(session, question, options, must_find=False)
         counts = begun.outcome.fused.tokens.to_json()
         places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
         ids = self._ids_of(begun, answer)
@@ -444,6 +459,8 @@ class Conversation:
             return None
         if options.system != state.system:
             raise UsageError("a conversation keeps the instruction that it began with", "start a new one")
+        if options.verify and not state.prefix.is_exact and not session.identity.keeps_states:
+            raise UsageError("earlier turns of the conversation were not verified", "start a new one")
         session.refresh()
         if not all(laid.has_all_records(session, options) for laid in self._now.laid):
             self._go_through_anew(session)

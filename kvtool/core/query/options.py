@@ -49,6 +49,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     top_p: float = option(
         1.0, "Sample from the most likely tokens with this share of the probability.", group=ANSWER, lowest=0, highest=1
     )
+    verify: bool = option(
+        False, "Show the answer at once, then check it by full prefill and correct it where it differs.", group=ANSWER
+    )
     frequency_penalty: float = option(
         0.0, "Lower a token's logit by this for each time that the answer has it.", group=ANSWER, lowest=-2, highest=2
     )
@@ -73,6 +76,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         lowest=0,
         highest=20,
     )
+    cite: bool = option(False, "Cite a sentence of the passages after each sentence of the answer.", group=ANSWER)
     clamp: bool = option(
         False, "Shorten the answer to what is left of the model's context.", group=ANSWER, flag=None, setting=False
     )
@@ -274,7 +278,12 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             yield start, stop
 
     def check(self) -> None:
-        """Refuse options that need the whole prompt where it is loaded in rounds."""
+        """Refuse options that exclude each other."""
+        if self.verify and self.temperature > 0:
+            raise UsageError(
+                "--verify and --temperature exclude each other: sampled answers differ in any case",
+                "leave one out (`--temperature 0` lifts a setting)",
+            )
         if self.defer and self.fusion == AUTO:
             raise UsageError(
                 "--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt"

@@ -73,11 +73,13 @@ class CachedPrefix:
     tokens : all of them, as the segment that a further prompt begins with.
     cache : its rows are those of `tokens`, in the same order.
     chunks : ids of the chunks among them, and the number of tokens of each.
+    is_exact : all rows are those of full prefill.
     """
 
     tokens: Candidate
     cache: PromptCache
     chunks: Mapping[bytes, int]
+    is_exact: bool = False
 
 
 def lay_out(

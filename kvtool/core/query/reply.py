@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,39 @@ class ReplyChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Citation:
+    """A sentence of a passage that a sentence of the answer rests on (query/cite.py).
+
+    Attributes
+    ----------
+    number : from 1, the same for the same sentence of a passage.
+    answer_start, answer_end : characters of the answer. `start`, `end`: of the document.
+    chunk : id of the passage.
+    line, label : as `ReplyChunk` has them.
+    text : the sentence, on one line.
+    """
+
+    number: int
+    answer_start: int
+    answer_end: int
+    chunk: str
+    source: str
+    line: int | None
+    label: str
+    start: int
+    end: int
+    text: str
+
+
+def marked(answer: str, citations: Sequence[Mapping[str, Any]]) -> str:
+    """Return an answer with the number of a citation after each sentence, `[1]`; `citations`: as the JSON has them."""
+    for one in reversed(citations):
+        end = one["answer_end"]
+        answer = f"{answer[:end]} [{one['number']}]{answer[end:]}"
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """Report of one round of `--defer`: the chunks that it loaded, its cost and its result.
 
@@ -152,6 +185,37 @@ class Round:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Verdict of full prefill on an answer (`--verify`).
+
+    Attributes
+    ----------
+    accepted, drafted : how many of the first tokens of the streamed answer full prefill chooses, and how many it had.
+    draft : the streamed text, where the final one is another; None: the answer is what was streamed.
+    first_ms, prefill_ms, final_ms : milliseconds from the question's text to the first streamed token, of full prefill
+        (0: the answer was full prefill's own), and from the question's text to the final answer.
+    """
+
+    accepted: int
+    drafted: int
+    draft: str | None
+    first_ms: float
+    prefill_ms: float
+    final_ms: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `verified` of a reply."""
+        times = {"first": self.first_ms, "prefill": self.prefill_ms, "final": self.final_ms}
+        return {
+            "accepted": self.accepted,
+            "drafted": self.drafted,
+            "corrected": self.draft is not None,
+            **({} if self.draft is None else {"draft": self.draft}),
+            "timing_ms": {name: round(value, 3) for name, value in times.items()},
+        }
+
+
 @dataclass(slots=True, repr=False)
 class Reply:
     """An answer with everything that led to it.
@@ -170,7 +234,10 @@ class Reply:
         1, and what it was searched by (query/conversation.py).
     cut : chunks that were found and left out because they would not help.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
-    generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
+    citations : in the order of the answer's sentences; None: they were not asked for.
+    verified : with `--verify`: what full prefill says of the answer that was streamed. `answer` is the final one.
+    generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON. A
+        verified answer's cache holds full prefill's rows.
     selector : the mode with the parameters it was asked with; not in the JSON.
     """
 
@@ -201,6 +268,8 @@ class Reply:
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     bytes_spared: int = 0
+    citations: list[Citation] | None = None
+    verified: Verified | None = None
 
     @property
     def asked_mode(self) -> str:
@@ -256,6 +325,7 @@ class Reply:
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
+            **({} if self.citations is None else {"citations": [asdict(one) for one in self.citations]}),
             "finish": self.finish,
             "fusion": self.fusion,
             "revision": self.revision,
@@ -273,6 +343,7 @@ class Reply:
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
+            **({} if self.verified is None else {"verified": self.verified.to_json()}),
             **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
             **({"resolved": self.resolved} if self.resolved else {}),
         }
@@ -353,8 +424,15 @@ def numbers(reply: Reply) -> Row:
         **{f"tokens_{name}": row["tokens"][name] for name in _COUNTS},
         "bytes_read": row["bytes_read"],
         **({"rounds": len(reply.rounds), "chunks_loaded": len(reply.chunks)} if reply.rounds else {}),
+        **({} if reply.verified is None else _of_verified(reply.verified)),
         **{f"{name}_ms": row["timing_ms"][name] for name in _TIMES},
     }
+
+
+def _of_verified(verified: Verified) -> Row:
+    """Return the shares of uncorrected answers and of accepted tokens, and the time to the final answer."""
+    share = verified.accepted / verified.drafted if verified.drafted else 1.0
+    return {"uncorrected": float(verified.draft is None), "accepted_share": share, "verified_ms": verified.final_ms}
 
 
 def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Finder:
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
         self._embedders: dict[str, Embeds] = {}
-        self._spotter, self._spotted = Spotter(partial(_token_ids, store)), (-1, -1)
+        self._spotter, self._spotted = Spotter(partial(token_ids, store)), (-1, -1)
         self._read = lru_cache(maxsize=_DOCUMENTS)(lambda source, revision: store.document(source))
 
     @property
@@ -397,7 +397,8 @@ class Finder:
         return allowed
 
 
-def _token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
+def token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
+    """Return the token ids of a chunk; none if it is gone or damaged."""
     run_pending()  # the first question of a process asks for all chunks: other answers go on meanwhile
     with suppress(DamagedError):
         if (info := store.chunk_info(chunk_id)) is not None:

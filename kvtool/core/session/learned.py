@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.writer import Writer
     from kvtool.core.model.decoder import Decoder
 
+EVERYBODY = "all"  # owner of passages and conversations of clients without a key, or of all keys
 _LOCK_WAIT = 0.2  # seconds; another server of the same store writes a chunk in less, and trims at its start in more
 _TRIM_WAIT = 10.0  # seconds, at the start; another server may be compacting
 _SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is not due at once
@@ -90,13 +91,16 @@ class LearnedStore:
     def _follow(self) -> None:
         """Read which passages this or another process has added or removed; the others are not read again."""
         revision = self.store.revision()
-        if revision == self._revision:
+        anew = self._foreign[0] is not self.identity
+        if revision == self._revision and not anew:
             return
-        if self._foreign[0] is not self.identity:
+        if anew:  # what was foreign may be found now, and the other way round
             self._foreign = self.identity, set()
+            self._spotters.clear()
         with self.store.view():
             places = {key: self._places.get(key) or self._place(key) for key in self.store.file_marks()}
             changed = {(places.get(key) or self._places[key])[0] for key in places.keys() ^ self._places.keys()}
+            changed.update(owner for owner, _ in places.values() if owner not in self._spotters)
             changed.update(owner for owner, spotter in self._spotters.items() if spotter.unread)
             for owner in changed:
                 spotter = self._spotters.setdefault(owner, Spotter(partial(self._token_ids, owner)))
@@ -179,14 +183,17 @@ class LearnedStore:
             writer.compact()
 
     def trim(self, owners: Collection[str] | None) -> None:
-        """Drop what exceeds the budget, and the passages of all owners but these. Raises KvtoolError."""
+        """Drop what exceeds the budget, and the passages of all owners but these, unless none of these has any: they
+        are then of a key file that is mistyped or missing. Raises KvtoolError.
+        """
         self._follow()  # what takes long, before the lock
         due = self.store.path.with_suffix(".compact")  # until the text of dropped passages has left the disk
         with self.store.writer(_TRIM_WAIT, self._budget) as writer:
             self._follow()
-            others = set[bytes]()
-            if owners is not None:
-                others |= {chunk_id for owner, chunk_id in self._places.values() if owner not in owners}
+            stay = {owner for owner, _ in self._places.values()}.intersection(owners or ())
+            others = {chunk_id for owner, chunk_id in self._places.values() if owner not in stay | {EVERYBODY}}
+            if stay <= {EVERYBODY}:
+                others.clear()
             if others:
                 due.touch()
             self._drop(writer, others)

@@ -314,9 +314,9 @@ class Session:
         self.store.more = self.learned.store
         try:
             self.learned.trim(owners)
-        except KvtoolError as error:  # questions can be answered, and the next passage makes room
+        except (KvtoolError, OSError) as error:  # questions can be answered, and the next passage makes room
             hint = f"start again, or stop the store's servers and remove {self.learned.store.path}"
-            self.warn_once(f"the learned passages could not be trimmed: {error.message}", hint)
+            self.warn_once(f"the learned passages could not be trimmed: {error}", hint)
 
     def close(self) -> None:
         """Close the store, and that of learned passages."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvtool.core.model.decode import DecodeBackend, decode_backend, step_together
+from kvtool.core.model.decode import DecodeBackend, decode_backend, step_along, step_together
 from kvtool.core.model.decode import native as native_steps
 from kvtool.core.model.decode.native import CompiledModel, NativeBackend
 from kvtool.core.model.decoder import Decoder
@@ -63,6 +63,18 @@ def test_every_family(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gemma3"])
 def test_every_instruction_set_and_number(name: str, isa: Isa) -> None:
     check(case(name).decoder, (1, 2, 3, 4, 6, 7), isa)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_one_cache_takes_several_tokens(name: str, dtype: str) -> None:
+    """Each sees those before it in the same step; the cache grows on the way."""
+    alone, along = (backends(case(name, dtype).decoder, 1)[0] for _ in range(2))
+    expected, ids = alone._cache.buffers[0].length + 19, given(0, 19)
+    for one, found in zip(ids, step_along(along, ids), strict=True):
+        assert torch.equal(alone.step(one), found)
+    assert along._cache.buffers[0].length == expected
+    assert same([alone], [along])
 
 
 def test_more_than_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:

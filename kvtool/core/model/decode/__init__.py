@@ -6,13 +6,13 @@ other code is the fast one for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend
-from kvtool.core.model.decode.native import NativeBackend, compiled_model
+from kvtool.core.model.decode.native import MOST_TOGETHER, NativeBackend, compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -77,7 +77,7 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
 
 
 def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Append a token to each of several caches, no two of them the same; return the logits after each as `step` does.
+    """Append a token to each of several caches; return the logits after each as `step` does.
 
     Caches of one model in machine code run together, and its weights are read once for all of them; others run one by
     one. The logits of a cache are the same to the bit, whatever the others are.
@@ -89,10 +89,28 @@ def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> l
     return [found[at] if at in found else one.step(tokens[at]) for at, one in enumerate(backends)]
 
 
+def step_along(backend: DecodeBackend, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Append known tokens to one cache; yield the logits after each, the same bits as `step` gives one by one.
+
+    In machine code up to `MOST_TOGETHER` of them run in one step, and the cache may be ahead of what was yielded:
+    a caller that ends earlier shortens it.
+    """
+    done = 0
+    while done < len(tokens):
+        part = tokens[done : done + (MOST_TOGETHER if _is_trusted(backend) else 1)]
+        yield from step_together([backend] * len(part), part)
+        done += len(part)
+
+
+def _is_trusted(backend: DecodeBackend) -> bool:
+    """Return True for machine code whose first step was as the model's own."""
+    return isinstance(backend, NativeBackend) and backend.compiled.self_check_error == ""
+
+
 def _groups(backends: Sequence[DecodeBackend]) -> list[dict[int, NativeBackend]]:
     """Group those that can run together, by their places; a single one, or one not trusted yet, is in no group."""
     by_model: dict[int, dict[int, NativeBackend]] = {}
     for at, one in enumerate(backends):
-        if isinstance(one, NativeBackend) and one.compiled.self_check_error == "":
+        if isinstance(one, NativeBackend) and _is_trusted(one):
             by_model.setdefault(id(one.compiled), {})[at] = one
     return [group for group in by_model.values() if len(group) > 1]

@@ -71,14 +71,21 @@ class CompiledModel:
         return Step(self._spec, self._weights, codes, height, self._most_threads, sequences)
 
     def step(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[PromptCache]) -> torch.Tensor:
-        """Append a token to each of some caches, at most `MOST_TOGETHER`; return float32 `[caches, vocabulary]`."""
+        """Append a token to each of some caches, at most `MOST_TOGETHER`; return float32 `[caches, vocabulary]`.
+
+        A cache that is given several times takes that many tokens, one after the other: all of a layer's keys are
+        written before any row attends to them.
+        """
         embedded = decoder.base.embed_tokens(torch.tensor(tokens))
         count = len(tokens)
         step = self._steps.get(count) or self._steps.setdefault(count, self._new_step(count))
-        positions = [one.buffers[0].length + one.dropped for one in caches]
+        positions: list[int] = []
+        lengths: list[int] = []
         for one in caches:
+            positions.append(one.buffers[0].length + one.dropped)
             one.set_length(one.buffers[0].length + 1)
-        step.bind(caches, self._windows)
+            lengths.append(one.buffers[0].length)
+        step.bind(caches, lengths, self._windows)
         angles = [self._angles.at(position) for position in positions]
         step.place(angles, [kind.rotation for kind in decoder.kinds])
         step.buffers.embedded.copy_(embedded).mul_(self._spec.embedding)

@@ -419,15 +419,15 @@ class Step:
         self._spec = spec
         self._parts = torch.empty(0, dtype=torch.float32)
 
-    def bind(self, caches: Sequence[PromptCache], windows: Sequence[int | None]) -> None:
+    def bind(self, caches: Sequence[PromptCache], filled: Sequence[int], windows: Sequence[int | None]) -> None:
         """Write the addresses of keys and values, which of them are seen, and where attention keeps its sums.
 
         Parameters
         ----------
-        caches : of each sequence, the token's row among those that are filled.
+        caches : of each sequence. `filled`: the number of rows that its token sees, its own the last one.
         windows : how many of the last keys each layer sees; None: all.
         """
-        lengths = np.array([cache.buffers[0].length for cache in caches])
+        lengths = np.array(filled)
         capacities = np.array([cache.buffers[0].keys.shape[2] for cache in caches])
         seen = np.array([np.minimum(lengths, window or lengths) for window in windows])
         keys, values = (_addresses(caches, side) for side in ("keys", "values"))

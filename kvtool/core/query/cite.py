@@ -1,0 +1,119 @@
+"""Citations: the sentences of the passages that each sentence of an answer rests on (`query --cite`).
+
+They follow from words in common. The attention of the answer's rows, which costs a pass of the model, was measured
+beside them and changed hardly a citation (samples/results/citations.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtool.core.corpus.outline import Level, Unit, units
+from kvtool.core.errors import DamagedError
+from kvtool.core.query.reply import Citation
+from kvtool.core.retrieval.passages import Passage, place_and_text
+from kvtool.core.retrieval.terms import language_of, terms
+
+if TYPE_CHECKING:
+    from kvtool.core.query.reply import ReplyChunk
+    from kvtool.core.session.session import Session
+
+
+def cite(session: Session, question: str, chunks: Iterable[ReplyChunk], answer: str) -> list[Citation]:
+    """Find the sentence of a passage that each sentence of an answer rests on: that with most rare words in common.
+
+    The first sentence of the answer is compared by the question's words, which it answers, a later one by its own.
+
+    Returns
+    -------
+    In the order of the answer; none where the prompt has no passage whose text the store still has.
+    """
+    best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))  # of sentences with equal words the first counts
+    sentences, spans = passage_sentences(session, best_first), sentences_of(answer)
+    if not sentences:
+        return []
+    words = RareWords([sentence.text for sentence in sentences])
+    numbers: dict[Sentence, int] = {}
+    found: list[Citation] = []
+    for start, end in spans:
+        best = sentences[words.nearest(answer[start:end] if found else question)]
+        number = numbers.setdefault(best, len(numbers) + 1)
+        found.append(_citation(session, best, number, (start, end)))
+    return found
+
+
+def _citation(session: Session, sentence: Sentence, number: int, answer: tuple[int, int]) -> Citation:
+    chunk = sentence.chunk
+    start, end = chunk.start + sentence.start, chunk.start + sentence.end
+    place, _ = place_and_text(session.store, Passage(bytes.fromhex(chunk.id), chunk.source, start, end, 0))
+    return Citation(number, *answer, chunk.id, chunk.source, place.line, place.label, start, end, sentence.text)
+
+
+class RareWords:
+    """Words of some texts; one weighs the more the fewer of the texts have it."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._language = language_of(" ".join(texts))
+        self._of = [self._words(text) for text in texts]
+        counts = Counter(word for words in self._of for word in words)
+        self._weights = {word: math.log1p(len(texts) / count) for word, count in counts.items()}
+
+    def _words(self, text: str) -> set[str]:
+        return set(terms(text, self._language)[0])
+
+    def nearest(self, text: str) -> int:
+        """Return the number of the text whose words in common with another one weigh most; of equals the first."""
+        words = self._words(text)
+        worth = [sum(self._weights[word] for word in words & own) for own in self._of]
+        return max(range(len(worth)), key=worth.__getitem__)
+
+
+# ---- the sentences of passages ----
+
+
+class Sentence(NamedTuple):
+    """A sentence of a passage. `start`, `end`: characters of the passage."""
+
+    chunk: ReplyChunk
+    start: int
+    end: int
+
+    @property
+    def text(self) -> str:
+        """Return it on one line."""
+        return " ".join(self.chunk.text[self.start : self.end].split())
+
+
+def sentences_of(text: str, kind: str = "text") -> list[tuple[int, int]]:
+    """Return the characters of each sentence of a text, without white space around it, and without titles: lines of
+    their own that no stop ends; those only if there is nothing else."""
+    found = [(unit, text[unit.start : unit.end]) for unit in units(text, kind)] if text.strip() else []
+    spans = [(_is_title(one, part), _stripped(text, one.start, one.end)) for one, part in found if part.strip()]
+    return [span for is_title, span in spans if not is_title] or [span for _, span in spans]
+
+
+def _is_title(unit: Unit, part: str) -> bool:
+    return unit.heading or (part.endswith("\n\n") and unit.level >= Level.PARAGRAPH and part.strip()[-1].isalnum())
+
+
+def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
+    part = text[start:end]
+    return start + len(part) - len(part.lstrip()), start + len(part.rstrip())
+
+
+def passage_sentences(session: Session, chunks: Iterable[ReplyChunk]) -> list[Sentence]:
+    """Return the sentences of passages, in their order."""
+    return [
+        Sentence(chunk, *span) for chunk in chunks for span in sentences_of(chunk.text, _kind(session, chunk.source))
+    ]
+
+
+def _kind(session: Session, source: str) -> str:
+    with suppress(DamagedError):
+        document = session.store.document(source)
+        return "text" if document is None else document.kind
+    return "text"

@@ -1,0 +1,94 @@
+"""Verified answers (`--verify`): full prefill checks an answer after it was given, and corrects it.
+
+What a fused cache says is a draft, shown at once. Full prefill of the very same prompt then runs into the same buffers,
+and the draft's tokens follow it as far as full prefill would have chosen them; the rest is generated from there. All
+rows are those of `--fusion full`, bit by bit, so the final answer is its own, token by token.
+
+Draft cheaply and verify exactly is the idea of Lynx (arXiv 2607.01831), for compressed caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.core.common.timeline import add_span
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Plan, build_plan, extend_plan
+from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.model.generate import Generated, Sampling, follow
+from kvtool.core.query.reply import Verified
+
+if TYPE_CHECKING:
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.session.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A draft, and full prefill of its prompt.
+
+    Attributes
+    ----------
+    exact : the prompt in full, in the draft's buffers.
+    known : full prefill's own tokens as far as the draft has them, and the first other one; the cache holds all of
+        them but the last.
+    since : when the draft ended, by `time.perf_counter()`. `prefill_ms`: what full prefill took.
+    """
+
+    draft: Generated
+    exact: Fused
+    known: Sequence[int]
+    since: float
+    prefill_ms: float
+
+    def verdict(self, said: Generated, first_ms: float) -> Verified:
+        """Return what became of the draft. `said`: full prefill's answer. `first_ms`: to the draft's first token."""
+        agreed = [ours == theirs for ours, theirs in zip(self.known, self.draft.script, strict=False)]
+        draft = self.draft.text.strip()
+        checking_ms = (time.perf_counter() - self.since) * 1e3
+        return Verified(
+            accepted=min(sum(agreed), len(self.draft.ids)),
+            drafted=len(self.draft.ids),
+            draft=None if draft == said.text.strip() else draft,
+            first_ms=first_ms,
+            prefill_ms=self.prefill_ms,
+            final_ms=first_ms + self.draft.milliseconds + checking_ms,
+        )
+
+
+def check(
+    session: Session,
+    fused: Fused,
+    behind: bool,
+    options: QueryOptions,
+    draft: Generated,
+    sampling: Sampling,
+    since: float | None = None,
+) -> Check:
+    """Prefill the prompt of a draft in full, and follow the draft as long as that agrees.
+
+    The fused cache is overwritten: in a conversation the next question continues from the exact one.
+
+    Parameters
+    ----------
+    behind : the first segment is what earlier turns left, which is exact.
+    sampling : how the draft was chosen, greedily; what it has noted begins anew.
+    since : see `Check`; None: now.
+    """
+    started = time.perf_counter()
+    with session.lock:
+        plan, full = _in_full(fused.plan, behind), selector_for(options, REFERENCE)
+        exact = fuse(session.decoder, plan, full, session.source, timeline=session.timeline, cache=fused.cache)
+        prefill_ms = add_span(session.timeline, "verify: full prefill", started) * 1e3
+        known = follow(session.decoder, exact.cache, exact.logits, draft.script, sampling)
+    return Check(draft, exact, known, started if since is None else since, prefill_ms)
+
+
+def _in_full(plan: Plan, behind: bool) -> Plan:
+    """Return a fused prompt with a place for every token; what earlier turns left is kept."""
+    first, *chunks, question = plan.segments
+    place = extend_plan if behind else build_plan
+    return place(first.source, [segment.source for segment in chunks], question.source.ids)
