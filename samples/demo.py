@@ -33,8 +33,7 @@ def main() -> None:
     place = ["--store", str(options.folder / "store")]
     first, *others = ([str(HERE / "corpus" / folder)] for folder in folders)
 
-    out.print("This takes 1 to 2 minutes on two idle cores, and several times that where other work runs.")
-    step(out, 1, f"ingest: the KV of the documents in samples/corpus/{folders[0]} is computed, once")
+    step(out, 1, f"ingest: the KV of samples/corpus/{folders[0]} is computed, once; all takes minutes on idle cores")
     run(["ingest", *first, "--model", options.model, *place, *PATIENT])
     step(out, 2, "query: a first answer")
     run(["query", chosen(options, folders[:1])[0]["question"], "--max-tokens", "24", *place])

@@ -15,7 +15,6 @@ from kvtool.core.query.reply import marked
 
 if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
-    from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply, ReplyChunk
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
@@ -33,12 +32,6 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
         out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
-
-
-def shows_pieces(out: Out, options: QueryOptions) -> bool:
-    """Return whether an answer is shown as it comes: what it cites is known at its end, and a pipe gets the final text
-    of a verified one alone."""
-    return not options.cite and (out.on_terminal or not options.verify)
 
 
 def end_answer(out: Out, facts: Facts) -> None:

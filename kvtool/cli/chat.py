@@ -22,7 +22,6 @@ from kvtool.cli.answers import (
     show_explained,
     show_sources,
     show_verified,
-    shows_pieces,
 )
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
@@ -336,7 +335,7 @@ class Chat:
 
         def show(piece: str) -> None:
             interrupts.ends_answer = True
-            if shows_pieces(self._out, self._talk.options):
+            if self._talk.options.is_streamed(self._out.on_terminal):
                 self._out.print(piece, end="")
 
         return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)

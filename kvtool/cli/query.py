@@ -24,7 +24,6 @@ from kvtool.cli.answers import (
     show_numbers,
     show_runs,
     show_sources,
-    shows_pieces,
     source_line,
 )
 from kvtool.cli.commands import new_app
@@ -73,7 +72,7 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
     try:
         for event in ask(connected, _question(run, request, options)):
             if isinstance(event, str):
-                if shows_pieces(run.out, options):
+                if options.is_streamed(run.out.on_terminal):
                     run.out.print(event, end="")
             else:
                 _show(run, event, passages)
@@ -448,7 +447,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     from kvtool.core.query.answer import answer
 
     run.out.doing("answering")
-    show = functools.partial(run.out.print, end="") if shows_pieces(run.out, options) else None
+    show = functools.partial(run.out.print, end="") if options.is_streamed(run.out.on_terminal) else None
     reply = answer(session, request, options, on_text=show)
     facts = reply.to_json()
     run.out.result(facts, human=lambda: end_answer(run.out, facts))

@@ -406,8 +406,6 @@ def test_dropped_stretches_leave_no_time_of_use(store: Path) -> None:
         assert writer.collect() == 0
 
 
-def test_it_cites_by_words(store: Path) -> None:
-    done = ask(store, FIRST, "--cite")
-    row = done.json
-    assert "citations follow from words in common only" in done.err
+def test_it_cites(store: Path) -> None:
+    row = ask(store, FIRST, "--cite").json
     assert row["citations"] if row["answer"] else row["citations"] == []

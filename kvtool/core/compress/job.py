@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
@@ -214,22 +213,26 @@ class _Job:
 
     def _losses(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, float]]:
         """Return the known losses of the lossy levels; missing ones are measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
-        rows = losses_by_maker(self.store.codec_state())
-        known = dict(rows.get(maker, {}))
-        # Losses that earlier versions measured say no mode: they are of reuse, which loses less by a level.
+        state = self.store.codec_state()
+        rows, by_mode = losses_by_maker(state), dict(state.get("measured_in") or {})
+        known, modes = dict(rows.get(maker, {})), dict(by_mode.get(maker) or {})
+        # Losses that earlier versions measured name no mode: they are of `reuse`.
         offered = lossy([*levels, *self._offered(levels)])
-        wanted = [level for level in offered if known.get(level, {}).get("fusion") != MODE.name]
+        wanted = [level for level in offered if level not in known or modes.get(level) != MODE.name]
         if wanted and self.options.questions:
-            known |= self._measured(wanted, profile, chunks)
-            self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
+            measured = self._measured(wanted, profile, chunks)
+            known |= measured
+            modes |= dict.fromkeys(measured, MODE.name)
+            kept = {"losses": rows | {maker: known}, "measured_in": by_mode | {maker: modes}}
+            self.writer.set_codec_state(self.store.codec_state() | kept)
         return known
 
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, float]]:
         own = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
         self._load()
@@ -240,14 +243,14 @@ class _Job:
         self.events.step("measure the loss", len(prompts), "questions")
         schemes = {level: LevelScheme(level, profile, self.heavy) for level in levels}
         rows = measure(self.session, prompts, schemes, self.events.advance)
-        return {level: mean_loss(rows[level]) | {"fusion": MODE.name} for level in levels}
+        return {level: mean_loss(rows[level]) for level in levels}
 
     def _offered(self, levels: Sequence[str]) -> list[str]:
         """The lossy levels that `auto` may take, the finest first; without it none."""
         offered = [level for level in whole() if not level_of(level).baseline]
         return lossy(keeping(level, self.options.share) for level in offered) if AUTO in levels else []
 
-    def _chosen(self, levels: list[str], losses: dict[str, dict[str, Any]]) -> list[str]:
+    def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
         """Replace `auto` by the smallest level that may be taken, which is a lossless one where none may."""
         if AUTO not in levels:
             return levels

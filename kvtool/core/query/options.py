@@ -277,6 +277,11 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             start, stop = stop, min(2 * stop, count)
             yield start, stop
 
+    def is_streamed(self, on_terminal: bool) -> bool:
+        """Return whether an answer is shown as it comes: what it cites is known at its end, and a pipe gets the final
+        text of a verified one alone."""
+        return not self.cite and (on_terminal or not self.verify)
+
     def check(self) -> None:
         """Refuse options that exclude each other."""
         if self.verify and self.temperature > 0:
