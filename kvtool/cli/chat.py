@@ -15,14 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtool.cli.answers import (
-    cited,
-    end_answer,
-    show_end,
-    show_explained,
-    show_sources,
-    show_verified,
-)
+from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show_sources, show_verified
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
 from kvtool.cli.out import Out, error_json
@@ -470,17 +463,7 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *(
-            "max_tokens",
-            "cite",
-            "verify",
-            "system",
-            "stop_repeats",
-            "temperature",
-            "seed",
-            "top_p",
-            "frequency_penalty",
-        ),
+        *("max_tokens", "cite", "verify", "system", "stop_repeats", "temperature", "seed", "top_p"),
         *("frequency_penalty", "presence_penalty", "force", "top_k", "min_score", "source"),
         *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
         *("state_cache_size", "max_loss", "load_timeout"),

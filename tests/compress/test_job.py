@@ -188,6 +188,16 @@ def test_a_loss_that_was_measured_without_recompute_is_measured_again(
     assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": LOSSES["2"]}
 
 
+def test_a_loss_that_cannot_be_measured_again_stays(fitted: Path) -> None:
+    """Without exact records; no model is loaded for it, and nobody is warned each time."""
+    run(fitted, "2", questions=0, keep_raw=False)
+    with Store.open(fitted) as store, store.writer() as writer:
+        profile = store.codec_state()["profile"]
+        writer.set_codec_state(store.codec_state() | {"losses": {profile: {"2": {"kl_answer": 0.25}}}})
+    assert run(fitted, "2", questions=1).warnings == []
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": 0.25}
+
+
 def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are recomputed, and ranked by the sensitivity that is stored with each chunk."""
     fused = list[Fused]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,7 +223,7 @@ class _Job:
         offered = lossy([*levels, *self._offered(levels)])
         wanted = [level for level in offered if level not in known or modes.get(level) != MODE.name]
         if wanted and self.options.questions:
-            measured = self._measured(wanted, profile, chunks)
+            measured = self._measured(wanted, profile, chunks, known)
             known |= measured
             modes |= dict.fromkeys(measured, MODE.name)
             kept = {"losses": rows | {maker: known}, "measured_in": by_mode | {maker: modes}}
@@ -231,12 +231,15 @@ class _Job:
         return known
 
     def _measured(
-        self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
+        self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes], known: Collection[str]
     ) -> dict[str, dict[str, float]]:
         own = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
+        exactly = list(self._exact(sample))
+        if not exactly and all(level in known for level in levels):
+            return {}  # what earlier versions measured stays
         self._load()
-        prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
+        prompts = own_prompts(self.session, exactly, self.options.questions)
         if not prompts:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}
