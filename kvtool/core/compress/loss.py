@@ -156,7 +156,7 @@ def measure(
 def measure_one(session: Session, question: Question, schemes: Mapping[str, Scheme]) -> dict[str, Row]:
     """Measure what each scheme loses of one question in the default mode, beside the same mode over exact records.
 
-    A loss under `reuse` would be too small: what is lost adds to what fusion loses, and rows are chosen by lossy keys.
+    So what a level spoils of the choice of rows and of their shift counts, too.
 
     Returns
     -------
