@@ -1,10 +1,10 @@
 """Turn a public evaluation set into a folder of documents and a batch file for `kvtool query --batch`.
 
-    python samples/tools/eval.py {hotpotqa|musique|squad} INPUT.json OUTDIR [--limit N] [--paragraphs N]
+    python samples/tools/eval.py {hotpotqa|locomo|musique|squad} INPUT.json OUTDIR [--limit N] [--paragraphs N]
 
 writes `OUTDIR/corpus/*.txt` (one paragraph a file: "Title", an empty line, the text) and `OUTDIR/batch.jsonl`.
-HotpotQA and MuSiQue name the paragraphs of every question ("documents", relative to `OUTDIR/corpus`), so that no
-retrieval affects the answer; SQuAD, XQuAD and KorQuAD do not: the tool retrieves.
+HotpotQA, LoCoMo and MuSiQue name the paragraphs of every question ("documents", relative to `OUTDIR/corpus`), so that
+no retrieval affects the answer; SQuAD, XQuAD and KorQuAD do not: the tool retrieves.
 The same input gives the same files, byte by byte.
 """
 
@@ -13,19 +13,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import random
 import re
 import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 SLUG_LENGTH = 40  # with the digest and ".txt" well under every file system's limit, and still readable in a listing
 USAGE = 2
+TURNS, SEGMENTS = 8, 12  # of LoCoMo: turns a paragraph, paragraphs a question
 
 T = TypeVar("T")
 
@@ -186,6 +188,46 @@ def musique(data: Any) -> Iterator[Example]:
         )
 
 
+# --- LoCoMo
+
+
+def locomo_segments(conversation: Any, where: str) -> list[tuple[Paragraph, set[str]]]:
+    """Eight turns of a session a paragraph, under the session's date; with each, the names of its turns."""
+    segments = []
+    for number in range(1, len(expect(conversation, dict, where))):
+        turns = expect(conversation.get(f"session_{number}", []), list, f"session {number} of {where}")
+        date = title_line(str(conversation.get(f"session_{number}_date_time", "")))
+        for start in range(0, len(turns), TURNS):
+            part = turns[start : start + TURNS]
+            said = [f"{field(t, 'speaker', str, where)}: {title_line(field(t, 'text', str, where))}" for t in part]
+            segments.append((Paragraph(date, "\n".join(said)), {field(t, "dia_id", str, where) for t in part}))
+    return segments
+
+
+def locomo_questions(row: Any, where: str) -> Iterator[Example]:
+    """Questions with an answer, each with its evidence among twelve segments of its conversation, in their order."""
+    segments = locomo_segments(field(row, "conversation", dict, where), f"the conversation of {where}")
+    for number, asked in enumerate(field(row, "qa", list, where), 1):
+        question = tidy(field(asked, "question", str, f"question {number} of {where}"))
+        evidence = set(strings(asked.get("evidence", []), f'"evidence" of {question!r}'))
+        gold = [i for i, (_, turns) in enumerate(segments) if turns & evidence]
+        answers = distinct([str(asked["answer"])]) if "answer" in asked else ()
+        if not answers or not gold or len(gold) > SEGMENTS:
+            continue  # category 5 has no answer; some evidence names no turn
+        name = f"{field(row, 'sample_id', str, where)}-{number}"
+        others = sorted(set(range(len(segments))) - set(gold))
+        drawn = random.Random(name).sample(others, min(SEGMENTS - len(gold), len(others)))
+        kept = (replace(segments[i][0], supporting=i in gold) for i in sorted([*gold, *drawn]))
+        yield Example(name, question, answers, tuple(kept), given=True)
+
+
+def locomo(data: Any) -> Iterator[Example]:
+    """Read conversations in turn, a question of each, so that the first N questions are of all of them."""
+    rows = enumerate(expect(data, list, "a LoCoMo file"), 1)
+    for turn in zip_longest(*(locomo_questions(row, f"conversation {number}") for number, row in rows)):
+        yield from filter(None, turn)
+
+
 # --- SQuAD, XQuAD, KorQuAD
 
 
@@ -207,7 +249,12 @@ def squad(data: Any) -> Iterator[Example]:
                     yield Example(str(row.get("id", "")), question, answers, (paragraph,), given=False)
 
 
-READERS: dict[str, Callable[[Any], Iterator[Example]]] = {"hotpotqa": hotpotqa, "musique": musique, "squad": squad}
+READERS: dict[str, Callable[[Any], Iterator[Example]]] = {
+    "hotpotqa": hotpotqa,
+    "locomo": locomo,
+    "musique": musique,
+    "squad": squad,
+}
 
 
 # --- writing

@@ -43,6 +43,20 @@ def musique_row(**changes: Any) -> dict[str, Any]:
     return row | changes
 
 
+def locomo_row(sample: str = "c", sessions: int = 9, **changes: Any) -> dict[str, Any]:
+    conversation: dict[str, Any] = {"speaker_a": "Ann", "speaker_b": "Bo"}
+    for number in range(1, sessions + 1):
+        turns = [{"speaker": "Ann", "dia_id": f"D{number}:{i}", "text": f"s{number} t{i}"} for i in range(1, 18)]
+        conversation |= {f"session_{number}": turns, f"session_{number}_date_time": f"{number} May, 2023"}
+    qa = [
+        {"question": "When?", "answer": 2022, "evidence": ["D5:9", "D1:17"], "category": 2},
+        {"question": "Nothing?", "evidence": ["D1:1"], "category": 5, "adversarial_answer": "no"},
+        {"question": "Who?", "answer": "Bo", "evidence": ["D2:1"], "category": 1},
+        {"question": "Where?", "answer": "Rome", "evidence": ["D"], "category": 1},
+    ]
+    return {"sample_id": sample, "conversation": conversation, "qa": qa} | changes
+
+
 def squad_file(*qas: dict[str, Any]) -> dict[str, Any]:
     block = {"context": "종은 백 일 동안 묻는다.", "qas": list(qas)}
     return {"version": "1", "data": [{"title": "단비 주종소", "paragraphs": [block]}]}
@@ -146,6 +160,26 @@ def test_musique_one_object_a_line_and_unanswerable_ones(tmp_path: Path) -> None
     assert [line["id"] for line in batch(tmp_path)] == ["yes"]
 
 
+def test_locomo_has_the_evidence_among_twelve_segments_in_order(tmp_path: Path) -> None:
+    assert run(tmp_path, "locomo", [locomo_row()]) == 0
+    files, (when, who) = corpus(tmp_path), batch(tmp_path)
+    assert (when["id"], when["answers"], who["answers"]) == ("c-1", ["2022"], ["Bo"])
+    for line, gold in ((when, ("s5 t9", "s1 t17")), (who, ("s2 t1\n",))):
+        texts = [files[name] for name in line["documents"]]
+        assert len(texts) == 12
+        assert [text[0] for text in texts] == sorted(text[0] for text in texts)  # nine sessions: the days of May
+        assert all(any(f"Ann: {turn}" in text for text in texts) for turn in gold)
+    assert files[when["documents"][0]].startswith("1 May, 2023\n\nAnn: s1 t")
+    assert when["documents"] != who["documents"]
+
+
+def test_locomo_asks_of_each_conversation_in_turn(tmp_path: Path) -> None:
+    assert run(tmp_path, "locomo", [locomo_row(), locomo_row("d", 3)], "--limit", "3") == 0
+    lines = batch(tmp_path)
+    assert [line["id"] for line in lines] == ["c-1", "d-1", "c-3"]
+    assert [len(line["documents"]) for line in lines] == [12, 9, 12]
+
+
 def test_squad_leaves_retrieval_to_the_tool(tmp_path: Path) -> None:
     data = squad_file(squad_row("k1", "백 일", "백 일", "백일"), squad_row("none"), squad_row("k2", "백 일 동안"))
     assert run(tmp_path, "squad", data) == 0
@@ -182,6 +216,9 @@ def test_limit(tmp_path: Path) -> None:
         ("hotpotqa", [hotpot_row(answer=3)], "should be str"),
         ("musique", [hotpot_row()], 'no "paragraphs"'),
         ("musique", [musique_row(paragraphs=[{"title": "A"}])], 'no "paragraph_text"'),
+        ("locomo", [locomo_row(conversation=[])], "should be dict"),
+        ("locomo", [locomo_row(qa=[{"answer": "x"}])], 'no "question"'),
+        ("locomo", [locomo_row(qa=[])], "no question"),
         ("squad", [hotpot_row()], "should be dict"),
         ("squad", {"data": [{"title": "t"}]}, 'no "paragraphs"'),
         ("squad", squad_file(), "no question"),
