@@ -67,8 +67,10 @@ def test_the_server_answers_with_all_options(served: Served, ready: Path) -> Non
 
 
 def test_an_answer_is_the_same_with_a_server_and_without(served: Served, ready: Path) -> None:
-    asked = ("query", QUESTION, "--store", ready, *SHORT, "--json")
-    assert facts(kvtool(*asked)) == facts(kvtool(*asked, "--no-server"))
+    asked = ("query", QUESTION, "--store", ready, *SHORT, "--json", "--cite")
+    cited = facts(kvtool(*asked))
+    assert cited["citations"]
+    assert cited == facts(kvtool(*asked, "--no-server"))
 
 
 def test_what_a_shell_asks_is_noted_and_counted_as_what_others_ask(store: Path) -> None:
