@@ -45,6 +45,7 @@ RATIOS = (0.02, 0.05, 0.1, 0.15, 0.25, 0.4)
 FIXED = RATIOS.index(0.15)
 BEFORE = ("tokens", "chunks", "alike", "mass", "peak", *(f"left_{ratio}" for ratio in RATIOS))
 DURING = ("size", "common", "entropy", "margin", "moved")  # of the pass at 5 % (`moved`: between 2 and 5 %)
+# `steps`: how far the first token's distribution moved from each ratio to the next, up to 15 %
 Array = np.ndarray[Any, Any]
 
 
@@ -92,7 +93,8 @@ def measured(session: Session, plan: Plan) -> dict[str, Any]:
             row["during"] = [float(value) for value in during(fused, heads)]
         row["rows"].append(fused.tokens.recomputed / (fused.tokens.recomputed + fused.tokens.reused))
         row["kl"].append(reference.force(fused).distance.kl_answer)
-    return row
+    steps = kl_of_logits(torch.stack(heads[1:]), torch.stack(heads[:-1])).clamp_min(1e-6).log()
+    return row | {"steps": steps[:FIXED].tolist()}
 
 
 def before(plan: Plan, worth: torch.Tensor) -> Sequence[float]:
@@ -120,8 +122,10 @@ def judge(given: argparse.Namespace) -> None:
     for path in given.files:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         kl = np.array([row["kl"] for row in rows])
-        known = {name: np.array([row[name] for row in rows]) for name in ("before", "during")}
-        known["both"] = np.hstack([*known.values()])
+        known = {
+            name: np.array([row[name] for row in rows]) for name in ("before", "during", "steps") if name in rows[0]
+        }
+        known["all"] = np.hstack([*known.values()])
         print(f"{path.stem}: {len(rows)} questions; KL at " + ", ".join(map("{} {:.3f}".format, RATIOS, kl.mean(0))))
         show("with the KL known", allotted(kl), kl)
         for name, numbers in known.items():
