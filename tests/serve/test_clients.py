@@ -225,7 +225,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("client", "more", "named"), REFUSED, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_what_is_not_supported_is_refused_by_name(client: Any, more: dict[str, Any], named: str, served: Served) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    client: Any, more: dict[str, Any], named: str, served: Served
+) -> None:
     with pytest.raises(client.error, match=named) as refused:
         client(served).ask([("user", QUESTION)], **more)
     assert refused.value.status_code == 400
