@@ -304,7 +304,7 @@ def test_an_error_within_a_stream_is_the_clients_own(client: Any, served: Served
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Let the next answer end in an error after its first piece."""
     from kvtool.core.errors import KvtoolError
     from kvtool.serve.answers import Listening
@@ -322,4 +322,4 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
         monkeypatch.setattr(Listening, "next", after)
 
-    yield breaks
+    return breaks
