@@ -24,13 +24,17 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
+from kvtool.serve.answers import Answers, EventStream, listening, while_there
+from kvtool.serve.anthropic import Anthropic
 from kvtool.serve.auth import OWNER, BodyTimeout, Guard, owner_of
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError, LeftError
 from kvtool.serve.metrics import AccessLog, RequestStats, stats_of
-from kvtool.serve.openai import EventStream, OpenAI, listening, while_there
+from kvtool.serve.ollama import Ollama
+from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
+from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
 from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
@@ -59,7 +63,9 @@ def make_app(
     asking, ingesting : defaults of questions and ingests.
     keys : of which clients have to send one; None: no key is required.
     """
-    openai = OpenAI(engine, asking, options)
+    answers = Answers(engine, asking, options)
+    openai = OpenAI(answers)
+    anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)
     documents = Documents(engine, ingesting, options.root, options.uploads)
 
     async def health(request: Request) -> Response:
@@ -77,6 +83,14 @@ def make_app(
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
         Route("/v1/embeddings", openai.embed, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/{name}", responses.forget, methods=["DELETE"]),
+        Route("/v1/messages", anthropic.message, methods=["POST"]),
+        Route("/api/chat", ollama.chat, methods=["POST"]),
+        Route("/api/generate", ollama.generate, methods=["POST"]),
+        Route("/api/embed", ollama.embed, methods=["POST"]),
+        Route("/api/tags", ollama.tags),
+        Route("/api/version", ollama.version),
         Route("/v1/documents", documents.add, methods=["POST"]),
         Route("/v1/documents", documents.show, methods=["GET"]),
         Route("/v1/documents", documents.forget, methods=["DELETE"]),
@@ -103,17 +117,19 @@ def make_app(
 
 async def _on_error(request: Request, error: Exception) -> Response:
     """Return the response to an exception of an endpoint."""
+    path = request.url.path
     if isinstance(error, Refusal):
-        return refused(error)
+        return refused(error, path)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
-        response = refused(Refusal(error.status_code, "http", _HTTP_ERRORS.get(error.status_code, error.detail)))
+        said = _HTTP_ERRORS.get(error.status_code, error.detail)
+        response = refused(Refusal(error.status_code, "http", said), path)
         response.headers.update(error.headers or {})
         return response
     if not isinstance(error, KvtoolError):
-        return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"))
-    response = failed(error)
+        return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"), path)
+    response = failed(error, path)
     stats_of(request).failed(error, response.status_code)
     return response
 

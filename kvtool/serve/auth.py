@@ -47,7 +47,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await refused(refusal)(scope, receive, send)
+            await refused(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -64,7 +64,9 @@ class Guard:
         if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and (key := key_of(given.strip(), self._keys)) is not None:
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # Anthropic's clients send it so
+        if (key := key_of(given.strip(), self._keys)) is not None:
             scope[OWNER] = owner_of(key)
             return None
         hint = "send it as `Authorization: Bearer KEY`; who runs the server has the key (`kvtool serve` names its file)"

@@ -74,6 +74,7 @@ class Answer:
     Attributes
     ----------
     finish : as in the API: `stop`, or `length` for an answer that was cut off; `facts` report a repetition.
+    stop : the text of `Ask.stop` that ended it; None if none did.
     chunks : the chunks of the prompt. `places`: its sources, best first, with those of earlier turns.
     facts : the JSON object of `kvtool query --json`.
     steps, stepper : tokens after the first, and how they were decoded.
@@ -93,6 +94,7 @@ class Answer:
     others_ms: float
     warnings: tuple[tuple[str, str], ...] = ()
     logprobs: list[dict[str, Any]] | None = None
+    stop: str | None = None
 
     @classmethod
     def of(cls, reply: Reply, job: Job) -> Answer:
@@ -110,6 +112,7 @@ class Answer:
             others_ms=job.others_ms,
             warnings=tuple(job.warnings),
             logprobs=None if job.begun is None else _logprobs(job.begun, len(said.ids)),
+            stop=said.stop if said.stop in job.ask.stop else None,
         )
 
 

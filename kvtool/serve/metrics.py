@@ -198,6 +198,6 @@ class LoggingMiddleware:
             stats.failed(error, 503)
             if begun:
                 raise
-            await failed(error)(scope, receive, sending)
+            await failed(error, scope["path"])(scope, receive, sending)
         finally:
             self._note(scope)

@@ -9,37 +9,20 @@ import re
 import reprlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Send
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
+from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.core.session.learned import EVERYBODY
-from kvtool.serve.auth import OWNER
-from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, Turns
-from kvtool.serve.metrics import stats_of
-from kvtool.serve.options import ServeOptions
-from kvtool.serve.wire import (
-    LONGEST_TEXT,
-    MOST_NAMES,
-    Refusal,
-    body_of,
-    briefly,
-    taken,
-    texts,
-    within,
-)
-
-T = TypeVar("T")
+from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Trim, about, cached_tokens, unknown_model
+from kvtool.serve.job import Answer, Ask, Turns
+from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, taken, texts, within
 
 # ---- requests ----
 
@@ -92,23 +75,6 @@ _MAX_MESSAGES = 4096
 _MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A parsed request.
-
-    Attributes
-    ----------
-    usage : whether a stream ends with a count of tokens.
-    model, user : named by the client; "" if not.
-    """
-
-    ask: Ask
-    stream: bool
-    usage: bool
-    model: str
-    user: str
-
-
 def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
     """Parse a body of `/v1/chat/completions`. `options`, `strict`: defaults.
 
@@ -146,7 +112,7 @@ def _read(
     if asked == "messages" and value.get("logprobs") is True:
         given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
         value = {**value, "logprobs": None, "top_logprobs": None}
-    _check_names(value, asked)
+    check_names(value, (asked, "kvtool", *_KNOWN, *_IGNORED), _NEUTRAL)
     given |= _sampling(value)
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
@@ -192,20 +158,6 @@ def _bounded(value: Any, name: str) -> Any:
     if (length := sum(len(each) for each in texts_of_it if isinstance(each, str))) > _MAX_LIST:
         raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_MAX_LIST:,}", name)
     return texts_of_it
-
-
-def _check_names(value: Mapping[str, Any], asked: str) -> None:
-    """Refuse parameters that would change the answer and are not supported; none is ignored silently."""
-    for name, given in value.items():
-        if given is None or name in (asked, "kvtool", *_KNOWN, *_IGNORED):
-            continue
-        if name not in _NEUTRAL:
-            raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
-        if not any(
-            isinstance(given, bool) is isinstance(one, bool) and given == one for one in _NEUTRAL[name]
-        ):  # of `logprobs` 0 is a number
-            hint = f"leave it out, or give {_NEUTRAL[name][0]!r}"
-            raise Refusal(400, "unsupported", f"{name} cannot be set to {reprlib.repr(given)}", hint, name)
 
 
 def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
@@ -259,7 +211,6 @@ def _message(message: Any, number: int) -> tuple[str, str]:
 # ---- responses ----
 
 _DONE = "data: [DONE]\n\n"
-_WAITING = ": waiting\n\n"  # a comment, which keeps the connection open and shows whether it is
 
 
 def _event(value: Any) -> str:
@@ -270,19 +221,20 @@ def _event(value: Any) -> str:
 class OpenAIResponse:
     """Response of `/v1/chat/completions` (`chat`) or `/v1/completions`: an object, or server-sent events."""
 
+    media_type: ClassVar[str] = "text/event-stream"
+    waiting: ClassVar[str] = ": waiting\n\n"  # a comment
     chat: bool
     model: str
     with_usage: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
-    _held: str = ""  # white space that may end the answer
-    _begun: bool = False
+    _trim: Trim = field(default_factory=Trim)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
         said = {"message": {"role": "assistant", "content": answer.text}} if self.chat else {"text": answer.text}
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": _about(answer)}
+        return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
     def beginning(self) -> Iterator[str]:
         """Yield the event before the first piece."""
@@ -290,21 +242,21 @@ class OpenAIResponse:
             yield _event(self._chunk({"role": "assistant", "content": ""}))
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the events of a piece of text, without white space at the ends of the answer."""
-        text = self._held + text
-        text = text if self._begun else text.lstrip()
-        shown = text.rstrip()
-        self._held = text[len(shown) :]
-        if shown:
-            self._begun = True
+        """Yield the events of a piece of text."""
+        if shown := self._trim.piece(text):
             yield _event(self._chunk({"content": shown} if self.chat else shown))
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
         last = self._chunk({} if self.chat else "", answer)
-        yield _event({**last, "kvtool": _about(answer)})
+        yield _event({**last, "kvtool": about(answer)})
         if self.with_usage:
             yield _event({**last, "choices": [], "usage": _usage(answer)})
+        yield _DONE
+
+    def failed(self, refusal: Refusal) -> Iterator[str]:
+        """Yield the events of an error within a stream."""
+        yield _event({"error": refusal.to_json()})
         yield _DONE
 
     def _chunk(self, said: dict[str, Any] | str, answer: Answer | None = None) -> dict[str, Any]:
@@ -323,158 +275,41 @@ class OpenAIResponse:
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
 
-def _about(answer: Answer) -> dict[str, Any]:
-    """Return the field `kvtool` of a response: sources, tokens, times, misses and warnings."""
-    facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
-    if facts.get("verified", {}).get("corrected"):  # a stream has told only the draft
-        facts["verified"] = facts["verified"] | {"answer": answer.text}
-    facts["sources"] = list(answer.places)
-    waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
-    facts["timing_ms"] = facts["timing_ms"] | waits
-    facts["warnings"] = [{"message": text, "hint": hint} for text, hint in answer.warnings]
-    return facts
-
-
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Count the tokens; the KV of `cached_tokens` was in memory, or was read and reused unchanged."""
     tokens = answer.facts["tokens"]
     return {
         "prompt_tokens": tokens["prompt"],
         "completion_tokens": tokens["generated"],
         "total_tokens": tokens["prompt"] + tokens["generated"],
-        "prompt_tokens_details": {"cached_tokens": tokens["reused"] + answer.facts.get("turn", {}).get("kept", 0)},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(answer)},
     }
-
-
-class EventStream(StreamingResponse):
-    """A streamed response that closes its events as soon as the client leaves. `first`: an event that is ready."""
-
-    body_iterator: AsyncGenerator[str]
-
-    def __init__(self, first: str, events: AsyncGenerator[str], media_type: str) -> None:
-        super().__init__(_after(first, events), media_type=media_type, headers={"Cache-Control": "no-store"})
-
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(self.body_iterator):
-            await super().stream_response(send)
-
-
-async def _after(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str]:
-    async with aclosing(events):
-        yield first
-        async for text in events:
-            yield text
-
-
-# ---- waiting for an answer ----
-
-_CHECK_EVERY = 10.0  # seconds between two checks whether an answer is still in progress
-
-
-class Listening:
-    """Queue of a question's events, from the engine's thread to the event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.job: Job | None = None  # once it is submitted
-
-    def tell(self, event: Event) -> None:
-        """Add an event, in any thread. Raises LeftError if the loop has ended."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
-            raise LeftError("nobody listens any more") from None
-
-    async def next(self, timeout: float | None = None) -> str | Answer | None:
-        """Return the next event; None if none came for so many seconds. Raises the error that ended the answer."""
-        is_over = self.job is not None and self.job.ended  # its last event is in the queue by now
-        try:
-            event = await asyncio.wait_for(self._events.get(), timeout)
-        except TimeoutError:
-            if is_over:
-                raise KvtoolError("the answer has no end", "this is a bug in kvtool") from None
-            return None
-        if isinstance(event, KvtoolError):
-            raise event
-        return event
-
-    async def whole(self) -> Answer:
-        """Wait for the complete answer."""
-        while not isinstance(event := await self.next(_CHECK_EVERY), Answer):
-            pass
-        return event
-
-
-@asynccontextmanager
-async def listening(engine: Engine, ask: Ask) -> AsyncIterator[Listening]:
-    """Ask, and listen in this block; at its end an unfinished answer is abandoned. Raises BusyError."""
-    events = Listening()
-    job = events.job = engine.submit(ask, events.tell)
-    try:
-        yield events
-    finally:
-        engine.scheduler.leave(job)
-
-
-async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Wait for work until the client leaves.
-
-    Raises
-    ------
-    ClientDisconnect : the client has left; the work was cancelled.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        with suppress(asyncio.CancelledError, KvtoolError):
-            await task
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # ---- endpoints ----
 
-_BEFORE_HEADERS = 10.0  # seconds in which an error has a status of its own
-_ALIVE_EVERY = 10.0  # seconds between two comments of a stream
-_ANY_NAME = "kvtool"  # a further name of the model
 _MAX_TEXTS = 2048  # of embeddings
 _EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
 _FORMATS = ("float", "base64")
-Read = Callable[[Mapping[str, Any], QueryOptions, bool], ChatRequest]
 
 
 class OpenAI:
-    """Endpoints of the OpenAI API.
+    """Endpoints of the OpenAI API, but for responses."""
 
-    Parameters
-    ----------
-    options : defaults of a question.
-    serving : whether passages in messages are reused and learned, and for whom.
-    """
-
-    def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
-        self._engine, self._options, self._serving = engine, replace(options, clamp=True), serving
+    def __init__(self, answers: Answers) -> None:
+        self._answers, self._engine = answers, answers.engine
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._answered(request, read_chat, chat=True)
+        return await self._answers.answered(
+            request, read_chat, lambda asked, model: OpenAIResponse(True, model, asked.usage)
+        )
 
     async def completion(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        return await self._answered(request, read_completion, chat=False)
+        return await self._answers.answered(
+            request, read_completion, lambda asked, model: OpenAIResponse(False, model, asked.usage)
+        )
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -484,69 +319,30 @@ class OpenAI:
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/ID`."""
         name, own = request.path_params["name"], self._engine.model_name
-        if name not in filter(None, (own, own and _ANY_NAME, self._engine.embedder_name)):
-            raise _unknown_model(name, own)
+        if name not in filter(None, (own, own and ANY_NAME, self._engine.embedder_name)):
+            raise unknown_model(name, own)
         return JSONResponse(_model(name))
 
-    async def _answered(self, request: Request, read: Read, chat: bool) -> Response:
-        asked = read(await body_of(request), self._options, self._serving.strict)
-        name = self._engine.model_name
-        if asked.model not in ("", _ANY_NAME, name):
-            raise _unknown_model(asked.model, name)
-        address = request.client.host if request.client else ""
-        question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
-        owner = request.scope.get(OWNER, EVERYBODY) if self._serving.isolate else EVERYBODY
-        ask = replace(asked.ask, client=(address, asked.user), request=replace(question, owner=owner))
-        response = OpenAIResponse(chat, name or _ANY_NAME, asked.usage)
-        if asked.stream:
-            events = self._streamed(request, ask, response)
-            first = await while_there(request, anext(events))  # an error before it has a status of its own
-            return EventStream(first, events, "text/event-stream")
-        async with listening(self._engine, ask) as heard:
-            answer = await while_there(request, heard.whole())
-        stats_of(request).answer = answer
-        return JSONResponse(response.whole(answer))
-
-    async def _streamed(self, request: Request, ask: Ask, response: OpenAIResponse) -> AsyncGenerator[str]:
-        """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
-        async with listening(self._engine, ask) as heard:
-            event = await heard.next(_BEFORE_HEADERS)
-            left: KvtoolError | None = LeftError("the client has left")
-            try:
-                for text in response.beginning():
-                    yield text
-                while not isinstance(event, Answer):
-                    for text in [_WAITING] if event is None else response.piece(event):
-                        yield text
-                    event = await heard.next(_ALIVE_EVERY)
-                stats_of(request).answer = event
-                left = None
-                for text in response.end(event):
-                    yield text
-            except KvtoolError as error:
-                left = error
-                yield _event({"error": Refusal.of(error).to_json()})
-                yield _DONE
-            finally:
-                if left is not None:
-                    stats_of(request).failed(left, Refusal.of(left).status)
+    async def vectors(self, words: Sequence[str], name: str) -> tuple[Any, int, str]:
+        """Compute the vectors of some texts, their number of tokens, and the model's name. Raises Refusal."""
+        known = await briefly(lambda: self._engine.embedder_name)
+        if known is None:
+            raise Refusal(404, "no_embedder", "the store has no embedding model", "an ingest that names one makes it")
+        if name not in ("", known):
+            raise unknown_model(name, known)
+        if not words or len(words) > _MAX_TEXTS or not all(words):
+            raise Refusal(400, "wrong_input", f"input has to be 1 to {_MAX_TEXTS} texts", param="input")
+        async with self._embedding:
+            return *await asyncio.to_thread(self._engine.embed, words), known
 
     async def embed(self, request: Request) -> Response:
         """`POST /v1/embeddings`: vectors of the store's own embedding model."""
         value = await body_of(request)
         words, name = texts(value, "input", LONGEST_TEXT, _MAX_TEXTS), taken(value, "model", str, "")
         kind = taken(value, "encoding_format", str, "float")
-        known = await briefly(lambda: self._engine.embedder_name)
-        if known is None:
-            raise Refusal(404, "no_embedder", "the store has no embedding model", "an ingest that names one makes it")
-        if name not in ("", known):
-            raise _unknown_model(name, known)
-        if not words or len(words) > _MAX_TEXTS or not all(words):
-            raise Refusal(400, "wrong_input", f"input has to be 1 to {_MAX_TEXTS} texts", param="input")
         if kind not in _FORMATS:
             raise Refusal(400, "unsupported", f"there is no format {kind!r}", "float or base64", "encoding_format")
-        async with self._embedding:
-            vectors, tokens = await asyncio.to_thread(self._engine.embed, words)
+        vectors, tokens, known = await self.vectors(words, name)
         rows = [
             {"object": "embedding", "index": number, "embedding": _encoded(kind, vector)}
             for number, vector in enumerate(vectors)
@@ -557,11 +353,6 @@ class OpenAI:
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvtool"}
-
-
-def _unknown_model(name: str, known: str) -> Refusal:
-    hint = f"this server has {known!r}" if known else "nothing is ingested yet"
-    return Refusal(404, "model_not_found", f"there is no model {name!r}", hint, "model")
 
 
 def _encoded(kind: str, vector: Any) -> list[float] | str:

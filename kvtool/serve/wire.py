@@ -1,4 +1,4 @@
-"""JSON of requests with its limits, and errors as clients of the OpenAI API expect them."""
+"""JSON of requests with its limits, and errors as clients of each API expect them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -96,19 +98,60 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
-def refused(refusal: Refusal) -> JSONResponse:
-    """Return the response of a refusal."""
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
+    """Return the JSON of a refusal as the API of a path has it: Anthropic's, Ollama's or OpenAI's."""
+    said = refusal.to_json()
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": said["message"]}}
+    return {"error": said["message"] if path.startswith("/api/") else said}
+
+
+def refused(refusal: Refusal, path: str) -> JSONResponse:
+    """Return the response of a refusal. `path`: that of the request."""
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-    return JSONResponse({"error": refusal.to_json()}, refusal.status, headers)
+    return JSONResponse(error_body(refusal, path), refusal.status, headers)
 
 
-def failed(error: KvtoolError) -> JSONResponse:
-    """Return the response of an error."""
-    response = refused(Refusal.of(error))
+def failed(error: KvtoolError, path: str) -> JSONResponse:
+    """Return the response of an error. `path`: that of the request."""
+    response = refused(Refusal.of(error), path)
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
     if retry is not None:
         response.headers["Retry-After"] = str(retry)
     return response
+
+
+def check_names(
+    value: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, Sequence[Any]] = MappingProxyType({})
+) -> None:
+    """Refuse parameters that would change the answer and are not supported; none is ignored silently.
+
+    Parameters
+    ----------
+    neutral : further parameters, and the values at which they change nothing.
+    """
+    for name, given in value.items():
+        if given is None or name in known:
+            continue
+        if name not in neutral:
+            raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        if not any(
+            isinstance(given, bool) is isinstance(one, bool) and given == one for one in neutral[name]
+        ):  # of `logprobs` 0 is a number
+            hint = f"leave it out, or give {neutral[name][0]!r}"
+            raise Refusal(400, "unsupported", f"{name} cannot be set to {reprlib.repr(given)}", hint, name)
 
 
 async def body_of(request: Request) -> dict[str, Any]:

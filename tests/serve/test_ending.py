@@ -15,8 +15,8 @@ import pytest
 
 from kvtool.core.ingest import storer
 from kvtool.core.ingest.storer import ChunkStorer
+from kvtool.serve.answers import Listening
 from kvtool.serve.job import Answer
-from kvtool.serve.openai import Listening
 from tests.cli.working import QUESTION, kvtool
 from tests.serve.conftest import KEY, PATIENCE, serving, wait_until
 from tests.serve.test_process import running
@@ -62,7 +62,7 @@ def test_a_mistake_in_telling_ends_the_request_and_is_told(
 
 
 def test_an_answer_of_which_nothing_can_be_told_ends_all_the_same(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.serve.openai._CHECK_EVERY", 0.05)
+    monkeypatch.setattr("kvtool.serve.answers._CHECK_EVERY", 0.05)
     with serving(ready) as served, served.client as client:
         breaking(monkeypatch, object)
         answer = client.post(CHAT, json=BODY)

@@ -1,0 +1,285 @@
+"""Answers to HTTP requests, in whatever API a client asks: one request, one answer, one stream.
+
+A dialect is a file that reads its requests into `ChatRequest` and writes an `Answer` as a `Response`; see `Dialect`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Send
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.session.learned import EVERYBODY
+from kvtool.serve.auth import OWNER
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import Answer, Ask, Event, Job, LeftError
+from kvtool.serve.metrics import stats_of
+from kvtool.serve.options import ServeOptions
+from kvtool.serve.wire import Refusal, body_of
+
+T = TypeVar("T")
+ANY_NAME = "kvtool"  # a further name of the model
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A parsed request.
+
+    Attributes
+    ----------
+    usage : whether a stream ends with a count of tokens.
+    model, user : named by the client; "" if not.
+    """
+
+    ask: Ask
+    stream: bool
+    usage: bool
+    model: str
+    user: str
+
+
+Read = Callable[[Mapping[str, Any], QueryOptions, bool], ChatRequest]
+"""Parses a body, with the default options and whether a question without passages is an error. Raises Refusal."""
+
+
+class Dialect(Protocol):
+    """An API's way to write one answer.
+
+    Attributes
+    ----------
+    media_type : of a stream. `waiting`: text that changes nothing, to keep a stream's connection open.
+    """
+
+    media_type: ClassVar[str]
+    waiting: ClassVar[str]
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the object of a complete answer."""
+
+    def beginning(self) -> Iterator[str]:
+        """Yield the events before the first piece."""
+
+    def piece(self, text: str) -> Iterator[str]:
+        """Yield the events of a piece of text; white space at the ends of the answer is left out."""
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the events after the last piece."""
+
+    def failed(self, refusal: Refusal) -> Iterator[str]:
+        """Yield the events of an error within a stream."""
+
+
+Begin = Callable[[ChatRequest, str], Dialect]
+"""Makes the response to a request; its second argument is the model's name."""
+
+
+class Trim:
+    """White space at the ends of a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._held, self._begun = "", False
+
+    def piece(self, text: str) -> str:
+        """Return what can be shown of the text so far, and was not shown."""
+        text = self._held + text
+        text = text if self._begun else text.lstrip()
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        self._begun = self._begun or bool(shown)
+        return shown
+
+
+def about(answer: Answer) -> dict[str, Any]:
+    """Return the field `kvtool` of a response: sources, tokens, times, misses and warnings."""
+    facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
+    if facts.get("verified", {}).get("corrected"):  # a stream has told only the draft
+        facts["verified"] = facts["verified"] | {"answer": answer.text}
+    facts["sources"] = list(answer.places)
+    waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
+    facts["timing_ms"] = facts["timing_ms"] | waits
+    facts["warnings"] = [{"message": text, "hint": hint} for text, hint in answer.warnings]
+    return facts
+
+
+def cached_tokens(answer: Answer) -> int:
+    """Return the number of prompt tokens whose KV was in memory, or was read and reused unchanged."""
+    return int(answer.facts["tokens"]["reused"] + answer.facts.get("turn", {}).get("kept", 0))
+
+
+class Answers:
+    """The way from a request to its answer, the same for all dialects.
+
+    Parameters
+    ----------
+    options : defaults of a question.
+    serving : whether passages in messages are reused and learned, and for whom.
+    """
+
+    def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
+        self.engine, self._options, self._serving = engine, replace(options, clamp=True), serving
+
+    def owner(self, request: Request) -> str:
+        """Return the owner of what is kept of a request."""
+        return str(request.scope.get(OWNER, EVERYBODY)) if self._serving.isolate else EVERYBODY
+
+    async def answered(self, request: Request, read: Read, begin: Begin) -> Response:
+        """Answer a request: an object, or a stream of events."""
+        asked = read(await body_of(request), self._options, self._serving.strict)
+        name = self.engine.model_name
+        if asked.model not in ("", ANY_NAME, name):
+            raise unknown_model(asked.model, name)
+        address = request.client.host if request.client else ""
+        question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
+        request_of_owner = replace(question, owner=self.owner(request))
+        ask = replace(asked.ask, client=(address, asked.user), request=request_of_owner)
+        response = begin(asked, name or ANY_NAME)
+        if asked.stream:
+            events = self._streamed(request, ask, response)
+            first = await while_there(request, anext(events))  # an error before it has a status of its own
+            return EventStream(first, events, response.media_type)
+        async with listening(self.engine, ask) as heard:
+            answer = await while_there(request, heard.whole())
+        stats_of(request).answer = answer
+        return JSONResponse(response.whole(answer))
+
+    async def _streamed(self, request: Request, ask: Ask, response: Dialect) -> AsyncGenerator[str]:
+        """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
+        async with listening(self.engine, ask) as heard:
+            event = await heard.next(_BEFORE_HEADERS)
+            left: KvtoolError | None = LeftError("the client has left")
+            try:
+                for text in response.beginning():
+                    yield text
+                while not isinstance(event, Answer):
+                    for text in [response.waiting] if event is None else response.piece(event):
+                        yield text
+                    event = await heard.next(_ALIVE_EVERY)
+                stats_of(request).answer = event
+                left = None
+                for text in response.end(event):
+                    yield text
+            except KvtoolError as error:
+                left = error
+                for text in response.failed(Refusal.of(error)):
+                    yield text
+            finally:
+                if left is not None:
+                    stats_of(request).failed(left, Refusal.of(left).status)
+
+
+def unknown_model(name: str, known: str) -> Refusal:
+    """Return the error of a request that names another model."""
+    hint = f"this server has {known!r}" if known else "nothing is ingested yet"
+    return Refusal(404, "model_not_found", f"there is no model {name!r}", hint, "model")
+
+
+# ---- streams ----
+
+_BEFORE_HEADERS = 10.0  # seconds in which an error has a status of its own
+_ALIVE_EVERY = 10.0  # seconds between two signs of life in a stream
+
+
+class EventStream(StreamingResponse):
+    """A streamed response that closes its events as soon as the client leaves. `first`: an event that is ready."""
+
+    body_iterator: AsyncGenerator[str]
+
+    def __init__(self, first: str, events: AsyncGenerator[str], media_type: str) -> None:
+        super().__init__(_after(first, events), media_type=media_type, headers={"Cache-Control": "no-store"})
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+async def _after(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    async with aclosing(events):
+        yield first
+        async for text in events:
+            yield text
+
+
+# ---- waiting for an answer ----
+
+_CHECK_EVERY = 10.0  # seconds between two checks whether an answer is still in progress
+
+
+class Listening:
+    """Queue of a question's events, from the engine's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.job: Job | None = None  # once it is submitted
+
+    def tell(self, event: Event) -> None:
+        """Add an event, in any thread. Raises LeftError if the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            raise LeftError("nobody listens any more") from None
+
+    async def next(self, timeout: float | None = None) -> str | Answer | None:
+        """Return the next event; None if none came for so many seconds. Raises the error that ended the answer."""
+        is_over = self.job is not None and self.job.ended  # its last event is in the queue by now
+        try:
+            event = await asyncio.wait_for(self._events.get(), timeout)
+        except TimeoutError:
+            if is_over:
+                raise KvtoolError("the answer has no end", "this is a bug in kvtool") from None
+            return None
+        if isinstance(event, KvtoolError):
+            raise event
+        return event
+
+    async def whole(self) -> Answer:
+        """Wait for the complete answer."""
+        while not isinstance(event := await self.next(_CHECK_EVERY), Answer):
+            pass
+        return event
+
+
+@asynccontextmanager
+async def listening(engine: Engine, ask: Ask) -> AsyncIterator[Listening]:
+    """Ask, and listen in this block; at its end an unfinished answer is abandoned. Raises BusyError."""
+    events = Listening()
+    job = events.job = engine.submit(ask, events.tell)
+    try:
+        yield events
+    finally:
+        engine.scheduler.leave(job)
+
+
+async def while_there(request: Request, work: Awaitable[T]) -> T:
+    """Wait for work until the client leaves.
+
+    Raises
+    ------
+    ClientDisconnect : the client has left; the work was cancelled.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with suppress(asyncio.CancelledError, KvtoolError):
+            await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

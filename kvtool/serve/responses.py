@@ -1,0 +1,245 @@
+"""The responses API of OpenAI: one input, one response, and conversations that the server remembers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvtool.core.query.options import QueryOptions
+from kvtool.serve.answers import Answers, ChatRequest, Trim, about, cached_tokens
+from kvtool.serve.job import Answer
+from kvtool.serve.openai import read_chat
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken
+
+_SAME = ("model", "stream", "temperature", "top_p", "kvtool", "user", "safety_identifier")  # as in OpenAI's chat
+_KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "store", *_SAME)
+# Parameters about the client, its account and the server only.
+_IGNORED = (
+    *("metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+    *("prompt_cache_options", "reasoning", "max_tool_calls", "stream_options"),
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "text": ({}, {"format": {"type": "text"}}),
+    "truncation": ("disabled", "auto"),
+    "include": ([],),
+    "background": (False,),
+    "top_logprobs": (0,),
+}
+_TEXTS = ("input_text", "output_text", "text")  # types of a part of a message
+_MOST_BYTES = 64 << 20  # of remembered conversations, all together
+
+Message = dict[str, Any]
+"""A message as in OpenAI's chat."""
+
+
+class Remembered:
+    """Conversations by the name of their last response, the latest ones up to some bytes; each owner has its own."""
+
+    def __init__(self, limit: int = _MOST_BYTES) -> None:
+        self._limit, self._bytes = limit, 0
+        self._held: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def keep(self, owner: str, name: str, messages: list[Message]) -> None:
+        """Remember the messages up to a response, and its own."""
+        self._held[owner, name] = text = json.dumps(messages)
+        self._bytes += len(text)
+        while self._bytes > self._limit:
+            self._bytes -= len(self._held.popitem(last=False)[1])
+
+    def messages(self, owner: str, name: str) -> list[Message]:
+        """Return the messages up to a response. Raises Refusal for one that is not remembered."""
+        if (text := self._held.get((owner, name))) is None:
+            raise _unknown(name)
+        self._held.move_to_end((owner, name))
+        return list(json.loads(text))
+
+    def forget(self, owner: str, name: str) -> None:
+        """Forget a response. Raises Refusal if it is not remembered."""
+        if (text := self._held.pop((owner, name), None)) is None:
+            raise _unknown(name)
+        self._bytes -= len(text)
+
+
+def _unknown(name: str) -> Refusal:
+    hint = "send all messages as `input`; the server remembers responses until it ends, and not those with store: false"
+    return Refusal(404, "previous_response_not_found", f"there is no response {name!r}", hint, "previous_response_id")
+
+
+def input_messages(value: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of `input`. Raises Refusal for parts that are no text."""
+    given = taken(value, "input", (str, list), "", LONGEST_TEXT)
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return [_message(item, f"input.{number}") for number, item in enumerate(given)]
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict) or item.get("type", "message") != "message":
+        raise Refusal(400, "unsupported", f"{where} is no message", "messages with text only", where)
+    content = item.get("content")
+    if isinstance(content, list):
+        content = [
+            {"type": "text", "text": part.get("text")}
+            if isinstance(part, dict) and part.get("type") in _TEXTS
+            else part  # is refused by name
+            for part in content
+        ]
+    return {"role": item.get("role"), "content": content}
+
+
+@dataclass(slots=True)
+class ResponsesResponse:
+    """Response of `/v1/responses`: an object, or server-sent events.
+
+    Attributes
+    ----------
+    asked : the body of the request. `keep`: called with the answer's text, if the response is to be remembered.
+    """
+
+    media_type: ClassVar[str] = "text/event-stream"
+    waiting: ClassVar[str] = ": waiting\n\n"  # a comment
+    asked: Mapping[str, Any]
+    model: str
+    id: str
+    keep: Callable[[str], None]
+    created: float = field(default_factory=time.time)
+    _trim: Trim = field(default_factory=Trim)
+    _said: str = ""
+    _number: int = 0
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the object of a complete answer."""
+        self.keep(answer.text)
+        cut = answer.finish == "length"
+        own = self._object("incomplete" if cut else "completed", [self._item(answer.text, cut)])
+        reason = {"reason": "max_output_tokens"} if cut else None
+        return own | {"incomplete_details": reason, "usage": _usage(answer), "kvtool": about(answer)}
+
+    def beginning(self) -> Iterator[str]:
+        """Yield the events before the first piece."""
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._object("in_progress", []))
+        item = self._item("", None) | {"content": []}
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.content_part.added", **self._place, part=_part(""))
+
+    def piece(self, text: str) -> Iterator[str]:
+        """Yield the event of a piece of text."""
+        if shown := self._trim.piece(text):
+            self._said += shown
+            yield self._event("response.output_text.delta", **self._place, delta=shown, logprobs=[])
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the events after the last piece. Of a corrected answer the last event has the text."""
+        whole = self.whole(answer)
+        yield self._event("response.output_text.done", **self._place, text=self._said, logprobs=[])
+        yield self._event("response.content_part.done", **self._place, part=_part(self._said))
+        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, refusal: Refusal) -> Iterator[str]:
+        """Yield the event of an error within a stream."""
+        said = refusal.to_json()
+        error = {"code": "server_error", "message": said["message"]}
+        yield self._event("response.failed", response=self._object("failed", []) | {"error": error})
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **values: Any) -> str:
+        value = {"type": kind, "sequence_number": self._number, **values}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+    def _item(self, text: str, cut: bool | None) -> dict[str, Any]:
+        status = "in_progress" if cut is None else "incomplete" if cut else "completed"
+        own = {"type": "message", "id": f"msg_{self.id}", "status": status, "role": "assistant"}
+        return own | {"content": [_part(text)]}
+
+    def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        echoed = {
+            name: self.asked.get(name)
+            for name in (
+                *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user"),
+            )
+        }
+        own = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created, "status": status}
+        return {
+            **own,
+            **echoed,
+            "model": self.model,
+            "output": output,
+            "error": None,
+            "incomplete_details": None,
+            "metadata": self.asked.get("metadata") or {},
+            "parallel_tool_calls": True,
+            "store": self.asked.get("store") is not False,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    tokens = answer.facts["tokens"]
+    return {
+        "input_tokens": tokens["prompt"],
+        "input_tokens_details": {"cached_tokens": cached_tokens(answer), "cache_write_tokens": 0},
+        "output_tokens": tokens["generated"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens["prompt"] + tokens["generated"],
+    }
+
+
+class Responses:
+    """Endpoints of the responses API."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers, self._remembered = answers, Remembered()
+
+    async def create(self, request: Request) -> Response:
+        """`POST /v1/responses`."""
+        owner, name = self._answers.owner(request), secrets.token_hex(16)
+        asked: dict[str, Any] = {}
+        messages: list[Message] = []
+
+        def read(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
+            check_names(value, (*_KNOWN, *_IGNORED), _NEUTRAL)
+            asked.update(value)
+            taken(value, "store", bool)
+            before = taken(value, "previous_response_id", str)
+            messages.extend(self._remembered.messages(owner, before) if before else [])
+            messages.extend(input_messages(value))
+            chat = {each: value.get(each) for each in _SAME} | {"max_tokens": value.get("max_output_tokens")}
+            system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
+            said = [{"role": "system", "content": system}] if system else []
+            return read_chat(chat | {"messages": [*said, *messages]}, options, strict)
+
+        def keep(text: str) -> None:
+            if asked.get("store") is not False:
+                self._remembered.keep(owner, f"resp_{name}", [*messages, {"role": "assistant", "content": text}])
+
+        return await self._answers.answered(request, read, lambda _, model: ResponsesResponse(asked, model, name, keep))
+
+    async def forget(self, request: Request) -> Response:
+        """`DELETE /v1/responses/ID`."""
+        name = request.path_params["name"]
+        self._remembered.forget(self._answers.owner(request), name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})

@@ -1,0 +1,325 @@
+"""Clients of other APIs, each with its official package: the same answers, and by name what is not supported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import kvtool
+from kvtool.serve.responses import Remembered
+from kvtool.serve.wire import Refusal
+from tests.cli.working import QUESTION
+from tests.serve.conftest import KEY, PATIENCE, Served, serving
+
+anthropic = pytest.importorskip("anthropic")
+ollama = pytest.importorskip("ollama")
+
+Turn = tuple[str, str]
+LATER = "Who has built the other one?"
+
+
+@dataclass
+class Said:
+    """What a client has got: the text, why it ended, tokens of the prompt and of the answer, and kvtool's facts."""
+
+    text: str
+    end: str
+    prompt: int
+    generated: int
+    facts: dict[str, Any]
+
+
+_OPEN: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Close the clients of a test."""
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+class OfResponses:
+    """`openai`'s client for responses."""
+
+    error = openai.APIStatusError
+    ends = ("incomplete", "completed")
+
+    def __init__(self, served: Served, key: str = KEY) -> None:
+        self.client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, timeout=PATIENCE, max_retries=0)
+        _OPEN.append(self.client)
+
+    def ask(self, turns: list[Turn], system: str = "", most: int = 8, stream: bool = False, **more: Any) -> Said:
+        asked = {
+            "model": "tiny",
+            "input": [{"role": role, "content": text} for role, text in turns],
+            "instructions": system or None,
+            "max_output_tokens": most,
+            "extra_body": more,
+        }
+        if stream:
+            events = list(self.client.responses.create(**asked, stream=True))
+            text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            done = events[-1].response
+            if done.error:  # the client leaves that to its user
+                raise openai.OpenAIError(done.error.message)
+            assert text == done.output_text
+        else:
+            done = self.client.responses.create(**asked)
+        usage = done.usage
+        return Said(done.output_text, done.status, usage.input_tokens, usage.output_tokens, done.model_extra["kvtool"])
+
+
+class OfAnthropic:
+    """`anthropic`'s client."""
+
+    error = anthropic.APIStatusError
+    ends = ("max_tokens", "end_turn")
+
+    def __init__(self, served: Served, key: str = KEY) -> None:
+        self.client = anthropic.Anthropic(base_url=served.url, api_key=key, timeout=PATIENCE, max_retries=0)
+        _OPEN.append(self.client)
+
+    def ask(self, turns: list[Turn], system: str = "", most: int = 8, stream: bool = False, **more: Any) -> Said:
+        asked = {
+            "model": "tiny",
+            "messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns],
+            "max_tokens": most,
+            "extra_body": more,
+            **({"system": system} if system else {}),
+        }
+        if stream:
+            facts: dict[str, Any] = {}
+            with self.client.messages.stream(**asked) as events:
+                text = ""
+                for event in events:
+                    if event.type == "content_block_delta":
+                        text += event.delta.text
+                    if event.type == "message_delta":
+                        facts = event.model_extra["kvtool"]
+                done = events.get_final_message()
+            assert text == done.content[0].text
+        else:
+            done = self.client.messages.create(**asked)
+            facts = done.model_extra["kvtool"]
+        usage = done.usage
+        prompt = usage.input_tokens + usage.cache_read_input_tokens
+        return Said(done.content[0].text, done.stop_reason, prompt, usage.output_tokens, facts)
+
+
+class OfOllama:
+    """`ollama`'s client."""
+
+    error = ollama.ResponseError
+    ends = ("length", "stop")
+
+    def __init__(self, served: Served, key: str = KEY) -> None:
+        self.client = ollama.Client(served.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
+        _OPEN.append(self.client)
+
+    def ask(self, turns: list[Turn], system: str = "", most: int = 8, stream: bool = False, **more: Any) -> Said:
+        messages = [{"role": role, "content": text} for role, text in [("system", system)] * bool(system) + turns]
+        options = {"num_predict": most, "num_ctx": 4096, **more.pop("options", {})}
+        body = {"model": "tiny:latest", "messages": messages, "options": options, "stream": stream, **more}
+        if not stream:
+            row = self.client._request_raw("POST", "/api/chat", json=body).json()
+            return self._said(ollama.ChatResponse(**row), row["message"]["content"], row["kvtool"])
+        rows = list(self.client.chat("tiny:latest", messages, options=options, stream=True))
+        return self._said(rows[-1], "".join(row.message.content for row in rows), {})
+
+    @staticmethod
+    def _said(last: Any, text: str, facts: dict[str, Any]) -> Said:
+        assert last.total_duration >= last.prompt_eval_duration > 0
+        return Said(text, last.done_reason, last.prompt_eval_count, last.eval_count, facts)
+
+
+DIALECTS: list[Any] = [OfResponses, OfAnthropic, OfOllama]
+each = pytest.mark.parametrize("client", DIALECTS, ids=["responses", "anthropic", "ollama"])
+
+
+@pytest.fixture(scope="module")
+def expected(ready: Path) -> str:
+    """What is answered without a server."""
+    with kvtool.open(ready) as cache:
+        return cache.query(QUESTION, max_tokens=8).answer
+
+
+@each
+def test_an_answer_is_that_of_a_query(client: Any, served: Served, expected: str) -> None:
+    said = client(served).ask([("user", QUESTION)])
+    assert (said.text, said.end, said.generated) == (expected, client.ends[0], 8)
+    assert said.prompt == said.facts["tokens"]["prompt"]
+    assert said.facts["sources"][0].endswith("mill2.md:1")
+
+
+@each
+def test_a_stream_says_the_same(client: Any, served: Served, expected: str) -> None:
+    said = client(served).ask([("user", QUESTION)], stream=True)
+    assert (said.text, said.end, said.generated) == (expected, client.ends[0], 8)
+    if said.facts:
+        assert said.facts["tokens"]["prompt"] == said.prompt
+
+
+@each
+def test_instruction_turns_and_options(client: Any, served: Served) -> None:
+    """As OpenAI's chat has them."""
+    turns, system = [("user", QUESTION), ("assistant", "Baker B."), ("user", LATER)], "Answer in one word."
+    chat = OfResponses(served).client.chat
+    own = {"kvtool": {"fusion": "epic", "link_tokens": 4, "top_k": 2}}
+    messages: Any = [{"role": role, "content": text} for role, text in [("system", system), *turns]]
+    other = chat.completions.create(model="tiny", messages=messages, max_tokens=6, extra_body=own)
+    said = client(served).ask(turns, system, 6, **own)
+    assert said.text == other.choices[0].message.content
+    assert said.facts["tokens"]["prompt"] == other.model_extra["kvtool"]["tokens"]["prompt"]
+    assert said.facts["fusion"] == "epic"
+
+
+@each
+def test_the_key_and_the_model_are_checked(client: Any, served: Served) -> None:
+    with pytest.raises(client.error, match="API key") as wrong:
+        client(served, "another").ask([("user", QUESTION)])
+    assert wrong.value.status_code == 401
+    with pytest.raises(client.error, match="no model 'other'") as unknown:
+        client(served).ask([("user", QUESTION)], model="other")
+    assert unknown.value.status_code == 404
+
+
+@each
+def test_a_greeting_is_answered_without_passages(client: Any, served: Served) -> None:
+    said = client(served).ask([("user", "xyzzy")])
+    assert (said.facts["retrieval"], said.facts["sources"]) == ("none", [])
+    with pytest.raises(client.error, match="no chunk matches") as refused:
+        client(served).ask([("user", "xyzzy")], kvtool={"strict": True})
+    assert refused.value.status_code == 404
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (OfResponses, {"tools": [{"type": "web_search"}]}, "tools"),
+    (OfResponses, {"text": {"format": {"type": "json_object"}}}, "text"),
+    (OfResponses, {"conversation": "c"}, "conversation"),
+    (OfResponses, {"background": True}, "background"),
+    (OfResponses, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input.0"),
+    (OfResponses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text"),
+    (OfAnthropic, {"tools": [{"name": "look", "input_schema": {}}]}, "tools"),
+    (OfAnthropic, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    (OfAnthropic, {"top_k": 5}, "top_k"),
+    (OfAnthropic, {"container": "c"}, "container"),
+    (OfAnthropic, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]}, "role"),
+    (OfAnthropic, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text"),
+    (OfAnthropic, {"max_tokens": None}, "max_tokens"),
+    (OfOllama, {"format": "json"}, "format"),
+    (OfOllama, {"think": True}, "think"),
+    (OfOllama, {"tools": [{"type": "function"}]}, "tools"),
+    (OfOllama, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
+    (OfOllama, {"options": {"mirostat": 2}}, "mirostat"),
+    (OfOllama, {"options": {"temperature": 0.5, "top_k": 40}}, "top_k"),
+    (OfOllama, {"options": {"unheard": 1}}, "unheard"),
+]
+
+
+@pytest.mark.parametrize(("client", "more", "named"), REFUSED, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_what_is_not_supported_is_refused_by_name(
+    client: Any, more: dict[str, Any], named: str, served: Served
+) -> None:
+    with pytest.raises(client.error, match=named) as refused:
+        client(served).ask([("user", QUESTION)], **more)
+    assert refused.value.status_code == 400
+
+
+def test_what_changes_nothing_is_taken(served: Served, expected: str) -> None:
+    user = [("user", QUESTION)]
+    responses = {"tools": [], "tool_choice": "auto", "truncation": "auto", "text": {"format": {"type": "text"}}}
+    assert OfResponses(served).ask(user, reasoning={"effort": "low"}, metadata={"a": "b"}, **responses).text == expected
+    messages = {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "service_tier": "auto"}
+    assert OfAnthropic(served).ask(user, tool_choice={"type": "auto"}, **messages).text == expected
+    options = {"top_k": 40, "repeat_penalty": 1.0, "seed": 3, "num_thread": 2}
+    assert OfOllama(served).ask(user, options=options, keep_alive="5m", think=False).text == expected
+
+
+def test_a_stop_sequence_is_named(served: Served, expected: str) -> None:
+    middle = next(letter for letter in expected[len(expected) // 2 :] if letter.isascii() and letter.isalnum())
+    done = OfAnthropic(served).client.messages.create(
+        model="tiny", max_tokens=8, messages=[{"role": "user", "content": QUESTION}], stop_sequences=[middle, "zzyzx"]
+    )
+    assert (done.stop_reason, done.stop_sequence) == ("stop_sequence", middle)
+    assert OfOllama(served).ask([("user", QUESTION)], options={"stop": [middle]}).end == "stop"
+
+
+def test_responses_are_remembered_for_their_owner(ready: Path) -> None:
+    with serving(ready, f"{KEY}\nother") as served:
+        own, other = OfResponses(served).client, OfResponses(served, "other").client
+        asked: dict[str, Any] = {"model": "tiny", "max_output_tokens": 6}
+        first = own.responses.create(input=QUESTION, **asked)
+        second = own.responses.create(input=LATER, previous_response_id=first.id, instructions="One word.", **asked)
+        turns = [("user", QUESTION), ("assistant", first.output_text), ("user", LATER)]
+        assert second.output_text == OfResponses(served).ask(turns, "One word.", 6).text
+        assert second.model_extra["kvtool"]["turn"]["kept"] == 0  # another instruction; without one the cache is used
+        third = own.responses.create(input=LATER, previous_response_id=first.id, **asked)
+        assert third.model_extra["kvtool"]["turn"]["kept"] > 0
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            other.responses.create(input=LATER, previous_response_id=first.id, **asked)
+        own.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            own.responses.delete(first.id)
+        unkept = own.responses.create(input=QUESTION, store=False, **asked)
+        with pytest.raises(openai.NotFoundError):
+            own.responses.create(input=LATER, previous_response_id=unkept.id, **asked)
+
+
+def test_the_oldest_responses_are_forgotten() -> None:
+    kept = Remembered(limit=200)
+    for number in range(5):
+        kept.keep("me", str(number), [{"role": "user", "content": "x" * 50}])
+    assert kept.messages("me", "4")[0]["content"] == "x" * 50
+    with pytest.raises(Refusal):
+        kept.messages("me", "0")
+    with pytest.raises(Refusal):
+        kept.messages("you", "4")
+
+
+def test_ollamas_other_endpoints(served: Served, expected: str) -> None:
+    client = OfOllama(served).client
+    assert [model.model for model in client.list().models] == ["tiny:latest"]
+    done = client.generate("tiny", QUESTION, options={"num_predict": 8})
+    assert (done.response, done.done_reason, done.eval_count) == (expected, "length", 8)
+    rows = list(client.generate("tiny", QUESTION, options={"num_predict": 8}, stream=True))
+    assert "".join(row.response for row in rows) == expected
+    with pytest.raises(ollama.ResponseError, match="embedding model") as refused:
+        client.embed("tiny", "a text")
+    assert refused.value.status_code == 404
+
+
+@each
+def test_an_error_within_a_stream_is_the_clients_own(client: Any, served: Served, broken: Callable[[], None]) -> None:
+    broken()
+    with pytest.raises((client.error, openai.OpenAIError, anthropic.APIError), match="no luck"):
+        client(served).ask([("user", QUESTION)], stream=True)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the next answer end in an error after its first piece."""
+    from kvtool.core.errors import KvtoolError
+    from kvtool.serve.answers import Listening
+
+    told = Listening.next
+
+    def breaks() -> None:
+        seen = []
+
+        async def after(self: Any, timeout: float | None = None) -> Any:
+            if seen:
+                raise KvtoolError("no luck", "none at all")
+            seen.append(1)
+            return await told(self, timeout)
+
+        monkeypatch.setattr(Listening, "next", after)
+
+    return breaks
