@@ -31,6 +31,7 @@ from kvtool.serve.job import Answer, Ask, BusyError, LeftError
 from kvtool.serve.metrics import AccessLog, RequestStats, stats_of
 from kvtool.serve.openai import EventStream, OpenAI, listening, while_there
 from kvtool.serve.options import ServeOptions
+from kvtool.serve.page import page_routes
 from kvtool.serve.unix_socket import PATH, placed
 from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
@@ -82,6 +83,7 @@ def make_app(
         Route("/v1/documents", documents.forget, methods=["DELETE"]),
         Route("/health", health),
         Route("/metrics", metrics),
+        *page_routes(engine, options, ingesting),
     ]
     app = Starlette(
         routes=routes,
