@@ -125,59 +125,54 @@ function passage(chunk, citations, number) {
 function work(about, prefill, ask) {
   const { tokens, timing_ms: timing } = about;
   const kinds = KINDS.filter(([kind]) => tokens[kind]);
-  const shares = kinds.map(([kind, name]) => `${counted(tokens[kind])} ${name}`);
-  const legend = kinds.map(([kind, name, why]) =>
-    h("li", { title: why }, h("i", { class: `swatch ${kind}` }), `${counted(tokens[kind])} ${name}`),
-  );
-  const bar = h("div", { class: "bar", role: "img", "aria-label": `Tokens of the prompt: ${shares.join(", ")}` });
-  for (const [kind] of kinds) {
+  const bar = h("span", { class: "bar", "aria-hidden": "true" });
+  const legend = h("span", { class: "legend" });
+  for (const [kind, name, why] of kinds) {
     const part = h("span", { class: kind });
     part.style.flexGrow = tokens[kind];
     bar.append(part);
+    legend.append(h("span", { title: why }, h("i", { class: `swatch ${kind}` }), `${counted(tokens[kind])} ${name} `));
   }
+  const first = h("span", {});
   const waited = timing.queue + timing.others;
   return h(
     "details",
     { class: "work" },
-    h(
-      "summary",
-      {},
-      `First token after ${seconds(timing.ttft)}, `,
-      `${Math.round((100 * ((tokens.standing ?? 0) + tokens.reused)) / Math.max(1, tokens.prompt))} % of the prompt reused`,
-      bar,
-    ),
-    h("p", {}, `The prompt has ${plural(tokens.prompt, "token")} (fusion mode ${about.fusion}):`),
-    h("ul", { class: "legend" }, ...legend),
-    times(about, prefill, ask),
+    h("summary", {}, first, bar, legend),
+    times(about, prefill, ask, (text) => (first.textContent = text)),
     waited >= 50 && h("p", { class: "dim" }, `Other questions took ${seconds(waited)} in addition.`),
+    h("p", {}, `The prompt has ${plural(tokens.prompt, "token")}; fusion mode: ${about.fusion}.`),
+    h("ul", {}, ...kinds.map(([kind, name, why]) => h("li", {}, `${counted(tokens[kind])} ${name}. ${why}`))),
     map(about),
   );
 }
 
-/** Return the bars of the time to the first token and of full prefill: as measured, else as estimated. */
-function times(about, prefill, ask) {
+/** Return the bars of the time to the first token and of full prefill: as measured, else as estimated. `tell`: shows
+ *  them in a line. */
+function times(about, prefill, ask, tell) {
   const { tokens, timing_ms: timing, verified } = about;
   const box = h("div", { class: "times", role: "group", "aria-label": "Time to the first token" });
-  const draw = (full, how) => {
+  const draw = (full, how, kind) => {
     const longest = Math.max(timing.ttft, full ?? 0, 1e-6);
-    const row = (name, ms, kind) => {
-      const bar = h("span", { class: `time ${kind}` });
+    const row = (name, ms, colour) => {
+      const bar = h("span", { class: `time ${colour}` });
       bar.style.width = `${(100 * ms) / longest}%`;
       return [h("span", {}, name), h("span", { class: "track", "aria-hidden": "true" }, bar), h("span", {}, seconds(ms))];
     };
     box.replaceChildren(...row("this answer", timing.ttft, "reused"));
-    if (full != null) box.append(...row("full prefill", full, "fresh"));
+    if (full != null) box.append(...row(`full prefill, ${kind}`, full, "fresh"));
     box.append(h("p", { class: "dim" }, verdict(timing.ttft, full, how)));
+    tell(`First token after ${seconds(timing.ttft)}` + (full == null ? "" : `; full prefill: ${seconds(full)}, ${kind}`));
   };
   if (about.fusion === "full") {
     draw(null, "This answer is full prefill’s: nothing was reused.");
     return box;
   }
-  const measured = verified?.timing_ms.prefill > 0;
-  if (measured) draw(verified.timing_ms.prefill + timing.retrieve, "Measured, by the check of this answer.");
-  else if (prefill) draw(estimate(prefill, tokens.prompt) + timing.retrieve, HOW[prefill.source]);
+  const isMeasured = verified?.timing_ms.prefill > 0;
+  if (isMeasured) draw(verified.timing_ms.prefill + timing.retrieve, "Measured, by the check of this answer.", "measured");
+  else if (prefill) draw(estimate(prefill, tokens.prompt) + timing.retrieve, HOW[prefill.source], "estimated");
   else draw(null, "How long full prefill takes is not known here yet.");
-  return measured ? box : h("div", {}, box, measuring(ask, draw));
+  return isMeasured ? box : h("div", {}, box, measuring(ask, draw));
 }
 
 const HOW = {
@@ -204,9 +199,9 @@ function measuring(ask, draw) {
     try {
       for await (const event of events(await ask({ fusion: "full" }, { max_tokens: 1 }))) {
         if (event.error) throw new Failure(event.error.message);
-        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, "Measured just now, on the same prompt.");
+        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, "Measured just now, for the same question.", "measured");
       }
-      said.textContent = " Measured.";
+      said.textContent = "";
       button.remove();
     } catch (error) {
       said.textContent = ` ${error.message}`;

@@ -70,17 +70,15 @@ async function confirmForget(document) {
   if (dialog.returnValue !== "forget") return;
   try {
     say(`Forgetting ${name}…`);
-    await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, { method: "DELETE" });
+    const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, { method: "DELETE" });
+    const { forgotten } = await reply.json();
+    documents = documents.filter(({ source }) => !forgotten.includes(source));
+    draw();
     say(`${name} is forgotten.`);
-    await refresh();
   } catch (error) {
     say(`${name} is not forgotten. ${error.message}`, true);
   }
   $("filter").focus(); // the button that had the focus may be gone
-}
-
-async function refresh() {
-  await showDocuments(await (await request("page/state")).json());
 }
 
 function say(text, wrong = false) {
@@ -103,8 +101,8 @@ async function send(files) {
   let sent = 0;
   try {
     for (const line of lines) sent += await sendOne(line);
+    await showDocuments(await (await request("page/state")).json());
     say(`${counted(sent)} of ${plural(files.length, "file")} stored.`, sent < files.length);
-    await refresh();
   } catch (error) {
     say(error.message, true);
   } finally {
