@@ -182,14 +182,18 @@ def test_enter_that_ends_a_composition_sends_nothing(ready: Path, open_page: Ope
         assert page.locator(".question").inner_text().strip() == OTHER
 
 
-def test_documents_are_sent_found_and_forgotten(store: Path, tmp_path: Path, open_page: Open) -> None:
+def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_page: Open) -> None:
     folder = tmp_path / "sent"
     with served_with(store, folder) as served:
         page = open_page(served.url)
         page.locator("#list li").first.wait_for()
         files = [
             {"name": "수로.md", "mimeType": "text/markdown", "buffer": "수로는 1830년에 완공되었다. ".encode() * 40},
-            {"name": "<img src=x onerror=alert(1)>.md", "mimeType": "text/markdown", "buffer": b"# <b>Bold</b>\n\nText."},
+            {
+                "name": "<img src=x onerror=alert(1)>.md",
+                "mimeType": "text/markdown",
+                "buffer": b"# <b>Bold</b>\n\nText.",
+            },
             {"name": "none.zzz", "mimeType": "application/octet-stream", "buffer": bytes(range(256))},
         ]
         page.locator("#files").set_input_files(files)
@@ -201,13 +205,13 @@ def test_documents_are_sent_found_and_forgotten(store: Path, tmp_path: Path, ope
         page.locator("#filter").fill("수로")
         assert page.locator("#list li").count() == 1
         assert page.locator("#count").inner_text() == "1 of 8 documents"
-        page.get_by_role("button", name="Forget 수로.md").click()
+        page.get_by_role("button", name="Remove 수로.md").click()
         page.locator("#confirm").get_by_text("Cancel").click()
         assert (folder / "수로.md").exists()
-        page.get_by_role("button", name="Forget 수로.md").click()
+        page.get_by_role("button", name="Remove 수로.md").click()
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
-        page.locator("#documents-said", has_text="수로.md is forgotten").wait_for()
+        page.locator("#documents-said", has_text="수로.md is removed").wait_for()
         assert not (folder / "수로.md").exists()
         assert page.locator("#list li").count() == 0
         page.locator("#filter").fill("mill")

@@ -161,7 +161,8 @@ function times(about, prefill, ask, tell) {
     };
     box.replaceChildren(...row("this answer", timing.ttft, "reused"));
     if (full != null) box.append(...row(`full prefill, ${kind}`, full, "fresh"));
-    box.append(h("p", { class: "dim" }, verdict(timing.ttft, full, how)));
+    const turns = full != null && tokens.standing ? " It computes earlier turns, too." : "";
+    box.append(h("p", { class: "dim" }, verdict(timing.ttft, full, how) + turns));
     tell(`First token after ${seconds(timing.ttft)}` + (full == null ? "" : `; full prefill: ${seconds(full)}, ${kind}`));
   };
   if (about.fusion === "full") {

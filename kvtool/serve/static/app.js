@@ -48,7 +48,7 @@ async function ask(question) {
       if (piece && body.kvtool.verify) say("Answering; full prefill checks it afterwards…");
     }
     answer = about.verified?.answer ?? answer;
-    await current();
+    await current().catch(() => {}); // the answer is there in any case
     const again = (own, more) => post({ ...bodyOf(turns), kvtool: { ...withoutChecks(body.kvtool), ...own }, ...more });
     nearEnd(() => showFacts(turn.article, turn.number, answer, about, state.prefill, again));
     messages = [...turns, { role: "assistant", content: answer }];
@@ -73,7 +73,7 @@ function fail(turn, question, why, answer) {
   };
   const retry = h("button", { type: "button", class: "small", onclick: again }, "Ask again");
   const incomplete = answer ? " The answer is incomplete, and not part of the conversation." : "";
-  turn.article.append(h("p", { class: "note wrong" }, `${why}${incomplete} `, retry));
+  nearEnd(() => turn.article.append(h("p", { class: "note wrong" }, `${why}${incomplete} `, retry)));
   say(why);
 }
 
@@ -86,7 +86,7 @@ function addTurn(question) {
   const article = h("article", { class: "answer", "aria-busy": "true", "aria-label": `Answer ${number}` }, text);
   const asked = h("p", foreign(question, { class: "question" }), question);
   $("turns").append(asked, article);
-  asked.scrollIntoView({ block: "start" });
+  $("turns").scrollTop = $("turns").scrollHeight;
   return { number, text, article, question: asked };
 }
 

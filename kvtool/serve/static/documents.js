@@ -1,4 +1,4 @@
-// The list of the store's documents: search, upload, forget.
+// The list of the store's documents: search, upload, removal.
 
 import { $, Failure, counted, foreign, h, plural, request, size, upload } from "./server.js";
 
@@ -48,18 +48,18 @@ function draw() {
 function row(document) {
   const name = nameOf(document.source);
   const facts = [plural(document.tokens, "token"), size(document.bytes), document.pinned && "pinned", document.origin && `from ${document.origin}`];
-  const forget = h("button", { type: "button", class: "small", "aria-label": `Forget ${name}`, onclick: () => void confirmForget(document) }, "Forget");
+  const remove = h("button", { type: "button", class: "small", "aria-label": `Remove ${name}`, onclick: () => void confirmRemoval(document) }, "Remove");
   return h(
     "li",
     {},
     h("div", {}, h("bdi", foreign(name, { class: "name", title: document.source }), name), h("div", { class: "dim" }, facts.filter(Boolean).join(" · "))),
-    forget,
+    remove,
   );
 }
 
-// ---- forget ----
+// ---- removal ----
 
-async function confirmForget(document) {
+async function confirmRemoval(document) {
   const name = nameOf(document.source);
   const dialog = $("confirm");
   $("confirm-name").textContent = name;
@@ -67,16 +67,16 @@ async function confirmForget(document) {
   dialog.returnValue = "";
   dialog.showModal();
   await new Promise((resolve) => (dialog.onclose = resolve));
-  if (dialog.returnValue !== "forget") return;
+  if (dialog.returnValue !== "remove") return;
   try {
-    say(`Forgetting ${name}…`);
+    say(`Removing ${name}…`);
     const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, { method: "DELETE" });
     const { forgotten } = await reply.json();
     documents = documents.filter(({ source }) => !forgotten.includes(source));
     draw();
-    say(`${name} is forgotten.`);
+    say(`${name} is removed.`);
   } catch (error) {
-    say(`${name} is not forgotten. ${error.message}`, true);
+    say(`${name} is not removed. ${error.message}`, true);
   }
   $("filter").focus(); // the button that had the focus may be gone
 }
