@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +13,6 @@ import httpx2
 import pytest
 
 from kvtool.core.common.types import Events
-from kvtool.core.query.options import QueryOptions
 from kvtool.serve.engine import IngestProgress
 from kvtool.serve.page import STATIC
 from tests.cli.working import QUESTION, kvtool
@@ -119,30 +117,38 @@ def test_a_reply_carries_the_map_in_spans(served: Served) -> None:
     assert computed == said["tokens"]["recomputed"] > 0
 
 
-def test_the_state_of_an_ingest_and_bytes_of_a_document(store: Path, tmp_path: Path) -> None:
-    """A document is sent as it is: its reader finds out the encoding."""
+class Watched(IngestProgress):
+    """Progress that notes what it has been."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any] | None] = []
+        super().__init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "now":
+            self.seen.append(value)
+        super().__setattr__(name, value)
+
+
+def test_a_file_is_sent_as_it_is_and_its_ingest_is_watched(store: Path, tmp_path: Path) -> None:
+    """Its reader finds out the encoding."""
     folder, text = tmp_path / "sent", "수로는 베르겐에 있다. 제분소는 오슬로에 있다. " * 20
-    seen: list[Any] = []
     with serving(store, uploads=folder) as served, served.client as client:
-        advance, ready = served.engine.progress.noted, threading.Event()
-
-        def noted(events: Events) -> Any:
-            made = advance(events)
-            ready.set()
-            return made
-
-        served.engine.progress.noted = noted  # type: ignore[method-assign]
+        served.engine.progress = progress = Watched()
         sent = {"name": "수로.txt", "data": base64.b64encode(text.encode("euc-kr")).decode()}
         report = client.post("/v1/documents", json={"documents": [sent]}).json()
-        assert ready.is_set()
         assert report["documents"]["added"] == 1
-        seen = [row["source"] for row in client.get("/v1/documents").json()["data"]]
-        assert str(folder / "수로.txt") in seen
+        steps = [now for now in progress.seen if now and now["unit"] == "tokens"]
+        assert steps[-1]["done"] == steps[-1]["total"] == report["tokens"] > 0
+        assert progress.now is None
+        assert str(folder / "수로.txt") in [row["source"] for row in client.get("/v1/documents").json()["data"]]
+        question = {"messages": [{"role": "user", "content": "수로는 어디에 있습니까?"}]}
+        (chunk, *_) = client.post("/v1/chat/completions", json=question).json()["kvtool"]["chunks"]
+        assert "베르겐" in chunk["text"]
         assert client.get("/page/state").json()["uploads"] is True
-        wrong = client.post("/v1/documents", json={"documents": [{"name": "a.txt", "data": "?"}]})
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "wrong_type")
-        both = client.post("/v1/documents", json={"documents": [{"name": "a.txt", "data": "", "text": ""}]})
-        assert both.status_code == 400
+        for row in ({"data": "?"}, {"data": "", "text": ""}):
+            wrong = client.post("/v1/documents", json={"documents": [{"name": "a.txt", **row}]})
+            assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "wrong_type")
     assert (folder / "수로.txt").read_bytes() == text.encode("euc-kr")
 
 
@@ -159,17 +165,25 @@ def test_progress_is_that_of_the_running_ingest() -> None:
     assert (progress.now, told) == (None, [1, 64])
 
 
-def test_full_prefill_is_estimated_from_what_was_measured(store: Path) -> None:
+def test_full_prefill_is_estimated_from_what_was_measured(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is measured for it: without a speed, none is told."""
-    (store / "speeds").mkdir(exist_ok=True)
-    for file in (store / "speeds").iterdir():
+    for file in (store / "speeds").glob("*"):
         file.unlink()
-    with serving(store) as served, served.client as client:
-        assert client.get("/page/state").json()["prefill"] is None  # no model is loaded
+    with serving(store, uploads=tmp_path / "sent") as served, served.client as client:
         client.post("/v1/chat/completions", json={"messages": ASKED})
         assert client.get("/page/state").json()["prefill"] is None
+        text = " ".join(f"The mill number {number} grinds flour." for number in range(200))
+        sent = client.post("/v1/documents", json={"documents": [{"name": "mills.md", "text": text}]}).json()
+        assert sent["tokens"] > 1000
+        found = client.get("/page/state").json()["prefill"]
+        assert (found["source"], found["fixed"], found["key"]) == ("ingest", 0, 0)
+        assert found["row"] > 0
+    monkeypatch.setattr("kvtool.core.session.speeds.is_busy", lambda: False)  # else the speeds are not kept
     kvtool("query", QUESTION, "--store", store, "--fusion", "auto", "--max-tokens", "1").fine()
-    with serving(store, asking=QueryOptions(max_tokens=1)) as served, served.client as client:
+    with serving(store) as served, served.client as client:
         client.post("/v1/chat/completions", json={"messages": ASKED})
         found = client.get("/page/state").json()["prefill"]
-    assert found is None or (found.pop("source"), {*found}) == ("passes", {"fixed", "row", "key"})
+    assert (found["source"], {*found}) == ("passes", {"source", "fixed", "row", "key"})
+    assert found["fixed"] + found["row"] + found["key"] > 0

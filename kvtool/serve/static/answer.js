@@ -234,7 +234,7 @@ function map(about) {
       const text = chunk.explained.spans.map((span) =>
         span.reason ? h("mark", { class: kindOf(span), title: `tokens ${span.token_start + 1} to ${span.token_end}: ${why(span)}` }, span.text) : span.text,
       );
-      body.append(h("h4", {}, placeOf(chunk)), h("p", foreign(chunk.text, { class: "passage" }), ...text));
+      body.append(h("h3", {}, placeOf(chunk)), h("p", foreign(chunk.text, { class: "passage" }), ...text));
     }
   });
   return details;

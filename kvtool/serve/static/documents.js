@@ -157,8 +157,8 @@ async function watch(line) {
   const now = await request("page/state").then((reply) => reply.json()).catch(() => ({}));
   if (!now.ingest || !line.bar.isConnected) return;
   const { step, done = 0, total = 0, unit } = now.ingest;
-  line.bar.value = 0.5 + 0.5 * Math.min(1, total ? done / total : 0);
-  line.said.textContent = `${step}: ${counted(done)} of ${counted(total)} ${unit}`;
+  if (unit === "tokens") line.bar.value = 0.5 + 0.5 * Math.min(1, done / Math.max(1, total));
+  line.said.textContent = unit === "tokens" ? `${step}: ${counted(done)} of ${counted(total)} ${unit}` : `${step}…`;
 }
 
 /** Return what became of a file, and whether that is a failure. */
