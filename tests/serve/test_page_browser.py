@@ -222,6 +222,28 @@ def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_
         assert not page.locator("#uploads").is_visible()
 
 
+def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_page: Open) -> None:
+    """The first document of a page creates the store; the keyboard is enough for it all."""
+    store, uploads = tmp_path / "none", tmp_path / "sent"
+    with serving(store, key=None, model=str(tiny), uploads=uploads, asking=QueryOptions(max_tokens=4)) as served:
+        page = open_page(served.url, key=None)
+        page.locator("#count", has_text="No document yet.").wait_for()
+        assert page.locator("#model").inner_text() == "no model yet"
+        ask(page)
+        answer(page, 1).locator(".note.wrong").wait_for()
+        page.locator("#files").set_input_files(
+            [{"name": "mill.md", "mimeType": "text/markdown", "buffer": b"The third mill was built by baker A."}]
+        )
+        page.locator("#documents-said", has_text="1 of 1 file stored").wait_for()
+        assert page.locator("#model").inner_text() == "tiny"
+        page.locator("header button").focus()
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Enter")  # to the question
+        page.keyboard.type(QUESTION)
+        page.keyboard.press("Enter")
+        assert answer(page, 2).locator(".sources > summary").inner_text() == "1 source"
+
+
 def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: Open) -> None:
     with served_with(ready) as served:
         page = open_page(served.url)

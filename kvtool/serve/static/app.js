@@ -73,7 +73,9 @@ function fail(turn, question, why, answer) {
   };
   const retry = h("button", { type: "button", class: "small", onclick: again }, "Ask again");
   const incomplete = answer ? " The answer is incomplete, and not part of the conversation." : "";
-  nearEnd(() => turn.article.append(h("p", { class: "note wrong" }, `${why}${incomplete} `, retry)));
+  const note = h("p", { class: "note wrong" }, `${why}${incomplete} `, retry);
+  turn.article.append(note);
+  note.scrollIntoView({ block: "nearest" });
   say(why);
 }
 
@@ -181,7 +183,7 @@ function start() {
   const place = () => ($("documents").open = wide.matches);
   wide.addEventListener("change", place);
   place();
-  startDocuments();
+  startDocuments(load);
   void load();
 }
 

@@ -7,6 +7,7 @@ const WAIT = 5; // seconds before another try, while other documents are written
 let documents = [];
 let state = {};
 let busy = false;
+let reload = null; // shows the server's state anew
 
 /** Show the documents of the store. `found`: the server's state. */
 export async function showDocuments(found) {
@@ -19,7 +20,8 @@ export async function showDocuments(found) {
   draw();
 }
 
-export function startDocuments() {
+export function startDocuments(load) {
+  reload = load;
   $("filter").addEventListener("input", draw);
   $("files").addEventListener("change", () => void send([...$("files").files]));
   const drop = $("uploads");
@@ -101,7 +103,7 @@ async function send(files) {
   let sent = 0;
   try {
     for (const line of lines) sent += await sendOne(line);
-    await showDocuments(await (await request("page/state")).json());
+    await reload();
     say(`${counted(sent)} of ${plural(files.length, "file")} stored.`, sent < files.length);
   } catch (error) {
     say(error.message, true);
