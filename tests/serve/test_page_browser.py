@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtool.core.query.options import QueryOptions
-from tests.cli.working import QUESTION
+from tests.cli.working import QUESTION, kvtool
 from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
+from tests.serve.test_process import running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -266,6 +267,22 @@ def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: O
             answer(page, 3).get_by_text("Stopped. The answer is incomplete").wait_for()
     ask(page)  # it has ended
     page.locator("#gone").wait_for()
+
+
+def test_a_server_that_is_killed_in_an_answer(
+    store: Path, open_page: Open, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_STOP_REPEATS", "false")
+    with running("--store", store, "--max-tokens", "1500") as (process, url):
+        page = open_page(url, key=kvtool("serve", "--show-key").fine().out.strip())
+        page.locator("#list li").first.wait_for()
+        ask(page)
+        wait_until(lambda: page.locator("article[aria-busy='true'] .text").inner_text().strip())
+        process.kill()
+        page.locator("#gone").wait_for()
+        note = answer(page, 1).locator(".note.wrong")
+        note.wait_for()
+        assert "The server does not answer. The answer is incomplete" in note.inner_text()
 
 
 @pytest.mark.parametrize("width", [400, 1600])
