@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.errors import ModelError, UsageError
@@ -219,6 +221,13 @@ class Engine:
         with Store.open(self.folder) as store:
             entry = store.file(str(path))
         return entry is not None and (data is None or entry.digest == hashlib.sha256(data).hexdigest())
+
+    def has_documents(self, count: int) -> bool:
+        """Return True if the store has at least so many documents; it reads no more of their names."""
+        if isinstance(self.place, str) or not self._loaded.exists():
+            return False
+        with Store.open(self.place) as store, store.snapshot() as snapshot:
+            return sum(1 for _ in islice(snapshot.keys(tables.DOCUMENTS), count)) == count
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """List the documents with their chunks, as `kvtool store ls --json` does.

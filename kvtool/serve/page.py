@@ -42,6 +42,8 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 
+_MANY = 2001  # documents whose list takes seconds
+
 
 def page_routes(engine: Engine, options: ServeOptions, ingesting: IngestOptions) -> list[Route]:
     """Return the routes of the page. `ingesting`: options of the ingests whose speed is known."""
@@ -73,4 +75,5 @@ def _state(engine: Engine, ingesting: IngestOptions) -> dict[str, Any]:
         **engine.status(),
         "ingest": engine.progress.now,
         "prefill": engine.prefill_speed(ingesting),
+        "many": engine.has_documents(_MANY),
     }

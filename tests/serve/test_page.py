@@ -97,6 +97,8 @@ def test_the_state_needs_the_key(served: Served, stranger: httpx2.Client) -> Non
         state = client.get("/page/state").json()
     assert (state["status"], state["uploads"], state["ingest"]) == ("ok", False, None)
     assert "union" in state["fusions"]
+    assert state["many"] is False
+    assert [served.engine.has_documents(count) for count in (6, 7)] == [True, False]
     assert state["max_body"] == 16 * 10**6
 
 

@@ -7,6 +7,7 @@ const WAIT = 5; // seconds before another try, while other documents are written
 let documents = [];
 let state = {};
 let busy = false;
+let isWanted = false; // the list of a store with many documents
 let reload = null; // shows the server's state anew
 
 /** Show the documents of the store. `found`: the server's state. */
@@ -14,15 +15,34 @@ export async function showDocuments(found) {
   state = found;
   $("uploads").hidden = !state.uploads;
   $("no-uploads").hidden = state.uploads;
-  if (state.status === "empty") documents = [];
-  else documents = (await (await request("v1/documents")).json()).data;
-  documents.sort((a, b) => a.source.localeCompare(b.source));
-  draw();
+  $("many").hidden = !state.many || isWanted;
+  if (state.status === "empty") draw();
+  else if ($("many").hidden) await list();
+}
+
+async function list() {
+  try {
+    documents = (await (await request("v1/documents")).json()).data;
+    documents.sort((a, b) => a.source.localeCompare(b.source));
+    draw();
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    $("count").textContent = error.message; // a shared store lists none
+  }
+}
+
+/** List the documents of a store that has many, which takes seconds. */
+async function listMany() {
+  isWanted = true;
+  $("many").hidden = true;
+  $("count").textContent = "Loading the list…";
+  await list().catch((error) => say(error.message, true));
 }
 
 export function startDocuments(load) {
   reload = load;
   $("filter").addEventListener("input", draw);
+  $("many").addEventListener("click", () => void listMany());
   $("files").addEventListener("change", () => void send([...$("files").files]));
   const drop = $("uploads");
   for (const kind of ["dragover", "dragleave", "drop"]) {
