@@ -157,10 +157,12 @@ def test_a_checked_answer_is_the_final_one(ready: Path, open_page: Open) -> None
         ask(page)
         note = answer(page, 1).locator(".note", has_text="Full prefill checked the answer and corrected it").first
         note.wait_for()
-        with served.client as client:
-            body = {"messages": [{"role": "user", "content": QUESTION}], "kvtool": {"fusion": "full"}}
-            expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-        assert answer(page, 1).locator(".text").text_content() == expected
+        drafted = answer(page, 1).locator("details", has_text="Answer before its correction").locator("p")
+        for mode, shown in (("full", answer(page, 1).locator(".text")), ("reuse", drafted)):
+            with served.client as client:
+                body = {"messages": [{"role": "user", "content": QUESTION}], "kvtool": {"fusion": mode}}
+                expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            assert shown.text_content() == expected
 
 
 def test_enter_that_ends_a_composition_sends_nothing(ready: Path, open_page: Open) -> None:

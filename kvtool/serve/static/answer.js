@@ -17,22 +17,33 @@ export function showFacts(article, number, answer, about, prefill, ask) {
   text.replaceChildren(...cited(answer, about.citations ?? [], number));
   Object.entries(foreign(answer)).forEach(([name, value]) => text.setAttribute(name, value));
   const facts = h("div", { class: "facts" });
-  facts.append(...notes(about).map((note) => h("p", { class: "note" }, note)));
+  if (!answer) facts.append(h("p", { class: "note" }, "The model ended its answer without a word."));
+  facts.append(...[...notes(about)].map((note) => h("p", { class: "note" }, note)));
+  if (about.verified?.corrected) facts.append(draft(about.verified.draft));
   if (chunks.length) facts.append(sources(chunks, about.citations ?? [], number));
   facts.append(work(about, prefill, ask));
   article.append(facts);
 }
 
-function* notesOf(about) {
+function* notes(about) {
   if (about.retrieval === "none") yield "No passage has a word of the question: no document supports this answer.";
   if (about.finish === "length") yield "The answer was cut off at its longest length.";
   if (about.finish === "repeat") yield "The answer was ended because it repeated itself.";
-  if (about.verified?.corrected) yield "Full prefill checked the answer and corrected it.";
-  else if (about.verified) yield "Full prefill checked the answer: it gives the same.";
+  const checked = about.verified;
+  if (checked?.corrected)
+    yield `Full prefill checked the answer and corrected it after ${counted(checked.accepted)} of ${plural(checked.drafted, "token")}.`;
+  else if (checked) yield "Full prefill checked the answer: it gives the same.";
   for (const warning of about.warnings ?? []) yield [warning.message, warning.hint].filter(Boolean).join(" – ");
 }
 
-const notes = (about) => [...notesOf(about)];
+function draft(text) {
+  return h(
+    "details",
+    {},
+    h("summary", {}, "Answer before its correction"),
+    h("p", foreign(text, { class: "passage" }), text),
+  );
+}
 
 // ---- citations and sources ----
 
@@ -61,7 +72,11 @@ function link(one, number) {
     mark.scrollIntoView({ block: "center" });
     mark.focus();
   };
-  return h("a", { class: "cite", href: `#${id}`, "aria-label": label, title: placeOf(one), onclick: go }, `[${one.number}]`);
+  return h(
+    "a",
+    { class: "cite", href: `#${id}`, "aria-label": label, title: placeOf(one), onclick: go },
+    `[${one.number}]`,
+  );
 }
 
 const nameOf = (source) => source.split("/").pop();
@@ -73,12 +88,7 @@ function placeOf(chunk) {
 
 function sources(chunks, citations, number) {
   const items = chunks.map((chunk) => h("li", {}, source(chunk, citations, number)));
-  return h(
-    "details",
-    { class: "sources" },
-    h("summary", {}, plural(chunks.length, "source")),
-    h("ol", {}, ...items),
-  );
+  return h("details", { class: "sources" }, h("summary", {}, plural(chunks.length, "source")), h("ol", {}, ...items));
 }
 
 function source(chunk, citations, number) {
@@ -92,7 +102,13 @@ function source(chunk, citations, number) {
   return h(
     "details",
     {},
-    h("summary", {}, h("bdi", foreign(chunk.source), placeOf(chunk)), " ", h("span", { class: "dim" }, about.join(", "))),
+    h(
+      "summary",
+      {},
+      h("bdi", foreign(chunk.source), placeOf(chunk)),
+      " ",
+      h("span", { class: "dim" }, about.join(", ")),
+    ),
     h("p", { class: "dim path" }, h("bdi", {}, chunk.source)),
     passage(chunk, [...own.values()], number),
   );
@@ -134,13 +150,15 @@ function work(about, prefill, ask) {
     legend.append(h("span", { title: why }, h("i", { class: `swatch ${kind}` }), `${counted(tokens[kind])} ${name} `));
   }
   const first = h("span", {});
-  const waited = timing.queue + timing.others;
   return h(
     "details",
     { class: "work" },
     h("summary", {}, first, bar, legend),
     times(about, prefill, ask, (text) => (first.textContent = text)),
-    waited >= 50 && h("p", { class: "dim" }, `Other questions took ${seconds(waited)} in addition.`),
+    timing.queue >= 50 &&
+      h("p", { class: "dim" }, `The question waited ${seconds(timing.queue)} for its turn, in addition.`),
+    timing.others >= 50 &&
+      h("p", { class: "dim" }, `Other answers took ${seconds(timing.others)} of the time to the first token.`),
     h("p", {}, `The prompt has ${plural(tokens.prompt, "token")}; fusion mode: ${about.fusion}.`),
     h("ul", {}, ...kinds.map(([kind, name, why]) => h("li", {}, `${counted(tokens[kind])} ${name}. ${why}`))),
     map(about),
@@ -157,20 +175,27 @@ function times(about, prefill, ask, tell) {
     const row = (name, ms, colour) => {
       const bar = h("span", { class: `time ${colour}` });
       bar.style.width = `${(100 * ms) / longest}%`;
-      return [h("span", {}, name), h("span", { class: "track", "aria-hidden": "true" }, bar), h("span", {}, seconds(ms))];
+      return [
+        h("span", {}, name),
+        h("span", { class: "track", "aria-hidden": "true" }, bar),
+        h("span", {}, seconds(ms)),
+      ];
     };
     box.replaceChildren(...row("this answer", timing.ttft, "reused"));
     if (full != null) box.append(...row(`full prefill, ${kind}`, full, "fresh"));
     const turns = full != null && tokens.standing ? " It computes earlier turns, too." : "";
     box.append(h("p", { class: "dim" }, verdict(timing.ttft, full, how) + turns));
-    tell(`First token after ${seconds(timing.ttft)}` + (full == null ? "" : `; full prefill: ${seconds(full)}, ${kind}`));
+    tell(
+      `First token after ${seconds(timing.ttft)}` + (full == null ? "" : `; full prefill: ${seconds(full)}, ${kind}`),
+    );
   };
   if (about.fusion === "full") {
     draw(null, "This answer is full prefill’s: nothing was reused.");
     return box;
   }
   const isMeasured = verified?.timing_ms.prefill > 0;
-  if (isMeasured) draw(verified.timing_ms.prefill + timing.retrieve, "Measured, by the check of this answer.", "measured");
+  if (isMeasured)
+    draw(verified.timing_ms.prefill + timing.retrieve, "Measured, by the check of this answer.", "measured");
   else if (prefill) draw(estimate(prefill, tokens.prompt) + timing.retrieve, HOW[prefill.source], "estimated");
   else draw(null, "How long full prefill takes is not known here yet.");
   return isMeasured ? box : h("div", {}, box, measuring(ask, draw));
@@ -192,6 +217,11 @@ function verdict(ours, full, how) {
   return `Full prefill: ${said}. ${how}`;
 }
 
+const measuredHow = (kept) =>
+  kept
+    ? `Measured just now; ${plural(kept, "token")} of earlier turns were kept.`
+    : "Measured just now, for the same question.";
+
 function measuring(ask, draw) {
   const said = h("span", { role: "status", class: "dim" });
   const measure = async () => {
@@ -200,7 +230,7 @@ function measuring(ask, draw) {
     try {
       for await (const event of events(await ask({ fusion: "full" }, { max_tokens: 1 }))) {
         if (event.error) throw new Failure(event.error.message);
-        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, "Measured just now, for the same question.", "measured");
+        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.kept), "measured");
       }
       said.textContent = "";
       button.remove();
@@ -222,17 +252,27 @@ function map(about) {
   const spans = chunks.flatMap((chunk) => chunk.explained.spans);
   const length = (span) => span.token_end - span.token_start;
   const total = spans.reduce((sum, span) => sum + length(span), 0);
-  const computed = spans.filter((span) => span.reason && span.reason !== "dropped").reduce((sum, one) => sum + length(one), 0);
+  const computed = spans
+    .filter((span) => span.reason && span.reason !== "dropped")
+    .reduce((sum, one) => sum + length(one), 0);
   const label = `${counted(computed)} of the passages’ ${counted(total)} tokens were computed for this answer.`;
   const body = h("div", {});
   const details = h("details", { class: "map" }, h("summary", {}, "Map of recomputed tokens"), body);
   details.addEventListener("toggle", () => {
     if (!details.open || body.firstChild) return;
-    body.append(h("p", {}, `${label} Marked: `, h("mark", {}, "computed"), "; the instruction and the question are not shown."));
+    body.append(
+      h("p", {}, `${label} Marked: `, h("mark", {}, "computed"), "; the instruction and the question are not shown."),
+    );
     body.append(strip(chunks, total, label));
     for (const chunk of chunks) {
       const text = chunk.explained.spans.map((span) =>
-        span.reason ? h("mark", { class: kindOf(span), title: `tokens ${span.token_start + 1} to ${span.token_end}: ${why(span)}` }, span.text) : span.text,
+        span.reason
+          ? h(
+              "mark",
+              { class: kindOf(span), title: `tokens ${span.token_start + 1} to ${span.token_end}: ${why(span)}` },
+              span.text,
+            )
+          : span.text,
       );
       body.append(h("h3", {}, placeOf(chunk)), h("p", foreign(chunk.text, { class: "passage" }), ...text));
     }
@@ -251,12 +291,20 @@ function strip(chunks, total, label) {
   };
   const gap = total / 300; // between two passages
   const width = total + gap * (chunks.length - 1);
-  const picture = draw("svg", { viewBox: `0 0 ${width} 1`, preserveAspectRatio: "none", class: "strip", role: "img", "aria-label": label });
+  const picture = draw("svg", {
+    viewBox: `0 0 ${width} 1`,
+    preserveAspectRatio: "none",
+    class: "strip",
+    role: "img",
+    "aria-label": label,
+  });
   let at = 0;
   for (const chunk of chunks) {
     for (const span of chunk.explained.spans) {
       const tokens = span.token_end - span.token_start;
-      picture.append(draw("rect", { x: at, y: 0, width: tokens, height: 1, class: span.reason ? kindOf(span) : "reused" }));
+      picture.append(
+        draw("rect", { x: at, y: 0, width: tokens, height: 1, class: span.reason ? kindOf(span) : "reused" }),
+      );
       at += tokens;
     }
     at += gap;

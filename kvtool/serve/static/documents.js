@@ -61,20 +61,37 @@ function draw() {
   const words = composed($("filter").value).split(/\s+/).filter(Boolean);
   const found = documents.filter(({ source }) => words.every((word) => composed(source).includes(word)));
   const of = found.length === documents.length ? "" : ` of ${counted(documents.length)}`;
-  $("count").textContent = documents.length ? `${counted(found.length)}${of} ${documents.length === 1 ? "document" : "documents"}` : "No document yet.";
+  $("count").textContent = documents.length
+    ? `${counted(found.length)}${of} ${documents.length === 1 ? "document" : "documents"}`
+    : "No document yet.";
   const rows = found.slice(0, MOST).map(row);
-  if (found.length > MOST) rows.push(h("li", { class: "dim" }, `${counted(found.length - MOST)} more: search for them.`));
+  if (found.length > MOST)
+    rows.push(h("li", { class: "dim" }, `${counted(found.length - MOST)} more: search for them.`));
   $("list").replaceChildren(...rows);
 }
 
 function row(document) {
   const name = nameOf(document.source);
-  const facts = [plural(document.tokens, "token"), size(document.bytes), document.pinned && "pinned", document.origin && `from ${document.origin}`];
-  const remove = h("button", { type: "button", class: "small", "aria-label": `Remove ${name}`, onclick: () => void confirmRemoval(document) }, "Remove");
+  const facts = [
+    plural(document.tokens, "token"),
+    size(document.bytes),
+    document.pinned && "pinned",
+    document.origin && `from ${document.origin}`,
+  ];
+  const remove = h(
+    "button",
+    { type: "button", class: "small", "aria-label": `Remove ${name}`, onclick: () => void confirmRemoval(document) },
+    "Remove",
+  );
   return h(
     "li",
     {},
-    h("div", {}, h("bdi", foreign(name, { class: "name", title: document.source }), name), h("div", { class: "dim" }, facts.filter(Boolean).join(" · "))),
+    h(
+      "div",
+      {},
+      h("bdi", foreign(name, { class: "name", title: document.source }), name),
+      h("div", { class: "dim" }, facts.filter(Boolean).join(" · ")),
+    ),
     remove,
   );
 }
@@ -92,7 +109,9 @@ async function confirmRemoval(document) {
   if (dialog.returnValue !== "remove") return;
   try {
     say(`Removing ${name}…`);
-    const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, { method: "DELETE" });
+    const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, {
+      method: "DELETE",
+    });
     const { forgotten } = await reply.json();
     documents = documents.filter(({ source }) => !forgotten.includes(source));
     draw();
@@ -115,7 +134,11 @@ async function send(files) {
   if (busy || !files.length) return;
   busy = $("files").disabled = true;
   const lines = files.map((file) => {
-    const line = { file, bar: h("progress", { max: 1, value: 0, "aria-label": `Progress of ${file.name}` }), said: h("span", { class: "dim" }, "waits") };
+    const line = {
+      file,
+      bar: h("progress", { max: 1, value: 0, "aria-label": `Progress of ${file.name}` }),
+      said: h("span", { class: "dim" }, "waits"),
+    };
     line.item = h("li", {}, h("bdi", foreign(file.name, { class: "name" }), file.name), line.bar, line.said);
     return line;
   });
@@ -165,7 +188,8 @@ async function patiently(line, work) {
     try {
       return await work();
     } catch (error) {
-      if (error.status === 401) await request("page/state"); // asks for the key
+      if (error.status === 401)
+        await request("page/state"); // asks for the key
       else if (error.status !== 429 || tries === 20) throw error;
       else {
         line.said.textContent = "waits for other documents";
@@ -176,7 +200,9 @@ async function patiently(line, work) {
 }
 
 async function watch(line) {
-  const now = await request("page/state").then((reply) => reply.json()).catch(() => ({}));
+  const now = await request("page/state")
+    .then((reply) => reply.json())
+    .catch(() => ({}));
   if (!now.ingest || !line.bar.isConnected) return;
   const { step, done = 0, total = 0, unit } = now.ingest;
   if (unit === "tokens") line.bar.value = 0.5 + 0.5 * Math.min(1, done / Math.max(1, total));

@@ -104,7 +104,7 @@ function failureOf(status, text, retry) {
 /** Yield the objects of a stream of events. Throws Failure if it breaks off. */
 export async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ; ) {
+  for (let rest = ""; ;) {
     let part;
     try {
       part = await reader.read();
