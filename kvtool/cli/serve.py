@@ -175,7 +175,7 @@ def _ingesting(run: Run) -> IngestOptions:
 def _say(run: Run, options: ServeOptions, address: str, file: Path) -> None:
     how = "no key is needed" if not options.key else f"the key is in {file} (`kvtool serve --show-key` prints it)"
     run.out.idle()
-    run.out.status(f"ready on {address}; {how}", address=address)
+    run.out.status(f"ready on {address}; {how}; a browser shows a page there", address=address)
     if not options.is_local and options.tls_cert is None:
         run.out.warning(
             "the key, the questions and the answers go over the network unencrypted",

@@ -35,6 +35,7 @@ from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.responses import Responses
+from kvtool.serve.page import page_routes
 from kvtool.serve.unix_socket import PATH, placed
 from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
@@ -96,6 +97,7 @@ def make_app(
         Route("/v1/documents", documents.forget, methods=["DELETE"]),
         Route("/health", health),
         Route("/metrics", metrics),
+        *page_routes(engine, options, ingesting),
     ]
     app = Starlette(
         routes=routes,

@@ -13,10 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtool.core.agent.options import key_of
 from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.options import ANY_ORIGIN
+from kvtool.serve.page import STATIC
 from kvtool.serve.wire import Refusal, refused
 
 OWNER = "kvtool.owner"  # in the scope of a request: the owner of what is kept of it
-_OPEN = ("/health",)  # for monitoring
+_OPEN = ("/health", *STATIC)  # for monitoring, and the page, which asks for the key
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import stat
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -157,10 +158,15 @@ class Documents:
         if self._uploads is None:
             hint = "its option `uploads` names a folder for them"
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
-        if not isinstance(row, dict) or set(row) != {"name", "text"}:
-            raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
+        if not isinstance(row, dict) or set(row) not in ({"name", "text"}, {"name", "data"}):
+            raise Refusal(400, "wrong_type", "a document has a name, and a text or data", param="documents")
         text: str = taken(row, "text", str, "", _MAX_DOCUMENT)
-        return self._uploads.folder / _safe_name(row), text.encode("utf-8", "replace")
+        data: str = taken(row, "data", str, "", _MAX_DOCUMENT)
+        try:
+            sent = b64decode(data, validate=True) if "data" in row else text.encode("utf-8", "replace")
+        except ValueError as error:
+            raise Refusal(400, "wrong_type", "the data of a document is no Base64", param="documents") from error
+        return self._uploads.folder / _safe_name(row), sent
 
 
 def _is_true(request: Request, name: str) -> bool:

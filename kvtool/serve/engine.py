@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.errors import ModelError, UsageError
@@ -61,6 +65,33 @@ class IngestShutdown:
         return Events(advance=advance, failed=left, skipped=left, took=took)
 
 
+class IngestProgress:
+    """Progress of the running ingest. `now`: `step`, `done`, `total` and `unit`; None while nothing is ingested."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, Any] | None = None
+
+    @contextmanager
+    def noted(self, events: Events) -> Iterator[Events]:
+        """Return callbacks that note the progress of one ingest, in addition to others."""
+
+        def step(label: str, total: int, unit: str) -> None:
+            self.now = {"step": label, "done": 0, "total": total, "unit": unit}
+
+        def expect(total: float) -> None:
+            self.now = {**(self.now or {}), "total": total}
+
+        def advance(count: float) -> None:
+            events.advance(count)
+            now = self.now or {}
+            self.now = {**now, "done": now.get("done", 0) + count}
+
+        try:
+            yield replace(events, step=step, expect=expect, advance=advance)
+        finally:
+            self.now = None
+
+
 class Engine:
     """A store and a model that many clients share. Threads may share it.
 
@@ -91,7 +122,7 @@ class Engine:
         self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, learn)
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
-        self._shutdown = IngestShutdown()
+        self._shutdown, self.progress = IngestShutdown(), IngestProgress()
         self._writing = threading.Lock()
         self._embedding = threading.Lock()
         self._embedder: Embeds | None = None
@@ -157,9 +188,9 @@ class Engine:
         """
         from kvtool.core.ingest.job import KeptModel, ingest
 
-        with self._writing:
+        with self._writing, self.progress.noted(self._shutdown.events()) as events:
             kept = KeptModel(self._loaded.decoder)
-            report = ingest(self.folder, options, self._shutdown.events(), kept)
+            report = ingest(self.folder, options, events, kept)
             if self._loaded.decoder is None:
                 self._loaded.spare = kept.decoder
             return report
@@ -190,6 +221,13 @@ class Engine:
         with Store.open(self.folder) as store:
             entry = store.file(str(path))
         return entry is not None and (data is None or entry.digest == hashlib.sha256(data).hexdigest())
+
+    def has_documents(self, count: int) -> bool:
+        """Return True if the store has at least so many documents; it reads no more of their names."""
+        if isinstance(self.place, str) or not self._loaded.exists():
+            return False
+        with Store.open(self.place) as store, store.snapshot() as snapshot:
+            return sum(1 for _ in islice(snapshot.keys(tables.DOCUMENTS), count)) == count
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """List the documents with their chunks, as `kvtool store ls --json` does.
@@ -236,6 +274,26 @@ class Engine:
             "running": self.scheduler.running,
             "conversations": len(self.conversations),
         }
+
+    def prefill_speed(self, ingesting: IngestOptions) -> dict[str, Any] | None:
+        """Return the speed of full prefill, from measurements that the store has already; None without one.
+
+        `source` is `passes` where this machine's passes were measured (`--fusion auto`), else `ingest`: the speed of
+        the last ingest. The others are milliseconds: `fixed`, for each `row`, and for each `key` that a row sees.
+        """
+        from kvtool.core.ingest.account import forecast
+        from kvtool.core.session.speeds import recalled
+
+        decoder = self._loaded.decoder
+        if decoder is None or isinstance(self.place, str) or not self._loaded.exists():
+            return None
+        fingerprint, dtype = decoder.loaded.fingerprint, str(decoder.dtype).removeprefix("torch.")
+        with Store.open(self.place) as store:
+            speeds = recalled(store, fingerprint, decoder.device, dtype, decoder.stored_layers)
+            row_s = forecast(1, 0, store, self.place, fingerprint, ingesting).seconds
+        if speeds is not None:
+            return {"source": "passes"} | {name: each * 1e3 for name, each in asdict(speeds.passes).items()}
+        return None if row_s is None else {"source": "ingest", "fixed": 0.0, "row": row_s * 1e3, "key": 0.0}
 
     def store_stats(self) -> dict[str, Any]:
         """Return counts and sizes of the store; nothing for a shared or missing store."""

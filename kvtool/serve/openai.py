@@ -29,7 +29,7 @@ from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefl
 # Options of a question that a client may set, under `kvtool`: none names a file or a model of this machine.
 ALLOWED = (
     *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "source", "retriever", "order"),
-    *("min_score", "stop_repeats", "cite", "verify", "defer", "defer_first", "defer_threshold", "slo_ms"),
+    *("min_score", "stop_repeats", "cite", "verify", "explain", "defer", "defer_first", "defer_threshold", "slo_ms"),
 )
 _OWN = ("documents", "chunks", "spot", "strict", *ALLOWED)
 # Further parameters of the API, and the values at which they change nothing.

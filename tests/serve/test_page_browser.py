@@ -1,0 +1,308 @@
+"""The page of a server in Chromium, as a person uses it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtool.core.query.options import QueryOptions
+from tests.cli.working import QUESTION, kvtool
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
+from tests.serve.test_process import running
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)"),
+]
+_FLAGS = ("--no-sandbox", "--disable-gpu", "--no-proxy-server")
+_GONE = ("Failed to load resource: net::ERR_CONNECTION_REFUSED", "net::ERR_INCOMPLETE_CHUNKED_ENCODING")
+OTHER = "세 번째 제분소는 누가 지었습니까?"
+
+Open = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def open_page() -> Iterator[Open]:
+    """Open pages in one browser. Nothing may be written to their consoles but what requests that fail write there."""
+    api = pytest.importorskip("playwright.sync_api")
+    complaints: list[str] = []
+
+    def opened(url: str, key: str | None = KEY, width: int = 1600, **more: Any) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": 900}, **more)
+        page: Page = context.new_page()
+        page.set_default_timeout(PATIENCE * 1000)
+        page.on("console", lambda said: complaints.append(said.text) if "Failed to load" not in said.text else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        if key is not None:
+            unlock(page, key)
+        return page
+
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=[*_FLAGS])
+        yield opened
+        browser.close()
+    assert complaints == []
+
+
+@contextmanager
+def served_with(store: Path, uploads: Path | None = None, tokens: int = 8) -> Iterator[Served]:
+    with serving(store, uploads=uploads, asking=QueryOptions(max_tokens=tokens)) as served:
+        yield served
+
+
+def unlock(page: Page, key: str) -> None:
+    page.locator("#key-text").fill(key)
+    page.keyboard.press("Enter")
+
+
+def ask(page: Page, question: str = QUESTION) -> None:
+    page.locator("#question").fill(question)
+    page.locator("#question").press("Enter")
+
+
+def answer(page: Page, number: int) -> Any:
+    """An answer, once it is complete."""
+    article = page.locator(f"article[aria-label='Answer {number}'][aria-busy='false']")
+    article.wait_for()
+    return article
+
+
+def is_scrolled(page: Page) -> bool:
+    """Whether anything is wider than the window."""
+    return bool(page.evaluate("() => document.documentElement.scrollWidth > document.documentElement.clientWidth"))
+
+
+def test_a_wrong_key_is_told_and_the_right_one_is_kept(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url, key="not-the-key-of-it")
+        page.locator("#key-wrong", has_text="does not know this key").wait_for()
+        unlock(page, KEY)
+        page.locator("#list li").first.wait_for()
+        assert page.locator("#count").inner_text() == "6 documents"
+        page.reload()  # the tab has the key
+        page.locator("#list li").first.wait_for()
+        assert not page.locator("#key").is_visible()
+        another = open_page(served.url, key=None)  # another tab of another session does not
+        another.locator("#key-text").wait_for()
+        another.keyboard.press("Escape")
+        another.locator("#trouble", has_text="Without the API key").wait_for()
+        another.locator("#again").click()
+        unlock(another, KEY)
+        another.locator("#list li").first.wait_for()
+        assert not another.locator("#trouble").is_visible()
+
+
+def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url)
+        page.locator("#list li").first.wait_for()
+        with turned(served) as permits:
+            ask(page)
+            permits.release(4)
+            begun = page.locator("article[aria-busy='true'] .text")
+            wait_until(lambda: begun.inner_text().strip())
+            assert page.locator("#stop").is_visible()
+            permits.release(100)
+            first = answer(page, 1)
+        assert page.locator("#said").inner_text() == "The answer is complete."
+        with served.client as client:
+            body = {"messages": [{"role": "user", "content": QUESTION}], "kvtool": {"cite": True}}
+            expected = client.post("/v1/chat/completions", json=body).json()
+        citations = expected["kvtool"]["citations"]
+        text = first.locator(".text").text_content()
+        for one in reversed(citations):
+            text = text.replace(f" [{one['number']}]", "", 1)
+        assert text == expected["choices"][0]["message"]["content"]
+        assert first.locator(".cite").count() == len(citations) > 0
+        first.locator(".cite").first.focus()
+        page.keyboard.press("Enter")  # the keyboard is enough
+        mark = page.locator("mark:focus")
+        mark.wait_for()
+        assert " ".join(mark.inner_text().split()) == citations[0]["text"]
+        assert first.locator(".sources > ol > li").count() == len(expected["kvtool"]["chunks"])
+        tokens = expected["kvtool"]["tokens"]
+        legend = first.locator(".legend").inner_text()
+        for kind in ("reused", "recomputed", "fresh"):
+            assert f"{tokens[kind]} {kind}" in legend
+        first.locator(".work > summary").click()
+        first.locator(".map > summary").click()
+        counted = first.locator(".map p").first.inner_text()
+        assert counted.startswith(f"{tokens['recomputed']} of the passages")
+        assert first.locator(".map mark.recomputed").count() > 0
+        assert first.locator(".strip rect.recomputed").count() == first.locator(".map mark.recomputed").count()
+        first.get_by_role("button", name="Measure full prefill").click()
+        first.get_by_text("Measured just now").wait_for()
+        assert "measured" in first.locator(".work > summary").inner_text()
+        ask(page, "And when was it built?")  # a conversation
+        second = answer(page, 2)
+        assert "kept from earlier turns" in second.locator(".legend").inner_text()
+
+
+def test_a_checked_answer_is_the_final_one(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url)
+        page.locator("#options > summary").click()
+        page.locator("#verify").check()
+        page.locator("#cite").uncheck()
+        page.locator("#fusion").select_option("reuse")
+        ask(page)
+        note = answer(page, 1).locator(".note", has_text="Full prefill checked the answer and corrected it").first
+        note.wait_for()
+        drafted = answer(page, 1).locator("details", has_text="Answer before its correction").locator("p")
+        for mode, shown in (("full", answer(page, 1).locator(".text")), ("reuse", drafted)):
+            with served.client as client:
+                body = {"messages": [{"role": "user", "content": QUESTION}], "kvtool": {"fusion": mode}}
+                expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            assert shown.text_content() == expected
+
+
+def test_enter_that_ends_a_composition_sends_nothing(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url, width=400)
+        box = page.locator("#question")
+        box.focus()
+        keyboard = page.context.new_cdp_session(page)
+        keyboard.send("Input.imeSetComposition", {"text": "제분소", "selectionStart": 3, "selectionEnd": 3})
+        page.keyboard.press("Enter")
+        assert box.input_value().startswith("제분소")
+        assert page.locator("article").count() == 0
+        keyboard.send("Input.insertText", {"text": "제분소"})
+        box.fill(OTHER)
+        page.keyboard.press("Shift+Enter")
+        assert page.locator("article").count() == 0
+        page.keyboard.press("Enter")
+        answer(page, 1)
+        assert page.locator(".question").get_attribute("lang") == "ko"
+        assert page.locator(".question").inner_text().strip() == OTHER
+
+
+def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_page: Open) -> None:
+    folder = tmp_path / "sent"
+    with served_with(store, folder) as served:
+        page = open_page(served.url)
+        page.locator("#list li").first.wait_for()
+        files = [
+            {"name": "수로.md", "mimeType": "text/markdown", "buffer": "수로는 1830년에 완공되었다. ".encode() * 40},
+            {
+                "name": "<img src=x onerror=alert(1)>.md",
+                "mimeType": "text/markdown",
+                "buffer": b"# <b>Bold</b>\n\nText.",
+            },
+            {"name": "none.zzz", "mimeType": "application/octet-stream", "buffer": bytes(range(256))},
+        ]
+        page.locator("#files").set_input_files(files)
+        page.locator("#documents-said", has_text="2 of 3 files stored").wait_for()
+        assert "added" in page.locator("#sent li").first.inner_text()
+        assert "binary" in page.locator("#sent li").nth(2).inner_text()
+        assert page.locator("img").count() == page.locator("#list b").count() == 0
+        assert (folder / "수로.md").exists()
+        page.locator("#filter").fill("수로")
+        assert page.locator("#list li").count() == 1
+        assert page.locator("#count").inner_text() == "1 of 8 documents"
+        page.get_by_role("button", name="Remove 수로.md").click()
+        page.locator("#confirm").get_by_text("Cancel").click()
+        assert (folder / "수로.md").exists()
+        page.get_by_role("button", name="Remove 수로.md").click()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.locator("#documents-said", has_text="수로.md is removed").wait_for()
+        assert not (folder / "수로.md").exists()
+        assert page.locator("#list li").count() == 0
+        page.locator("#filter").fill("mill")
+        assert page.locator("#list li").count() == 6
+    with served_with(store) as served:
+        page = open_page(served.url)
+        page.locator("#no-uploads").wait_for()
+        assert not page.locator("#uploads").is_visible()
+
+
+def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_page: Open) -> None:
+    """The first document of a page creates the store; the keyboard is enough for it all."""
+    store, uploads = tmp_path / "none", tmp_path / "sent"
+    with serving(store, key=None, model=str(tiny), uploads=uploads, asking=QueryOptions(max_tokens=4)) as served:
+        page = open_page(served.url, key=None)
+        page.locator("#count", has_text="No document yet.").wait_for()
+        assert page.locator("#model").inner_text() == "no model yet"
+        ask(page)
+        answer(page, 1).locator(".note.wrong").wait_for()
+        page.locator("#files").set_input_files(
+            [{"name": "mill.md", "mimeType": "text/markdown", "buffer": b"The third mill was built by baker A."}]
+        )
+        page.locator("#documents-said", has_text="1 of 1 file stored").wait_for()
+        assert page.locator("#model").inner_text() == "tiny"
+        page.locator("header button").focus()
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Enter")  # to the question
+        page.keyboard.type(QUESTION)
+        page.keyboard.press("Enter")
+        assert answer(page, 2).locator(".sources > summary").inner_text() == "1 source"
+
+
+def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url)
+        page.locator("#list li").first.wait_for()
+        page.context.set_offline(True)
+        ask(page)
+        page.locator("#gone").wait_for()
+        article = answer(page, 1)
+        article.get_by_text("The server does not answer.").wait_for()
+        page.context.set_offline(False)
+        page.locator("#retry").click()
+        page.locator("#gone").wait_for(state="hidden")
+        article.get_by_role("button", name="Ask again").click()
+        answer(page, 2).locator(".facts").wait_for()
+        with turned(served) as permits:  # an answer that the reader stops
+            ask(page)
+            permits.release(4)
+            wait_until(lambda: page.locator("article[aria-busy='true'] .text").inner_text().strip())
+            page.locator("#stop").click()
+            answer(page, 3).get_by_text("Stopped. The answer is incomplete").wait_for()
+    ask(page)  # it has ended
+    page.locator("#gone").wait_for()
+
+
+def test_a_server_that_is_killed_in_an_answer(
+    store: Path, open_page: Open, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_STOP_REPEATS", "false")
+    with running("--store", store, "--max-tokens", "1500") as (process, url):
+        page = open_page(url, key=kvtool("serve", "--show-key").fine().out.strip())
+        page.locator("#list li").first.wait_for()
+        ask(page)
+        wait_until(lambda: page.locator("article[aria-busy='true'] .text").inner_text().strip())
+        process.kill()
+        page.locator("#gone").wait_for()
+        note = answer(page, 1).locator(".note.wrong")
+        note.wait_for()
+        assert "The server does not answer. The answer is incomplete" in note.inner_text()
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_nothing_is_wider_than_the_window(ready: Path, open_page: Open, width: int, colours: str) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url, width=width, color_scheme=colours)
+        page.locator("#list li").first.wait_for(state="attached")
+        ask(page, f"{QUESTION} {'W' * 300}")
+        first = answer(page, 1)
+        for each in (".sources > summary", ".sources li summary >> nth=0", ".work > summary", ".map > summary"):
+            first.locator(each).click()
+        page.locator("#options > summary").click()
+        assert not is_scrolled(page)
+        assert page.locator("#documents").get_attribute("open") == ("" if width == 1600 else None)
+        if width == 400:
+            page.locator("#documents > summary").click()
+            assert not is_scrolled(page)
+        assert page.locator("#question").is_visible()
+        ground = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        assert ground == ("rgb(255, 255, 255)" if colours == "light" else "rgb(20, 24, 29)")
