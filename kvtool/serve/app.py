@@ -34,8 +34,8 @@ from kvtool.serve.metrics import AccessLog, RequestStats, stats_of
 from kvtool.serve.ollama import Ollama
 from kvtool.serve.openai import OpenAI
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.responses import Responses
 from kvtool.serve.page import page_routes
+from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
 from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
