@@ -45,7 +45,7 @@ class KeptEngine:
     ----------
     model : empty while it is loaded.
     since, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
-    requests : number of questions so far.
+    requests, running : number of questions so far, and of those that are being answered.
     log : file that the process writes.
     error : why it could not be loaded.
     """
@@ -57,6 +57,7 @@ class KeptEngine:
     since: float = field(default_factory=time.time)
     ends: float = 0.0
     requests: int = 0
+    running: int = 0
     error: str = ""
 
     @property

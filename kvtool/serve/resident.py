@@ -46,7 +46,7 @@ class Resident:
     """
 
     def __init__(self, record: KeptEngine, seconds: float) -> None:
-        self._record, self._seconds, self._running = record, seconds, 0
+        self._record, self._seconds = record, seconds
         self._place = Path(record.store)
         self._watching: asyncio.Task[None] | None = None
 
@@ -64,7 +64,7 @@ class Resident:
             inner = local_app(engine, AccessLog(engine, lambda row: _log(json.dumps(row))))
             listeners.append(Listener(self._counting(inner), bound, path=path))
             self._record = replace(self._record, model=engine.model_name)
-            self._extend()
+            self._note()
             serve(engine, listeners, _DRAIN, self._watch, _warn)
         finally:
             for listener in listeners:
@@ -75,7 +75,7 @@ class Resident:
         """Wrap the application: each question puts the end off."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-            self._running += 1
+            self._note(running=1)
             for name, value in scope.get("headers", ()):
                 if name == KEEP_HEADER.lower().encode():
                     with suppress(ValueError):
@@ -83,14 +83,15 @@ class Resident:
             try:
                 await app(scope, receive, send)
             finally:
-                self._running -= 1
-                self._record = replace(self._record, requests=self._record.requests + 1)
-                self._extend()
+                self._note(running=-1)
 
         return counted
 
-    def _extend(self) -> None:
-        self._record = replace(self._record, ends=time.time() + self._seconds)
+    def _note(self, running: int = 0) -> None:
+        """Record the beginning (1) or the end (-1) of a question, and put the end off."""
+        before = self._record
+        begun, ends = before.requests + max(0, running), time.time() + self._seconds
+        self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
         self._record.write()
 
     def _watch(self) -> None:
@@ -116,7 +117,7 @@ class Resident:
                 return "another server has taken the socket"
         except OSError:
             return "the socket is gone"
-        return "no question came" if not self._running and time.time() >= self._record.ends else ""
+        return "no question came" if not self._record.running and time.time() >= self._record.ends else ""
 
 
 def main() -> None:
