@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.ps import row
-from kvtool.core.cache.options import StoreOptions
+from kvtool.core.cache.options import STORE, StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.options.option import Options, option
 from kvtool.serve.kept_engine import kept_engines
@@ -20,7 +20,7 @@ app = new_app()
 class StopFlags(Options, settings=False):
     """Options that only the command line has."""
 
-    all: bool = option(False, "End those of all stores.")
+    all: bool = option(False, "End those of all stores.", group=STORE)
 
 
 @app.command()
