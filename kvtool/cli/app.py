@@ -64,6 +64,10 @@ SHOWN = {  # what the overview lists, by heading
         "store export": "Write documents, chunks and their KV to one file, a pack.",
         "store import": "Add packs or other stores to this store.",
     },
+    "Models that stay loaded (`query --keep-alive`)": {
+        "ps": "List them, with their memory and when they end.",
+        "stop": "End that of a store, or all.",
+    },
     "This installation": {
         "inspect": "Show the store, a chunk, or a report such as `quality`.",
         "bench": "Measure speed, compared with Hugging Face transformers.",
@@ -84,6 +88,8 @@ _LEFT = {
     "watch": "what was committed stays; the next start ingests what changed meanwhile",
     "mcp": "",
     "search": "",
+    "ps": "",
+    "stop": "what runs ends when its answers are finished",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
     "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
     "bench": "no store was changed; run the same command again",

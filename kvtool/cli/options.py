@@ -49,7 +49,7 @@ from kvtool.core.options.option import Option, Options, Part, options_of
 from kvtool.core.options.resolve import O, Resolved, resolve
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions, TrustOptions
-from kvtool.serve.options import ServeOptions
+from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -61,7 +61,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Whose options a variable or a configuration file can give.
 SETTINGS: tuple[type[Options], ...] = (
     *(StoreOptions, LockOptions, ModelOptions),
-    *(IngestOptions, QueryOptions, RemoteOptions, TrustOptions, ServeOptions),
+    *(IngestOptions, QueryOptions, RemoteOptions, TrustOptions, ServeOptions, KeepOptions),
 )
 
 # What every command takes, so that a script can add it to all of them; it is shown where it means something.

@@ -25,6 +25,7 @@ PLAIN_AFTER_S, PLAIN_EVERY_S = 5.0, 30.0  # a line of what is being done, where 
 ALOUD_EVERY_S = 2.0  # of a bench, whose parts are long and whose figures wait for the last
 
 _WINDOW_S, _STEP_S, _FEWEST_STEPS = 60.0, 0.5, 4  # of a speed: seconds, those that are one step, and steps at least
+_FORETELLS = 0.1  # share of the work that foretells the rest, however few its steps are
 
 
 class Progress(Protocol):
@@ -75,8 +76,10 @@ class Pace:
 
     @property
     def left(self) -> float | None:
-        """Seconds that it will take; None where that is not known."""
+        """Seconds that it will take; None where that is not known: the first steps of many have to warm up."""
         if not self.speed or not self.total:
+            return None
+        if len(self._steps) < _FEWEST_STEPS and self.done < _FORETELLS * self.total:
             return None
         return max(0.0, (self.total - self.done) / self.speed - (time.monotonic() - self._steps[-1][0]))
 
@@ -85,7 +88,7 @@ class Pace:
         of = f"/{self.total:,.0f}" if self.total else ""
         parts = [f"{self.done:,.0f}{of} {self.unit}", speed_text(self.speed, self.unit)]
         if self.left is not None and self.done < (self.total or 0):
-            parts.append(f"{timedelta(seconds=round(self.left))} left")
+            parts.append(f"{timedelta(seconds=seconds)} left" if (seconds := round(self.left)) else "finishing")
         return ", ".join(filter(None, parts))
 
 

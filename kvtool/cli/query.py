@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvtool.cli.answers import (
     show_sources,
     source_line,
 )
+from kvtool.cli.beside import answered_beside, check_kept, tell_of_keeping
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
 from kvtool.cli.out import error_json
@@ -36,11 +36,11 @@ from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
 from kvtool.core.evaluate.measures import MEASURES
 from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.options.option import Options, option, options_of
+from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import ReplyChunk, Request, marked, numbers, summarise
+from kvtool.core.query.reply import Request, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
+from kvtool.serve.options import KeepOptions
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
@@ -50,58 +50,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Reply
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
-
-_MODEL = ("model", "device", "dtype")
-
-
-def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
-    """Have a question answered by a running `kvtool serve` of this store and user; False: none does.
-
-    Raises
-    ------
-    KvtoolError : as the question would have raised it here.
-    """
-    place, options = run.get(StoreOptions).place, run.get(QueryOptions)
-    looked_into = options.explain or options.token_ids or options.audit > 0  # what only the asking process shows
-    if not isinstance(place, Path) or looked_into:
-        return False
-    connected = connect(socket_path(place))
-    if connected is None:
-        return False
-    run.out.doing("answering")
-    try:
-        for event in ask(connected, _question(run, request, options)):
-            if isinstance(event, str):
-                if options.is_streamed(run.out.on_terminal):
-                    run.out.print(event, end="")
-            else:
-                _show(run, event, passages)
-    except Declined as declined:
-        run.out.detail(f"the server of this store was not used: {declined.why}")
-        return False
-    return True
-
-
-def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, Any]:
-    model = run.get(ModelOptions)
-    named = {name: getattr(options, name) for name in options_of(QueryOptions)}
-    return {
-        "question": request.question,
-        "chunks": request.chunks,
-        "documents": request.documents,
-        "folder": os.getcwd(),
-        "options": named | {"embedder": placed(options.embedder)},
-        "model": {name: getattr(model, name) for name in _MODEL} | {"model": placed(model.model)},
-    }
-
-
-def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
-    for text, hint in answer["warnings"]:
-        run.out.warning(text, hint)
-    facts = answer["facts"]
-    run.out.result(facts, human=lambda: end_answer(run.out, facts))
-    show_numbers(run.out, facts, answer["steps"], answer["stepper"])
-    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
 
 
 class Batch:
@@ -264,6 +212,7 @@ class QueryFlags(Options, settings=False):
     QueryOptions,
     ChunkChoice,
     QueryFlags,
+    KeepOptions,
     StoreOptions,
     RemoteOptions,
     ModelOptions,
@@ -295,8 +244,9 @@ def query(
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
     if options.verify and modes is not None:
         raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
-    is_plain = flags.batch is None and modes is None and flags.timeline is None
-    if flags.server and is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
+    is_plain = flags.server and flags.batch is None and modes is None and flags.timeline is None
+    check_kept(run, is_plain)
+    if is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
         return None
     if flags.batch is None and modes is None:
         # One answer leaves too little to be worth a look at all that is imported and loaded for it, 0.1 s each time.
@@ -309,7 +259,9 @@ def query(
         is_found = _is_any_found(finder, requests, options, alone=flags.batch is None)
         if is_found:
             options.check_of(store_identity(store), modes or ())  # before the model is loaded
+        started = time.monotonic()
         session = _session(run, store, timeline) if is_found else new_session(run, store)
+        loaded = time.monotonic() - started
         session.finder = finder
         if flags.batch is not None:
             if modes is None and is_found:  # modes that are compared each load for themselves
@@ -319,6 +271,7 @@ def query(
             _compare(run, session, requests[0], options, modes)
         else:
             _answer(run, session, requests[0], options)
+            tell_of_keeping(run, loaded)
     return None
 
 

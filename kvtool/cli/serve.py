@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
+from kvtool.serve.kept_engine import missing_package
 from kvtool.serve.options import ACCESS, ServeOptions
 from kvtool.serve.unix_socket import listen, socket_path
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvtool.serve.server import Listener
 
 app = new_app()
-_NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +67,8 @@ def serve(run: Run) -> None:
         key = read_keys(file)[0]
         run.out.result({"key": key, "path": str(file)}, human=lambda: run.out.print(key))
         return
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise KvtoolError(f"`kvtool serve` needs the package {missing[0]}", extra_line("serve"))
+    if (missing := missing_package()) is not None:
+        raise KvtoolError(f"`kvtool serve` needs the package {missing}", extra_line("serve"))
     _serve(run, options, read_keys(file) if options.key else None, file)
 
 

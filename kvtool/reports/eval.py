@@ -59,11 +59,11 @@ def evaluate_own(context: ReportContext) -> ReportResult:
 
 
 def _measure(context: ReportContext, path: Path) -> ReportResult:
+    flags, requests = context.get(RunOptions), read_batch(path)  # before torch is imported
     from kvtool.core.retrieval.finder import Places
     from kvtool.reports.paired_run import parse_runs, usual_runs
     from kvtool.reports.summary import best, check_sources
 
-    flags, requests = context.get(RunOptions), read_batch(path)
     check_sources(Places(context.store), requests)
     value, rows, exit_code = compare_runs(context, requests, parse_runs(flags.runs) if flags.runs else usual_runs())
     value |= {"max_kl": flags.max_kl, "best": best(value["runs"], flags.max_kl)}

@@ -15,6 +15,21 @@ ANY_ORIGIN = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeepOptions(Options, sections=("query",)):
+    """The option of an engine that stays after a question."""
+
+    keep_alive: float = option(
+        0.0,
+        "Keep the model loaded in the background for so long after the last question; 0 does not.",
+        group="Answer",
+        unit="duration",
+        lowest=0,
+        highest=7 * 86400,
+        own=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions(Options, sections=("serve",)):
     """Options of a server: its address, its clients, and its limits."""
 

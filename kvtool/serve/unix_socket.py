@@ -32,6 +32,7 @@ _MAX_PATH = 100  # bytes of a socket's path that every system accepts
 _BACKLOG = 64
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 2.0, 60.0  # seconds; the server sends a line every ten seconds
 PATH = "/query"  # of the application at the socket
+KEEP_HEADER = "Kvtool-Keep-Alive"  # seconds that an engine stays after this question (`resident.py`)
 _CREDENTIALS = struct.Struct("3i")  # Linux: process, user, group
 _BY_CODE: dict[int, type[KvtoolError]] = {
     each.exit_code: each
@@ -142,8 +143,14 @@ def placed(ref: str | None) -> str | None:
     return os.path.abspath(path) if path and os.path.exists(path) else ref
 
 
-def ask(connected: socket.socket, question: Mapping[str, Any]) -> Iterator[str | dict[str, Any]]:
+def ask(
+    connected: socket.socket, question: Mapping[str, Any], keep_alive: float = 0.0
+) -> Iterator[str | dict[str, Any]]:
     """Ask the server. Yields the pieces of the answer's text, at last its facts. Closing the iterator ends the answer.
+
+    Parameters
+    ----------
+    keep_alive : seconds that a kept engine stays after this question; 0: as long as it was told before.
 
     Raises
     ------
@@ -154,7 +161,8 @@ def ask(connected: socket.socket, question: Mapping[str, Any]) -> Iterator[str |
     connection.sock = connected
     try:
         connected.settimeout(_READ_TIMEOUT)  # a server stopped by Ctrl-Z accepts connections, too
-        connection.request("POST", PATH, json.dumps(question), {"Content-Type": "application/json"})
+        kept = {KEEP_HEADER: str(keep_alive)} if keep_alive else {}
+        connection.request("POST", PATH, json.dumps(question), {"Content-Type": "application/json"} | kept)
         response = connection.getresponse()
         if response.status != 200:
             raise Declined(f"the server said {response.status}")

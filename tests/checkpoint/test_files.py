@@ -316,3 +316,15 @@ def test_cached_snapshot_needs_no_network(saved: Path, tmp_path: Path, monkeypat
     (repo / "snapshots" / "c0ffee" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="without weights"):
         resolve("org/model", offline=True)
+
+
+def test_the_packaged_model_misspelt() -> None:
+    """Only a name that is near, and no hub's `owner/name`, is guessed."""
+    for ref in ("smolm2", "smollm", "SmolLM2"):
+        with pytest.raises(ModelError, match=ref) as caught:
+            resolve(ref, offline=True)
+        assert caught.value.hint == "did you mean 'smollm2'?"
+    for ref in ("gpt2", "owner/smolm2"):
+        with pytest.raises(ModelError, match=ref) as caught:
+            resolve(ref, offline=True)
+        assert "did you mean" not in caught.value.hint

@@ -477,6 +477,31 @@ def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: py
     assert pace.text() == "3,500/3,500 tokens, 5.0 tokens/s"
 
 
+def test_no_time_is_foretold_by_the_first_steps_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is slow, as the model has to warm up: it would say two hours."""
+    clock = Clock(monkeypatch)
+    pace = module.Pace(40_000, "tokens")
+    said = []
+    for clock.now in (20.0, 21.0, 22.0):
+        pace.advance(100)
+        said.append((pace.left is None, "left" in pace.text()))
+    assert said == [(True, False), (True, False), (False, True)]
+    few = module.Pace(1000, "tokens")
+    clock.now = 30.0
+    few.advance(100)
+    assert few.left is not None  # a tenth of the work
+
+
+def test_what_still_works_has_not_0_seconds_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = module.Pace(1000, "tokens")
+    clock.now = 9.0
+    pace.advance(900)
+    assert pace.text() == "900/1,000 tokens, 100 tokens/s, 0:00:01 left"
+    clock.now = 15.0
+    assert pace.text() == "900/1,000 tokens, 100 tokens/s, finishing"
+
+
 def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = module.Pace(None, "tokens")

@@ -37,6 +37,7 @@ from kvtool.core.common.files import make_folder as make_folder
 from kvtool.core.common.files import new_file
 from kvtool.core.common.files import sync_folder as sync_folder
 from kvtool.core.common.json_text import parsed
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
@@ -260,12 +261,14 @@ def allocate_lock_file(generation: Path, size: int) -> bool:
 
 
 @contextlib.contextmanager
-def writer_lock(root: Path, wait: float) -> Iterator[None]:
+def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = "") -> Iterator[None]:
     """Hold the store's writer lock; the kernel drops it when the process dies.
 
     Parameters
     ----------
     wait : seconds to wait for another holder; negative: without limit.
+    say : told which process it waits for.
+    what : is being done by the holder, in words.
 
     Raises
     ------
@@ -273,13 +276,17 @@ def writer_lock(root: Path, wait: float) -> Iterator[None]:
     """
     import filelock  # 40 ms to import: only writers pay
 
+    what = what or f"{root} is being written by"
     lock = filelock.FileLock(root / LOCK_FILE, mode=0o600, thread_local=False)
     try:
-        lock.acquire(timeout=wait if wait > 0 or wait < 0 else 0, poll_interval=0.05)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if wait:
+                say(f"waiting: {what} {_holder(root)}", "")
+            lock.acquire(timeout=wait, poll_interval=0.05)
     except filelock.Timeout as error:
-        raise StoreLockedError(
-            f"{root} is being written by {_holder(root)}", "wait, or pass --lock-wait SECONDS"
-        ) from error
+        raise StoreLockedError(f"{what} {_holder(root)}", "wait, or pass --lock-wait SECONDS") from error
     except RuntimeError as error:  # filelock's own deadlock check: this very thread holds it
         raise StoreLockedError(f"{root} is already being written by this process", "end that write first") from error
     except OSError as error:

@@ -6,6 +6,7 @@ A store is made in an order that a kill at any point leaves either no store or a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from kvtool.core.cache.layout import writer_lock
 from kvtool.core.cache.reader import StoreReader
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError
+from kvtool.core.common.files import cache_dir
+from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.errors import KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError, UsageError
 
 _CREATE_WAIT = 10.0  # seconds for two processes that make the same store
 
@@ -78,13 +81,14 @@ class Store(StoreReader):
     # ---- writing -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def writer(self, wait: float = 0.0, max_size: int | None = None) -> Iterator[Writer]:
+    def writer(self, wait: float = 0.0, max_size: int | None = None, say: Warn = warn_nobody) -> Iterator[Writer]:
         """Hold the one writer of the store. Leaving normally commits what is buffered; leaving by an error drops it.
 
         Parameters
         ----------
         wait : seconds to wait for another writer; negative: without limit.
         max_size : bytes that the store's folder may hold; None: the store's own budget.
+        say : told which process it waits for.
 
         Raises
         ------
@@ -93,7 +97,7 @@ class Store(StoreReader):
         """
         if self.read_only:
             raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
-        with self.unviewed(), writer_lock(self.path, wait):
+        with self.unviewed(), writer_lock(self.path, wait, say):
             self.follow()
             remove_leftovers(self.path)
             self.environment.pad()
@@ -105,6 +109,30 @@ class Store(StoreReader):
                     writer.fold_access()
             finally:
                 writer.end()
+
+
+@contextlib.contextmanager
+def making(path: Path, wait: float, say: Warn) -> Iterator[None]:
+    """Let one process of this user at a time make the store at `path`, from before there is a folder for a lock.
+
+    Parameters
+    ----------
+    wait : seconds to wait for another one; negative: without limit.
+    say : told which process it waits for.
+
+    Raises
+    ------
+    StoreLockedError : another process still makes it.
+    """
+    root = os.path.realpath(path)
+    try:
+        folder = cache_dir() / "making" / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+        layout.make_folder(folder)
+    except (OSError, UsageError):  # a user without a home: two that make one store may choose different models
+        yield
+        return
+    with writer_lock(folder, wait, say, f"{root} is being made by"):
+        yield
 
 
 def create_if_missing(root: Path) -> None:

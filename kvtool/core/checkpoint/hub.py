@@ -35,7 +35,7 @@ from kvtool.core.checkpoint.files import (
     weight_files,
 )
 from kvtool.core.common.installing import install_line
-from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
+from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError, did_you_mean
 
 _WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
 _WANTED += [*TOKENIZER_FILES, "tokenizer.model.v3", "*.tiktoken"]
@@ -217,7 +217,12 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
         return _local(path, once)
     if not _HUB_NAME.fullmatch(ref):
         raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
-    return ModelFiles(ref, fetched(ref, offline=offline, once=once), "hub")
+    try:
+        return ModelFiles(ref, fetched(ref, offline=offline, once=once), "hub")
+    except ModelError as error:
+        if "/" in ref or not (guess := did_you_mean(ref, [PACKAGED], likeness=0.7)):
+            raise
+        raise ModelError(error.message, guess) from error
 
 
 def _local(path: Path, once: Once) -> ModelFiles:

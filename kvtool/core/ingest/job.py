@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import HERE
-from kvtool.core.cache.store import Store
+from kvtool.core.cache.store import Store, making
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
-from kvtool.core.common.types import Events
+from kvtool.core.common.types import Events, Warn
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account, forecast, kv_bytes_a_token
@@ -71,9 +71,10 @@ def ingest(
 
         embedder_of(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
+    events = events or Events()
     with options.reading as reading:
-        job_of = partial(_Job, path, options, events or Events(), reading, kept or KeptModel())
-        report = _preview(path, job_of) if options.dry_run else _run(path, options, job_of)
+        job_of = partial(_Job, path, options, events, reading, kept or KeptModel())
+        report = _preview(path, job_of) if options.dry_run else _run(path, options, job_of, events.say)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -86,8 +87,11 @@ def _preview(path: Path, job_of: Callable[[Store | None], _Job]) -> IngestReport
         return job_of(None).preview()
 
 
-def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _Job]) -> IngestReport:
-    """Run; a store is created only once a file can be read: a mistyped path, model or address creates none."""
+def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _Job], say: Warn) -> IngestReport:
+    """Run; a store is created only once a file can be read: a mistyped path, model or address creates none.
+
+    One process at a time makes a store, so that the next one takes the model that this one has chosen.
+    """
     if options.ray:
         from kvtool.core.crew.actor_pool import check_reachable
 
@@ -96,10 +100,15 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
         from kvtool.core.ingest.engine_storer import served
 
         served(options.engine)
-    first = job_of(None) if is_new(path) else None
-    if first is not None:
-        first.stream.begin()
-    with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
+    with contextlib.ExitStack() as held:
+        first = None
+        if is_new(path):
+            held.enter_context(making(path, options.lock_wait, say))
+            if is_new(path):  # the process that was waited for has made none
+                first = job_of(None)
+                first.stream.begin()
+        store = held.enter_context(Store.create_or_open(path))
+        writer = held.enter_context(store.writer(options.lock_wait, options.max_size, say))
         job = job_of(store)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
@@ -402,7 +411,7 @@ def update_index(store: Store, account: Account, embedder: str | None, offline: 
     from kvtool.core.retrieval.finder import Finder
 
     finder = Finder(store, account.warn)
-    with suppress(DamagedError):  # of an earlier document: `store verify` and a query report it
+    with contextlib.suppress(DamagedError):  # of an earlier document: `store verify` and a query report it
         index, ref = finder.index, embedder or remembered(store, account.warn)
         if ref is None or not len(index):
             return

@@ -1,0 +1,46 @@
+"""`kvtool ps`: the engines that `kvtool query --keep-alive` has left loaded."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
+from kvtool.core.common.sizes import shown_size
+from kvtool.serve.kept_engine import KeptEngine, kept_engines
+
+app = new_app()
+_HEAD = ("process", "memory", "since", "ends", "questions", "model", "store", "log")
+
+
+def row(engine: KeptEngine) -> dict[str, Any]:
+    """Return an engine as JSON has it."""
+    facts = {name: getattr(engine, name) for name in ("store", "pid", "log", "since", "requests")}
+    later = {"model": engine.model or None, "ends": engine.ends or None}
+    return facts | later | {"memory_bytes": engine.memory}
+
+
+@app.command()
+@takes(examples=("ps", "ps --json"))
+def ps(run: Run) -> None:
+    """List the models that `query --keep-alive` keeps loaded."""
+    found = kept_engines()
+
+    def show() -> None:
+        if found:
+            run.out.table(_HEAD, [_cells(each) for each in found])
+        else:
+            run.out.status("no model stays loaded")
+
+    run.out.result({"engines": [row(each) for each in found]}, human=show)
+
+
+def _cells(each: KeptEngine) -> tuple[object, ...]:
+    memory = "unknown" if each.memory is None else shown_size(each.memory)
+    model, ends = each.model or "is loaded now", _clock(each.ends) if each.ends else ""
+    return each.pid, memory, _clock(each.since), ends, each.requests, model, each.store, each.log
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))

@@ -1,0 +1,150 @@
+"""Process of an engine that stays loaded for a store (`kept_engine.py` starts it) and only listens at its socket.
+
+It ends some time after the last question, at SIGTERM, and where its store or its socket is no longer the one it began
+with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvtool.core.cache.layout import read_store_file
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.understudies import cast
+from kvtool.serve.app import local_app
+from kvtool.serve.engine import Engine
+from kvtool.serve.kept_engine import KeptEngine
+from kvtool.serve.metrics import AccessLog
+from kvtool.serve.options import ServeOptions
+from kvtool.serve.server import Listener, serve
+from kvtool.serve.unix_socket import KEEP_HEADER, listen, socket_path
+
+_LOOK_EVERY = 0.5  # seconds
+_DRAIN = 30.0  # seconds to finish answers
+
+
+class Resident:
+    """An engine with its time to live.
+
+    Parameters
+    ----------
+    record : what others see of it.
+    seconds : how long it stays after a question that names no time.
+    """
+
+    def __init__(self, record: KeptEngine, seconds: float) -> None:
+        self._record, self._seconds = record, seconds
+        self._place = Path(record.store)
+        self._watching: asyncio.Task[None] | None = None
+
+    def run(self, model: ModelOptions, memory_cache: int) -> None:
+        """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
+        self._record.write()
+        self._uuid = read_store_file(self._place).uuid
+        engine = Engine(self._place, model, _warn, ServeOptions(memory_cache=memory_cache, keep_conversations=0))
+        path, listeners = socket_path(self._place), list[Listener]()
+        try:
+            engine.start()
+            if (bound := listen(path)) is None:
+                raise KvtoolError("a server of this store answers already")
+            self._inode = os.stat(path).st_ino
+            inner = local_app(engine, AccessLog(engine, lambda row: _log(json.dumps(row))))
+            listeners.append(Listener(self._counting(inner), bound, path=path))
+            self._record = replace(self._record, model=engine.model_name)
+            self._note()
+            serve(engine, listeners, _DRAIN, self._watch, _warn)
+        finally:
+            for listener in listeners:
+                listener.close()
+            engine.close()
+
+    def _counting(self, app: ASGIApp) -> ASGIApp:
+        """Wrap the application: each question puts the end off."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            self._note(running=1)
+            for name, value in scope.get("headers", ()):
+                if name == KEEP_HEADER.lower().encode():
+                    with suppress(ValueError):
+                        self._seconds = float(value)
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._note(running=-1)
+
+        return counted
+
+    def _note(self, running: int = 0) -> None:
+        """Record the beginning (1) or the end (-1) of a question, and put the end off."""
+        before = self._record
+        begun, ends = before.requests + max(0, running), time.time() + self._seconds
+        self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
+        self._record.write()
+
+    def _watch(self) -> None:
+        """Look for a reason to end from now on."""
+
+        async def watch() -> None:
+            while not (why := self._reason_to_end()):
+                await asyncio.sleep(_LOOK_EVERY)
+            _log(why)
+            signal.raise_signal(signal.SIGTERM)
+
+        self._watching = asyncio.get_running_loop().create_task(watch())
+
+    def _reason_to_end(self) -> str:
+        """Return why it ends; empty: it stays."""
+        try:
+            if read_store_file(self._place).uuid != self._uuid:
+                return "the store was replaced"
+        except KvtoolError as error:
+            return f"the store is gone: {error.message}"
+        try:
+            if os.lstat(socket_path(self._place)).st_ino != self._inode:
+                return "another server has taken the socket"
+        except OSError:
+            return "the socket is gone"
+        return "no question came" if not self._record.running and time.time() >= self._record.ends else ""
+
+
+def main() -> None:
+    """Run an engine whose options are the program's one argument, as JSON.
+
+    Options: `store`, `model` (of `ModelOptions`), `memory_cache`, `keep_alive` in seconds, `log`, and `lock`, the
+    descriptor of the held lock, which lives as long as the process.
+    """
+    cast()
+    wanted: Mapping[str, Any] = json.loads(sys.argv[1])
+    os.set_inheritable(wanted["lock"], False)
+    record = KeptEngine(store=wanted["store"], pid=os.getpid(), log=wanted["log"])
+    _log(f"process {record.pid} loads the model of {record.store}")
+    try:
+        Resident(record, wanted["keep_alive"]).run(ModelOptions(**wanted["model"]), wanted["memory_cache"])
+    except Exception as error:
+        why = error.message if isinstance(error, KvtoolError) else f"{type(error).__name__}: {error}"
+        replace(record, error=why).write()
+        _log(f"error: {why}")
+    os._exit(0)  # taking torch down takes a second
+
+
+def _warn(text: str, hint: str) -> None:
+    _log(f"warning: {text}" + (f" ({hint})" if hint else ""))
+
+
+def _log(line: str) -> None:
+    with suppress(OSError):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

@@ -1,0 +1,280 @@
+"""An engine that stays after a question: real processes with the tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.cli import beside
+from kvtool.serve.kept_engine import KeptEngine, kept_engines
+from kvtool.serve.unix_socket import socket_path
+from tests.cli.working import CHUNKS, QUESTION, SHORT, command, environment, kvtool, on_terminal, process
+from tests.serve.conftest import PATIENCE, serving, wait_until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at processes as Linux shows them")
+KEEP = ("--keep-alive", "10m")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home of one's own, without engines afterwards."""
+    monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("KVTOOL_CACHE", raising=False)
+    yield tmp_path / "home"
+    for engine in kept_engines():
+        os.kill(engine.pid, signal.SIGKILL)
+
+
+def asked(store: Path, *more: object) -> tuple[object, ...]:
+    return ("query", QUESTION, "--store", store, *SHORT, *more)
+
+
+def engines() -> list[dict[str, Any]]:
+    """What `kvtool ps` lists."""
+    found: list[dict[str, Any]] = kvtool("ps", "--json").fine().json["engines"]
+    return found
+
+
+def engine_of(store: Path, *more: object) -> KeptEngine:
+    """Start the engine of a store by a question."""
+    kvtool(*asked(store, *KEEP, *more)).fine()
+    (engine,) = [each for each in kept_engines() if each.store == str(store)]
+    return engine
+
+
+def wait_for_end(engine: KeptEngine) -> None:
+    """Wait until the process has let go of all that it held."""
+    wait_until(lambda: engine.pid not in [each.pid for each in kept_engines()])
+
+
+def answer(store: Path, *more: object) -> dict[str, Any]:
+    """What a question answers, without what differs each time."""
+    facts: dict[str, Any] = kvtool(*asked(store, "--json", *more)).fine().json
+    return {name: facts[name] for name in ("answer", "finish", "fusion", "chunks", "tokens", "revision")}
+
+
+def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path) -> None:
+    alone = answer(store, "--no-server")
+    first = kvtool(*asked(store, *KEEP)).fine()
+    assert "the model stays loaded" in first.err
+    second = kvtool(*asked(store)).fine()
+    assert "stays" not in second.err
+    assert answer(store) == answer(store, *KEEP) == alone
+    wait_until(lambda: engines()[0]["requests"] == 4)  # it counts after an answer's end
+    (engine,) = engines()
+    assert engine["store"] == str(store)
+    assert engine["ends"] > engine["since"]
+    assert engine["memory_bytes"] > 10**7
+    assert engine["model"]
+    log = Path(engine["log"])
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert stat.S_IMODE(log.parent.stat().st_mode) == 0o700
+    rows = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert [row["status"] for row in rows] == [200] * 4
+    assert "third" not in log.read_text()  # no word of a question
+    shown = kvtool("ps").fine().out
+    assert str(engine["pid"]) in shown
+    assert "MB" in shown
+
+    ended = kvtool("stop", "--store", store, "--json").fine().json["ended"]
+    assert [each["pid"] for each in ended] == [engine["pid"]]
+    assert engines() == []
+    assert not socket_path(store).exists()
+    assert "no model stays loaded" in kvtool("ps").fine().err
+    assert "no model stays loaded" in kvtool("stop", "--store", store).fine().err
+
+
+def test_many_shells_start_one_engine(store: Path) -> None:
+    """It has answered them all, so no other one has."""
+    shells = [
+        subprocess.Popen(
+            command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+        )
+        for _ in range(20)
+    ]
+    said = {shell.communicate(timeout=PATIENCE)[0] for shell in shells}
+    assert [shell.returncode for shell in shells] == [0] * 20
+    assert len(said) == 1
+    assert len(engines()) == 1
+    wait_until(lambda: engines()[0]["requests"] == 20)
+
+
+def test_a_killed_engine_blocks_nothing(store: Path) -> None:
+    engine = engine_of(store)
+    os.kill(engine.pid, signal.SIGKILL)
+    wait_for_end(engine)
+    assert engines() == []
+    assert socket_path(store).exists()
+    assert engine_of(store).pid != engine.pid
+
+
+def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
+    """The question that waits for it is answered all the same."""
+    shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(kept_engines)
+    (engine,) = kept_engines()
+    os.kill(engine.pid, signal.SIGKILL)
+    out, err = shell.communicate(timeout=PATIENCE)
+    assert (shell.returncode, bool(out.strip())) == (0, True), err
+    assert engine_of(store).pid != engine.pid
+
+
+def test_an_engine_ends_some_time_after_the_last_question(store: Path) -> None:
+    engine = engine_of(store)
+    kvtool(*asked(store, "--keep-alive", "1ms")).fine()
+    wait_for_end(engine)
+    assert engines() == []
+    assert "no question came" in Path(engine.log).read_text()
+
+
+def test_a_store_that_is_made_again_is_answered_from(store: Path, tiny: Path, tmp_path: Path) -> None:
+    engine = engine_of(store)
+    shutil.rmtree(store)
+    (tmp_path / "note.md").write_text("# A note\n\nThe third mill was built by nobody at all.\n")
+    made = ("ingest", tmp_path / "note.md", "--store", store, "--model", tiny, *CHUNKS)
+    kvtool(*made).fine()
+    chunks = kvtool(*asked(store, "--json")).fine().json["chunks"]
+    assert [Path(chunk["source"]).name for chunk in chunks] == ["note.md"]
+    wait_for_end(engine)
+    assert engine_of(store).pid != engine.pid
+
+
+def test_an_engine_without_its_store_ends(store: Path) -> None:
+    engine = engine_of(store)
+    shutil.rmtree(store)
+    kvtool(*asked(store, *KEEP)).failed(10, "no store")
+    wait_for_end(engine)
+    kvtool(*asked(store, *KEEP)).failed(10, "no store")
+    assert engines() == []
+
+
+def test_an_engine_whose_socket_is_gone_ends(store: Path) -> None:
+    engine = engine_of(store)
+    socket_path(store).unlink()
+    assert engine_of(store).pid != engine.pid
+    wait_for_end(engine)
+
+
+def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
+    """`kvtool query … | cat` ends with the answer, and so does what reads an inherited descriptor."""
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    shell = subprocess.Popen(
+        command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=False
+    )
+    os.close(writing)
+    shell.communicate(timeout=PATIENCE)  # until no process can write there
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b""
+    (engine,) = kept_engines()
+    open_files = {os.readlink(each) for each in Path(f"/proc/{engine.pid}/fd").iterdir()}
+    assert not [name for name in open_files if "pts" in name or "tty" in name]
+    assert os.getsid(engine.pid) not in (os.getsid(0), engine.pid)  # nor can it ever get a terminal
+
+
+def test_sigterm_lets_answers_end(store: Path) -> None:
+    engine = engine_of(store)
+    shell = subprocess.Popen(
+        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--no-stop-repeats"),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    wait_until(lambda: kept_engines()[0].running)
+    os.kill(engine.pid, signal.SIGTERM)
+    out, _ = shell.communicate(timeout=PATIENCE)
+    assert (shell.returncode, bool(out.strip())) == (0, True)
+    wait_for_end(engine)
+    assert not socket_path(store).exists()
+    assert "Traceback" not in Path(engine.log).read_text()
+
+
+def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of cron has no terminal; and the file of a folder may be anybody's."""
+    assert process(*asked(store), KVTOOL_KEEP_ALIVE="10m").fine().out
+    assert engines() == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvtool.toml").write_text('keep_alive = "10m"\n')
+    kvtool(*asked(store)).failed(2, "keep_alive")
+    (tmp_path / "kvtool.toml").unlink()
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text('keep_alive = "10m"\n')
+    monkeypatch.setattr(beside, "_is_person_there", lambda: True)
+    kvtool(*asked(store)).fine()
+    assert len(engines()) == 1
+
+
+def test_it_is_off_by_default(store: Path) -> None:
+    on_terminal(*asked(store)).fine()
+    assert engines() == []
+
+
+def test_a_slow_question_mentions_it_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "--keep-alive 5m"
+    assert said not in on_terminal(*asked(store)).fine().err  # it was not slow
+    monkeypatch.setattr(beside, "_SLOW", 0.0)
+    assert said not in kvtool(*asked(store)).fine().err  # nobody reads it
+    assert said in on_terminal(*asked(store)).fine().err
+    assert said not in on_terminal(*asked(store)).fine().err
+
+
+@pytest.mark.parametrize(
+    "more", [("--no-server",), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"]
+)
+def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...]) -> None:
+    kvtool(*asked(store, *KEEP, *more)).failed(2, "--keep-alive is for one question")
+    assert engines() == []
+
+
+def test_another_model_is_answered_here(store: Path) -> None:
+    engine = engine_of(store)
+    kvtool(*asked(store, "--dtype", "bfloat16", *KEEP)).fine()
+    assert [each.pid for each in kept_engines()] == [engine.pid]
+
+
+def test_a_model_that_does_not_load_is_said(store: Path, tmp_path: Path) -> None:
+    done = kvtool(*asked(store, *KEEP, "--model", tmp_path / "none"))
+    done.failed(12)
+    assert "no model stays loaded" in done.err
+    assert engines() == []
+
+
+def test_a_server_that_runs_is_used_instead(store: Path) -> None:
+    with serving(store) as served:
+        kvtool(*asked(store, *KEEP)).fine()
+        assert [row["client"] for row in served.logged(1)] == ["shell"]
+    assert engines() == []
+
+
+def test_stop_ends_those_of_all_stores(store: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(store, tmp_path / "other"))
+    pids = {engine_of(store).pid, engine_of(other).pid}
+    assert "2 others" in kvtool("stop", "--store", tmp_path / "third").fine().err
+    assert {each["pid"] for each in kvtool("stop", "--all", "--json").fine().json["ended"]} == pids
+    assert engines() == []
+
+
+def test_the_socket_is_its_users_alone(store: Path) -> None:
+    """More is in tests/faults/test_os_users.py, which has other users."""
+    engine_of(store)
+    assert stat.S_IMODE(socket_path(store).stat().st_mode) == 0o600
+
+
+def test_a_stopped_engine_is_done_without(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z, or a machine that swaps: it takes connections, and never answers."""
+    from kvtool.serve import unix_socket
+
+    engine = engine_of(store)
+    os.kill(engine.pid, signal.SIGSTOP)
+    monkeypatch.setattr(unix_socket, "_READ_TIMEOUT", 0.05)
+    assert answer(store, *KEEP)["chunks"]
+    os.kill(engine.pid, signal.SIGCONT)
