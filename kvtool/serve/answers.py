@@ -55,11 +55,10 @@ class Dialect(Protocol):
 
     Attributes
     ----------
-    media_type : of a stream. `waiting`: text that changes nothing, to keep a stream's connection open.
+    media_type : of a stream.
     """
 
     media_type: ClassVar[str]
-    waiting: ClassVar[str]
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
@@ -69,6 +68,9 @@ class Dialect(Protocol):
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the events of a piece of text; white space at the ends of the answer is left out."""
+
+    def waiting(self) -> str:
+        """Return an event that changes nothing: it keeps the connection open, and shows whether it is."""
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
@@ -159,7 +161,7 @@ class Answers:
                 for text in response.beginning():
                     yield text
                 while not isinstance(event, Answer):
-                    for text in [response.waiting] if event is None else response.piece(event):
+                    for text in [response.waiting()] if event is None else response.piece(event):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
                 stats_of(request).answer = event

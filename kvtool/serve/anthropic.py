@@ -53,7 +53,6 @@ class MessageResponse:
     """Response of `/v1/messages`: an object, or server-sent events."""
 
     media_type: ClassVar[str] = "text/event-stream"
-    waiting: ClassVar[str] = 'event: ping\ndata: {"type": "ping"}\n\n'
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _trim: Trim = field(default_factory=Trim)
@@ -73,6 +72,10 @@ class MessageResponse:
         """Yield the events of a piece of text."""
         if shown := self._trim.piece(text):
             yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
+
+    def waiting(self) -> str:
+        """Return an event that changes nothing."""
+        return _event("ping")
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""

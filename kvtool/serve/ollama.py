@@ -91,7 +91,6 @@ class OllamaResponse:
     """Response of `/api/chat` or `/api/generate`: an object, or one object a line."""
 
     media_type: ClassVar[str] = "application/x-ndjson"
-    waiting: ClassVar[str] = "\n"
     kind: Kind
     model: str
     _trim: Trim = field(default_factory=Trim)
@@ -108,6 +107,10 @@ class OllamaResponse:
         """Yield the line of a piece of text."""
         if shown := self._trim.piece(text):
             yield _line(self._said(shown) | {"done": False})
+
+    def waiting(self) -> str:
+        """Return an event that changes nothing."""
+        return _line(self._said("") | {"done": False})
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the last line."""

@@ -222,7 +222,6 @@ class OpenAIResponse:
     """Response of `/v1/chat/completions` (`chat`) or `/v1/completions`: an object, or server-sent events."""
 
     media_type: ClassVar[str] = "text/event-stream"
-    waiting: ClassVar[str] = ": waiting\n\n"  # a comment
     chat: bool
     model: str
     with_usage: bool = False
@@ -245,6 +244,10 @@ class OpenAIResponse:
         """Yield the events of a piece of text."""
         if shown := self._trim.piece(text):
             yield _event(self._chunk({"content": shown} if self.chat else shown))
+
+    def waiting(self) -> str:
+        """Return an event that changes nothing."""
+        return ": waiting\n\n"  # a comment
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""

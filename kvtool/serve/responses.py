@@ -107,7 +107,6 @@ class ResponsesResponse:
     """
 
     media_type: ClassVar[str] = "text/event-stream"
-    waiting: ClassVar[str] = ": waiting\n\n"  # a comment
     asked: Mapping[str, Any]
     model: str
     id: str
@@ -138,6 +137,10 @@ class ResponsesResponse:
         if shown := self._trim.piece(text):
             self._said += shown
             yield self._event("response.output_text.delta", **self._place, delta=shown, logprobs=[])
+
+    def waiting(self) -> str:
+        """Return an event that changes nothing."""
+        return ": waiting\n\n"  # a comment
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece. Of a corrected answer the last event has the text."""

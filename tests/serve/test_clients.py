@@ -11,6 +11,8 @@ import openai
 import pytest
 
 import kvtool
+from kvtool.core.errors import KvtoolError
+from kvtool.serve.answers import Listening
 from kvtool.serve.responses import Remembered
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
@@ -200,6 +202,21 @@ def test_a_greeting_is_answered_without_passages(client: Any, served: Served) ->
     assert refused.value.status_code == 404
 
 
+@each
+def test_a_stream_that_has_to_wait_stays_readable(
+    client: Any, served: Served, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a server sends to keep the connection open."""
+    told, waits = Listening.next, iter([True, False] * 4)
+
+    async def late(self: Any, timeout: float | None = None) -> Any:
+        return None if next(waits, False) else await told(self, timeout)
+
+    monkeypatch.setattr(Listening, "next", late)
+    assert client(served).ask([("user", QUESTION)], stream=True).text == expected
+    assert next(waits, None) is None
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OfResponses, {"tools": [{"type": "web_search"}]}, "tools"),
     (OfResponses, {"text": {"format": {"type": "json_object"}}}, "text"),
@@ -306,9 +323,6 @@ def test_an_error_within_a_stream_is_the_clients_own(client: Any, served: Served
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Let the next answer end in an error after its first piece."""
-    from kvtool.core.errors import KvtoolError
-    from kvtool.serve.answers import Listening
-
     told = Listening.next
 
     def breaks() -> None:
