@@ -30,7 +30,8 @@ from kvtool.core.errors import KvtoolError
 from kvtool.serve.unix_socket import connect, socket_path
 
 # A parent that ends at once: nobody has to wait for the process, which belongs to no terminal and no shell.
-_PROGRAM = "import os\nif os.fork():\n    os._exit(0)\nfrom kvtool.serve.resident import main\nmain()"
+_PARENT = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1], sys.argv[1:])"
+_PROGRAM = "from kvtool.serve.resident import main\nmain()"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 _LOOK_EVERY = 0.05  # seconds
 _END_TIMEOUT = 75.0  # seconds: answers are finished, and the server's own deadline is before this
@@ -113,6 +114,10 @@ def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolErr
     Returns
     -------
     The connection, or why there is none.
+
+    Raises
+    ------
+    OSError, subprocess.SubprocessError : the process cannot be started, or the cache folder not be written.
     """
     if not hasattr(socket, "AF_UNIX") or not hasattr(os, "fork"):
         return KvtoolError("this system has no sockets by which an engine could be reached")
@@ -146,7 +151,7 @@ def _start(base: Path, options: Mapping[str, Any]) -> None:
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     try:
         subprocess.run(
-            python(_PROGRAM, json.dumps({**options, "log": str(log)})),
+            python(_PARENT, *python(_PROGRAM, json.dumps({**options, "log": str(log)}))),
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,

@@ -117,6 +117,7 @@ def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     assert engine_of(store).pid != engine.pid
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
     """The question that waits for it is answered all the same."""
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -148,6 +149,7 @@ def test_a_store_that_is_made_again_is_answered_from(store: Path, tiny: Path, tm
     assert engine_of(store).pid != engine.pid
 
 
+@pytest.mark.slow
 def test_an_engine_without_its_store_ends(store: Path) -> None:
     engine = engine_of(store)
     shutil.rmtree(store)
@@ -157,6 +159,7 @@ def test_an_engine_without_its_store_ends(store: Path) -> None:
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_an_engine_whose_socket_is_gone_ends(store: Path) -> None:
     engine = engine_of(store)
     socket_path(store).unlink()
@@ -255,6 +258,7 @@ def test_a_server_that_runs_is_used_instead(store: Path) -> None:
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_stop_ends_those_of_all_stores(store: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(store, tmp_path / "other"))
     pids = {engine_of(store).pid, engine_of(other).pid}
@@ -269,6 +273,7 @@ def test_the_socket_is_its_users_alone(store: Path) -> None:
     assert stat.S_IMODE(socket_path(store).stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_done_without(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z, or a machine that swaps: it takes connections, and never answers."""
     from kvtool.serve import unix_socket
@@ -278,3 +283,12 @@ def test_a_stopped_engine_is_done_without(store: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(unix_socket, "_READ_TIMEOUT", 0.05)
     assert answer(store, *KEEP)["chunks"]
     os.kill(engine.pid, signal.SIGCONT)
+
+
+def test_a_home_that_cannot_be_written_is_done_without(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    done = kvtool(*asked(store, *KEEP)).fine()
+    assert "no model stays loaded" in done.err
