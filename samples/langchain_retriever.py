@@ -40,8 +40,8 @@ class KvtoolRetriever(BaseRetriever):
             max_tokens=1,
             extra_body={"kvtool": {"top_k": self.top_k, "spot": False, **self.options}},
         )
-        in_prompt = (done.model_extra or {})["kvtool"]["chunks"]  # the best last
-        found = sorted(reversed(in_prompt), key=lambda chunk: -(chunk["score"] or 0.0))
+        found = (done.model_extra or {})["kvtool"]["chunks"][::-1]  # in the prompt the best is last
+        found.sort(key=lambda chunk: -(chunk["score"] or 0.0))
         facts = ("id", "source", "line", "label", "score")
         return [
             Document(chunk["text"], id=chunk["id"], metadata={name: chunk[name] for name in facts}) for chunk in found

@@ -45,7 +45,7 @@ class KeptEngine:
     Attributes
     ----------
     model : empty while it is loaded.
-    since, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
+    started, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
     requests, running : number of questions so far, and of those that are being answered.
     log : file that the process writes.
     error : why it could not be loaded.
@@ -55,7 +55,7 @@ class KeptEngine:
     pid: int
     log: str
     model: str = ""
-    since: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.time)
     ends: float = 0.0
     requests: int = 0
     running: int = 0
@@ -101,7 +101,7 @@ def missing_package() -> str | None:
 def kept_engines() -> list[KeptEngine]:
     """Return the engines of this user on this machine, the oldest first."""
     found = (_read(lock) for lock in sorted(_folder().glob("*.lock")) if _is_held(lock))
-    return sorted((each for each in found if each is not None), key=lambda each: each.since)
+    return sorted((each for each in found if each is not None), key=lambda each: each.started)
 
 
 def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolError:
@@ -133,7 +133,7 @@ def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolErr
         with _held(lock) as handle:
             if handle is not None:
                 record = _read(lock)
-                if record is not None and record.error and record.since >= began:
+                if record is not None and record.error and record.started >= began:
                     return KvtoolError(record.error)
                 if is_started:
                     return KvtoolError("it has ended early", f"{base.with_suffix('.log')} may say why")

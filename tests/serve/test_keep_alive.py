@@ -72,7 +72,7 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path)
     wait_until(lambda: engines()[0]["requests"] == 4)  # it counts after an answer's end
     (engine,) = engines()
     assert engine["store"] == str(store)
-    assert engine["ends"] > engine["since"]
+    assert engine["ends"] > engine["started"]
     assert engine["memory_bytes"] > 10**7
     assert engine["model"]
     log = Path(engine["log"])
