@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -149,7 +150,8 @@ def _tell_of_new(run: Run, place: Path) -> None:
     for engine in kept_engines():
         if engine.store == os.path.realpath(place):
             memory = f"{shown_size(engine.memory)}, " if engine.memory else ""
-            run.out.status(f"the model stays loaded ({memory}process {engine.pid}); `kvtool stop` ends it")
+            named = f" --store {shlex.quote(str(place))}" if run.resolved.origin("store").layer == "flag" else ""
+            run.out.status(f"the model stays loaded ({memory}process {engine.pid}); `kvtool stop{named}` ends it")
 
 
 def tell_of_keeping(run: Run, seconds: float) -> None:

@@ -66,6 +66,7 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path)
     alone = answer(store, "--no-server")
     first = kvtool(*asked(store, *KEEP)).fine()
     assert "the model stays loaded" in first.err
+    assert f"`kvtool stop --store {store}` ends it" in first.err
     second = kvtool(*asked(store)).fine()
     assert "stays" not in second.err
     assert answer(store) == answer(store, *KEEP) == alone
