@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -54,7 +56,8 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
             else:
                 _show(run, event, passages)
     except Declined as declined:
-        run.out.detail(f"the server of this store was not used: {declined.why}")
+        say = run.out.status if keep_alive else run.out.detail
+        say(f"the server of this store was not used: {declined.why}")
         return False
     if is_new:
         _tell_of_new(run, place)
@@ -91,9 +94,14 @@ def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
 # ---- an engine that stays ----
 
 
+def is_kept_asked(run: Run) -> bool:
+    """Return True if `--keep-alive` itself is given, and not a setting."""
+    return run.resolved.origin("keep_alive").layer == "flag" and run.get(KeepOptions).keep_alive > 0
+
+
 def check_kept(run: Run, is_plain: bool) -> None:
     """Refuse a `--keep-alive` that would do nothing. `is_plain`: one question that another process may answer."""
-    if run.resolved.origin("keep_alive").layer != "flag" or not run.get(KeepOptions).keep_alive:
+    if not is_kept_asked(run):
         return
     if not isinstance(run.get(StoreOptions).place, Path):
         raise UsageError("--keep-alive is for a store on this machine", "pull the shared store first")
@@ -106,8 +114,7 @@ def check_kept(run: Run, is_plain: bool) -> None:
 
 def _keep_alive(run: Run) -> float:
     """Return the seconds to keep an engine: a setting is for people, a flag is also for programs such as cron."""
-    seconds, layer = run.get(KeepOptions).keep_alive, run.resolved.origin("keep_alive").layer
-    return seconds if layer == "flag" or _is_person_there() else 0.0
+    return run.get(KeepOptions).keep_alive if is_kept_asked(run) or _is_person_there() else 0.0
 
 
 def _is_person_there() -> bool:
@@ -122,14 +129,15 @@ def _kept(run: Run, place: Path, keep_alive: float) -> socket.socket | None:
     read_store_file(place)  # what is missing or foreign is this question's error, not the engine's
     model = run.get(ModelOptions)
     run.out.doing("loading the model, which stays")
-    found = joined(
-        place,
-        {
-            "model": asdict(model) | {"model": placed(model.model)},
-            "memory_cache": run.get(ServeOptions).memory_cache,
-            "keep_alive": keep_alive,
-        },
-    )
+    options = {
+        "model": asdict(model) | {"model": placed(model.model)},
+        "memory_cache": run.get(ServeOptions).memory_cache,
+        "keep_alive": keep_alive,
+    }
+    try:
+        found = joined(place, options)
+    except (OSError, subprocess.SubprocessError) as error:
+        found = KvtoolError(str(error))
     if isinstance(found, KvtoolError):
         run.out.warning(f"no model stays loaded: {found.message}", found.hint)
         return None
@@ -142,7 +150,8 @@ def _tell_of_new(run: Run, place: Path) -> None:
     for engine in kept_engines():
         if engine.store == os.path.realpath(place):
             memory = f"{shown_size(engine.memory)}, " if engine.memory else ""
-            run.out.status(f"the model stays loaded ({memory}process {engine.pid}); `kvtool stop` ends it")
+            named = f" --store {shlex.quote(str(place))}" if run.resolved.origin("store").layer == "flag" else ""
+            run.out.status(f"the model stays loaded ({memory}process {engine.pid}); `kvtool stop{named}` ends it")
 
 
 def tell_of_keeping(run: Run, seconds: float) -> None:

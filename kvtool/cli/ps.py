@@ -16,9 +16,10 @@ _HEAD = ("process", "memory", "since", "ends", "questions", "model", "store", "l
 
 def row(engine: KeptEngine) -> dict[str, Any]:
     """Return an engine as JSON has it."""
-    facts = {name: getattr(engine, name) for name in ("store", "pid", "log", "since", "requests")}
-    later = {"model": engine.model or None, "ends": engine.ends or None}
-    return facts | later | {"memory_bytes": engine.memory}
+    return {
+        **{name: getattr(engine, name) for name in ("store", "pid", "log", "started", "requests")},
+        **{"model": engine.model or None, "ends": engine.ends or None, "memory_bytes": engine.memory},
+    }
 
 
 @app.command()
@@ -39,7 +40,7 @@ def ps(run: Run) -> None:
 def _cells(each: KeptEngine) -> tuple[object, ...]:
     memory = "unknown" if each.memory is None else shown_size(each.memory)
     model, ends = each.model or "is loaded now", _clock(each.ends) if each.ends else ""
-    return each.pid, memory, _clock(each.since), ends, each.requests, model, each.store, each.log
+    return each.pid, memory, _clock(each.started), ends, each.requests, model, each.store, each.log
 
 
 def _clock(at: float) -> str:

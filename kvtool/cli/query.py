@@ -25,7 +25,7 @@ from kvtool.cli.answers import (
     show_sources,
     source_line,
 )
-from kvtool.cli.beside import answered_beside, check_kept, tell_of_keeping
+from kvtool.cli.beside import answered_beside, check_kept, is_kept_asked, tell_of_keeping
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
 from kvtool.cli.out import error_json
@@ -230,7 +230,8 @@ def query(
 ) -> int | None:
     """Answer a question from the stored documents, or hold a conversation."""
     flags, options = run.get(QueryFlags), run.get(QueryOptions)
-    if question is None and flags == QueryFlags() and run.get(ChunkChoice) == ChunkChoice() and run.out.is_interactive:
+    is_bare = question is None and flags == QueryFlags() and run.get(ChunkChoice) == ChunkChoice()
+    if is_bare and run.out.is_interactive and not is_kept_asked(run):
         from kvtool.cli.chat import hold
 
         return hold(run)

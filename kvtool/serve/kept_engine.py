@@ -30,7 +30,8 @@ from kvtool.core.errors import KvtoolError
 from kvtool.serve.unix_socket import connect, socket_path
 
 # A parent that ends at once: nobody has to wait for the process, which belongs to no terminal and no shell.
-_PROGRAM = "import os\nif os.fork():\n    os._exit(0)\nfrom kvtool.serve.resident import main\nmain()"
+_PARENT = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1], sys.argv[1:])"
+_PROGRAM = "from kvtool.serve.resident import main\nmain()"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 _LOOK_EVERY = 0.05  # seconds
 _END_TIMEOUT = 75.0  # seconds: answers are finished, and the server's own deadline is before this
@@ -44,7 +45,7 @@ class KeptEngine:
     Attributes
     ----------
     model : empty while it is loaded.
-    since, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
+    started, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
     requests, running : number of questions so far, and of those that are being answered.
     log : file that the process writes.
     error : why it could not be loaded.
@@ -54,7 +55,7 @@ class KeptEngine:
     pid: int
     log: str
     model: str = ""
-    since: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.time)
     ends: float = 0.0
     requests: int = 0
     running: int = 0
@@ -100,7 +101,7 @@ def missing_package() -> str | None:
 def kept_engines() -> list[KeptEngine]:
     """Return the engines of this user on this machine, the oldest first."""
     found = (_read(lock) for lock in sorted(_folder().glob("*.lock")) if _is_held(lock))
-    return sorted((each for each in found if each is not None), key=lambda each: each.since)
+    return sorted((each for each in found if each is not None), key=lambda each: each.started)
 
 
 def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolError:
@@ -113,6 +114,10 @@ def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolErr
     Returns
     -------
     The connection, or why there is none.
+
+    Raises
+    ------
+    OSError, subprocess.SubprocessError : the process cannot be started, or the cache folder not be written.
     """
     if not hasattr(socket, "AF_UNIX") or not hasattr(os, "fork"):
         return KvtoolError("this system has no sockets by which an engine could be reached")
@@ -128,7 +133,7 @@ def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolErr
         with _held(lock) as handle:
             if handle is not None:
                 record = _read(lock)
-                if record is not None and record.error and record.since >= began:
+                if record is not None and record.error and record.started >= began:
                     return KvtoolError(record.error)
                 if is_started:
                     return KvtoolError("it has ended early", f"{base.with_suffix('.log')} may say why")
@@ -146,7 +151,7 @@ def _start(base: Path, options: Mapping[str, Any]) -> None:
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     try:
         subprocess.run(
-            python(_PROGRAM, json.dumps({**options, "log": str(log)})),
+            python(_PARENT, *python(_PROGRAM, json.dumps({**options, "log": str(log)}))),
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,

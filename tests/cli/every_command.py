@@ -53,6 +53,9 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "query --compare (batch)": ("query", "--batch", good, *here, *SHORT, "--compare", "reuse"),
             "error (a question)": ("query", "zzyzx", *here, "--json"),
             "error (events)": ("query", "zzyzx", *here, "--jsonl"),
+            "query (kept)": ("query", QUESTION, *here, *SHORT, "--keep-alive", "2m", "--json"),
+            "ps": ("ps", "--json"),
+            "stop": ("stop", *here, "--json"),
             "inspect": ("inspect", *there, "--json"),
             "inspect gate": ("inspect", "gate", *here, "--json"),
             "inspect codec": (

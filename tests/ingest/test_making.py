@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_an_ingest_waits_for_the_one_that_makes_the_store(
     monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("KVTOOL_CACHE", raising=False)
     store = tmp_path / "store"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     first = subprocess.Popen(command("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS), **pipes)
     wait_until(lambda: [*(tmp_path / "home" / "cache" / "making").glob("*/writer.json")])
     os.kill(first.pid, signal.SIGSTOP)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +21,7 @@ __all__ = ["built", "corpus", "s3_server", "s3_url", "store", "tiny"]
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 EXPECTED = {
     *("demo.py", "quickstart.py", "python_api.py", "openai_client.py", "langchain_rag.py", "mcp.json"),
-    "langchain_chat.py",
+    *("langchain_chat.py", "langchain_retriever.py", "llamaindex_rag.py", "haystack_rag.py"),
     *("share_over_s3.md", "plugins", "corpus", "questions.jsonl", "Dockerfile", "Dockerfile.dockerignore"),
     *("README.md", "benchmarks", "tools", "results"),
 }
@@ -33,7 +34,7 @@ def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", SAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where pydantic looks types up
     spec.loader.exec_module(module)
     return module
 
@@ -105,6 +106,48 @@ def test_langchain_chat(store: Path, corpus: Path, capsys: pytest.CaptureFixture
     first, *_, last = [(int(one[1]), int(one[2])) for one in told if one]
     assert first == (0, last[1])
     assert last[0] > 0.5 * last[1]
+
+
+def test_langchain_retriever(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("langchain_core.retrievers")
+    pytest.importorskip("openai")
+    from tests.serve.conftest import KEY, serving
+
+    found = kvtool("search", QUESTION, "--top-k", 3, "--store", store, "--json").fine().json["chunks"]
+    retriever = example("langchain_retriever")
+    with serving(store) as served:
+        url = f"{served.url}/v1"
+        retriever.main(QUESTION, url, KEY)
+        asked = retriever.KvtoolRetriever(url=url, key=KEY, top_k=3).invoke(QUESTION)
+        (other,) = retriever.KvtoolRetriever(url=url, key=KEY, options={"source": "*mill1.md", "top_k": 1}).invoke(
+            "mill"
+        )
+    assert [(each.id, each.page_content) for each in asked] == [(chunk["id"], chunk["text"]) for chunk in found]
+    assert re.match(r"\d\.\d\d  \S+mill2\.md:\d+\n", capsys.readouterr().out)
+    assert other.metadata["source"].endswith("mill1.md")
+
+
+def test_llamaindex_rag(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llama_index.core")
+    example("llamaindex_rag").main(store, QUESTION, max_tokens=4)
+    answer, *places = capsys.readouterr().out.rsplit("\n  ", 3)
+    assert answer
+    assert any(place.strip().endswith("mill2.md:1") for place in places)
+
+
+def test_haystack_rag(
+    store: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+    haystack = pytest.importorskip("haystack")
+    sample = example("haystack_rag")
+    sample.main(store, QUESTION, max_tokens=4)
+    assert "mill2.md:1" in capsys.readouterr().out
+    with library.open(store) as cache:
+        given = [haystack.Document(content="…", meta={"source": str(corpus / "mill1.md")})]
+        (answer,) = sample.KvtoolAnswerer(cache, max_tokens=4).run(QUESTION, given)["answers"]
+    assert {Path(each.meta["source"]).name for each in answer.documents} == {"mill1.md"}
+    assert answer.data
 
 
 def test_mcp_configuration(store: Path, corpus: Path, tmp_path: Path) -> None:

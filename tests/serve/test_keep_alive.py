@@ -66,13 +66,14 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path)
     alone = answer(store, "--no-server")
     first = kvtool(*asked(store, *KEEP)).fine()
     assert "the model stays loaded" in first.err
+    assert f"`kvtool stop --store {store}` ends it" in first.err
     second = kvtool(*asked(store)).fine()
     assert "stays" not in second.err
     assert answer(store) == answer(store, *KEEP) == alone
-    wait_until(lambda: engines()[0]["requests"] == 4)  # it counts after an answer's end
+    wait_until(lambda: not kept_engines()[0].running)  # which is noted after an answer's end, and its line in the log
     (engine,) = engines()
-    assert engine["store"] == str(store)
-    assert engine["ends"] > engine["since"]
+    assert (engine["store"], engine["requests"]) == (str(store), 4)
+    assert engine["ends"] > engine["started"]
     assert engine["memory_bytes"] > 10**7
     assert engine["model"]
     log = Path(engine["log"])
@@ -117,6 +118,7 @@ def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     assert engine_of(store).pid != engine.pid
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
     """The question that waits for it is answered all the same."""
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -148,6 +150,7 @@ def test_a_store_that_is_made_again_is_answered_from(store: Path, tiny: Path, tm
     assert engine_of(store).pid != engine.pid
 
 
+@pytest.mark.slow
 def test_an_engine_without_its_store_ends(store: Path) -> None:
     engine = engine_of(store)
     shutil.rmtree(store)
@@ -157,6 +160,7 @@ def test_an_engine_without_its_store_ends(store: Path) -> None:
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_an_engine_whose_socket_is_gone_ends(store: Path) -> None:
     engine = engine_of(store)
     socket_path(store).unlink()
@@ -255,6 +259,7 @@ def test_a_server_that_runs_is_used_instead(store: Path) -> None:
     assert engines() == []
 
 
+@pytest.mark.slow
 def test_stop_ends_those_of_all_stores(store: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(store, tmp_path / "other"))
     pids = {engine_of(store).pid, engine_of(other).pid}
@@ -269,6 +274,7 @@ def test_the_socket_is_its_users_alone(store: Path) -> None:
     assert stat.S_IMODE(socket_path(store).stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_done_without(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z, or a machine that swaps: it takes connections, and never answers."""
     from kvtool.serve import unix_socket
@@ -278,3 +284,12 @@ def test_a_stopped_engine_is_done_without(store: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(unix_socket, "_READ_TIMEOUT", 0.05)
     assert answer(store, *KEEP)["chunks"]
     os.kill(engine.pid, signal.SIGCONT)
+
+
+def test_a_home_that_cannot_be_written_is_done_without(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    done = kvtool(*asked(store, *KEEP)).fine()
+    assert "no model stays loaded" in done.err
