@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.errors import UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions
-
-if TYPE_CHECKING:
-    from kvtool.core.query.reply import ReplyChunk
 
 app = new_app()
 _SHOWN = 240  # characters of a passage in a terminal
@@ -51,10 +48,6 @@ def search(
             run.out.prose(f"{chunk.score:.2f}  {cited(chunk)}")
             run.out.prose(f"      {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}\n")
 
-    run.out.result({"question": question, "chunks": [_row(chunk) for chunk in chunks], "cut": cut}, human=show)
+    run.out.result({"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": cut}, human=show)
     if cut:
         run.out.status(f"{counted(cut, 'passage')} more would help a question no further; --min-score 0 shows all")
-
-
-def _row(chunk: ReplyChunk) -> dict[str, Any]:
-    return {name: value for name, value in chunk.to_json().items() if name not in ("tokens", "status")}

@@ -67,7 +67,7 @@ def make_app(
     answers = Answers(engine, asking, options)
     openai = OpenAI(answers)
     anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)
-    documents = Documents(engine, ingesting, options.root, options.uploads)
+    documents = Documents(engine, ingesting, asking, options.root, options.uploads)
 
     async def health(request: Request) -> Response:
         return JSONResponse(await briefly(engine.status))
@@ -95,6 +95,7 @@ def make_app(
         Route("/v1/documents", documents.add, methods=["POST"]),
         Route("/v1/documents", documents.show, methods=["GET"]),
         Route("/v1/documents", documents.forget, methods=["DELETE"]),
+        Route("/v1/search", documents.search),
         Route("/health", health),
         Route("/metrics", metrics),
         *page_routes(engine, options, ingesting),

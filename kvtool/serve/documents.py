@@ -1,4 +1,4 @@
-"""Documents of clients: `/v1/documents`, and the folder of uploads."""
+"""Documents of clients: `/v1/documents`, `/v1/search`, and the folder of uploads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.options.option import options_of
+from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
-from kvtool.serve.wire import Refusal, body_of, taken, texts, within
+from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, taken, texts, within
 
 _MAX_NAME = 255  # bytes, as in file systems
 _MAX_DOCUMENT = 10**9  # characters: --max-body is less
@@ -43,11 +45,19 @@ class Documents:
 
     Parameters
     ----------
+    options, asking : defaults of ingests and of searches.
     roots : folders below which clients may name files. `uploads`: folder of the documents that they send.
     """
 
-    def __init__(self, engine: Engine, options: IngestOptions, roots: tuple[Path, ...], uploads: Path | None) -> None:
-        self._engine, self._options = engine, options
+    def __init__(
+        self,
+        engine: Engine,
+        options: IngestOptions,
+        asking: QueryOptions,
+        roots: tuple[Path, ...],
+        uploads: Path | None,
+    ) -> None:
+        self._engine, self._options, self._asking = engine, options, asking
         self._uploads = Uploads(uploads) if uploads is not None else None
         self._roots = tuple(root.resolve() for root in roots)
         self._one = asyncio.Lock()
@@ -77,6 +87,22 @@ class Documents:
         if wanted is not None and len(documents) == 1:
             return JSONResponse({"object": "document", **documents[0]})
         return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
+
+    async def search(self, request: Request) -> Response:
+        """`GET /v1/search?q=`: the passages that match a question, best first, with their text."""
+        query = request.query_params
+        for name in query:
+            if name not in ("q", "top_k", "min_score", "source"):
+                raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        question = within(query.get("q", ""), "q", LONGEST_TEXT).strip()
+        if not question:
+            raise Refusal(400, "no_question", "the question is empty", "GET /v1/search?q=…", "q")
+        given: dict[str, Any] = {name: query[name] for name in ("top_k", "min_score") if name in query}
+        known = options_of(QueryOptions)
+        numbers = {name: known[name].parse(within(text, name), name) for name, text in given.items()}
+        source = tuple(within(each, "source") for each in query.getlist("source")[:MOST_NAMES])
+        options = replace(self._asking, **numbers, **({"source": source} if source else {}))
+        return JSONResponse(await asyncio.to_thread(self._engine.search, question, options))
 
     async def forget(self, request: Request) -> Response:
         """`DELETE /v1/documents?source=`: forget documents, and remove the files that clients sent.

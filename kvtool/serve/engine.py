@@ -24,6 +24,7 @@ from kvtool.serve.scheduler import LoadedModel, Scheduler
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.report import IngestReport
+    from kvtool.core.query.options import QueryOptions
     from kvtool.core.retrieval.embed import Embeds
     from kvtool.core.retrieval.tables import Array
     from kvtool.core.session.session import Session
@@ -248,6 +249,22 @@ class Engine:
             rows = list(rows_of(store))
         documents = listed(documents_of(rows), rows)["documents"]
         return [row for row in documents if meant is None or row["source"] in meant]
+
+    def search(self, question: str, options: QueryOptions) -> dict[str, Any]:
+        """Return what `kvtool search --json` does: the passages that match a question, best first. Needs no model.
+
+        Parameters
+        ----------
+        options : their `top_k`, `source`, `min_score` and the other options of retrieval apply.
+        """
+        from kvtool.core.query.reply import ReplyChunk
+        from kvtool.core.query.staleness import with_changes
+        from kvtool.core.retrieval.finder import Finder
+
+        with Store.open(self.folder) as store:
+            hits, cut = Finder(store, self._warn).find(question, options.top_k, options.retrieval)
+            chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in hits])
+        return {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": cut}
 
     # ---- state ----
 

@@ -110,7 +110,6 @@ def test_langchain_chat(store: Path, corpus: Path, capsys: pytest.CaptureFixture
 
 def test_langchain_retriever(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("langchain_core.retrievers")
-    pytest.importorskip("openai")
     from tests.serve.conftest import KEY, serving
 
     found = kvtool("search", QUESTION, "--top-k", 3, "--store", store, "--json").fine().json["chunks"]

@@ -13,6 +13,7 @@ import pytest
 
 import kvtool
 from tests.cli.working import QUESTION, write_corpus
+from tests.cli.working import kvtool as command
 from tests.serve.conftest import Served, metrics_in, serving, turned, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -261,3 +262,19 @@ def test_the_log_says_no_word_of_a_question(served: Served) -> None:
         ask(client, "Who built the third mill, Mister Confidential?")
         wait_until(lambda: len(served.log) > count)
     assert "Confidential" not in str(served.log)
+
+
+def test_a_search_finds_what_the_command_finds(ready: Path) -> None:
+    with serving(ready) as served, served.client as client:
+        found = client.get("/v1/search", params={"q": QUESTION, "top_k": 3}).json()
+        some = client.get("/v1/search", params={"q": "mill", "source": ["*mill1.md", "*mill2.md"]}).json()
+        for params, named in (
+            ({}, "question"),
+            ({"q": "x", "top_k": "0"}, "top_k"),
+            ({"q": "x", "level": "1"}, "level"),
+        ):
+            refused = client.get("/v1/search", params=params)
+            assert (refused.status_code, named in refused.json()["error"]["message"]) == (400, True)
+        assert client.get("/v1/search", params={"q": "x"}, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert found == command("search", QUESTION, "--top-k", 3, "--store", ready, "--json").fine().json
+    assert {Path(chunk["source"]).name for chunk in some["chunks"]} == {"mill1.md", "mill2.md"}

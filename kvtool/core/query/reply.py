@@ -117,6 +117,10 @@ class ReplyChunk:
         more = {"reason": self.reason, "since_ingest": self.since_ingest, "origin": self.origin}
         return row | {name: value for name, value in more.items() if value}
 
+    def found(self) -> dict[str, Any]:
+        """Return the JSON of a passage that was found, and is in no prompt."""
+        return {name: value for name, value in self.to_json().items() if name not in ("tokens", "status")}
+
 
 @dataclass(frozen=True, slots=True)
 class Citation:
