@@ -97,11 +97,13 @@ class Documents:
         question = within(query.get("q", ""), "q", LONGEST_TEXT).strip()
         if not question:
             raise Refusal(400, "no_question", "the question is empty", "GET /v1/search?q=…", "q")
-        given: dict[str, Any] = {name: query[name] for name in ("top_k", "min_score") if name in query}
         known = options_of(QueryOptions)
-        numbers = {name: known[name].parse(within(text, name), name) for name, text in given.items()}
-        source = tuple(within(each, "source") for each in query.getlist("source")[:MOST_NAMES])
-        options = replace(self._asking, **numbers, **({"source": source} if source else {}))
+        given: dict[str, Any] = {
+            name: known[name].parse(within(query[name], name), name) for name in ("top_k", "min_score") if name in query
+        }
+        if source := query.getlist("source")[:MOST_NAMES]:
+            given["source"] = tuple(within(each, "source") for each in source)
+        options = replace(self._asking, **given)
         return JSONResponse(await asyncio.to_thread(self._engine.search, question, options))
 
     async def forget(self, request: Request) -> Response:
