@@ -131,7 +131,9 @@ def test_ctrl_c_while_waiting_for_the_lock(store: Path, tmp_path: Path) -> None:
         out, err = child.communicate(timeout=30)
     assert child.returncode == 130
     assert out == ""
-    assert err.startswith("error: interrupted\nhint: ")
+    waits, interrupted, hint, *_ = err.splitlines()
+    assert waits.startswith(f"waiting: {store} is being written by process {os.getpid()} ")
+    assert (interrupted, hint[:6]) == ("error: interrupted", "hint: ")
     assert len(listing(store)) == 6
 
 
