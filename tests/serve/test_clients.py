@@ -202,19 +202,19 @@ def test_a_greeting_is_answered_without_passages(client: Any, served: Served) ->
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OfResponses, {"tools": [{"type": "web_search"}]}, "tools"),
-    (OfResponses, {"text": {"format": {"type": "json_object"}}}, "text"),
+    (OfResponses, {"text": {"format": {"type": "grammar"}}}, "response_format"),
     (OfResponses, {"conversation": "c"}, "conversation"),
     (OfResponses, {"background": True}, "background"),
-    (OfResponses, {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input.0"),
+    (OfResponses, {"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
     (OfResponses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text"),
-    (OfAnthropic, {"tools": [{"name": "look", "input_schema": {}}]}, "tools"),
+    (OfAnthropic, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
     (OfAnthropic, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     (OfAnthropic, {"top_k": 5}, "top_k"),
     (OfAnthropic, {"container": "c"}, "container"),
     (OfAnthropic, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]}, "role"),
     (OfAnthropic, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text"),
     (OfAnthropic, {"max_tokens": None}, "max_tokens"),
-    (OfOllama, {"format": "json"}, "format"),
+    (OfOllama, {"format": "xml"}, "format"),
     (OfOllama, {"think": True}, "think"),
     (OfOllama, {"tools": [{"type": "function"}]}, "tools"),
     (OfOllama, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
@@ -225,7 +225,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("client", "more", "named"), REFUSED, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_what_is_not_supported_is_refused_by_name(client: Any, more: dict[str, Any], named: str, served: Served) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    client: Any, more: dict[str, Any], named: str, served: Served
+) -> None:
     with pytest.raises(client.error, match=named) as refused:
         client(served).ask([("user", QUESTION)], **more)
     assert refused.value.status_code == 400
@@ -302,7 +304,7 @@ def test_an_error_within_a_stream_is_the_clients_own(client: Any, served: Served
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Let the next answer end in an error after its first piece."""
     from kvtool.core.errors import KvtoolError
     from kvtool.serve.answers import Listening
@@ -320,4 +322,4 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
         monkeypatch.setattr(Listening, "next", after)
 
-    yield breaks
+    return breaks
