@@ -96,10 +96,10 @@ def _bounded(value: Any, name: str) -> None:
 
 def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | None) -> str:
     """Return a grammar in Lark: one call of a function, or an answer of a schema if there is one."""
-    rules, ways, end = [], [], f"}}\n{CALL_END}"
+    rules, ways = [f'open: "{CALL}"', f'close: "{CALL_END}"'] if functions else [], []
     for number, function in enumerate(functions):
-        begin = f'{CALL}\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        rules.append(f"call{number}: {json.dumps(begin)} args{number} {json.dumps(end)}")
+        begin = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        rules.append(f'call{number}: open {json.dumps(begin)} args{number} "}}\\n" close')
         rules.append(f"args{number}: %json {json.dumps({**function['parameters'], **_SHAPE})}")
         ways.append(f"call{number}")
     if schema is not None:
@@ -143,16 +143,18 @@ def _written(call: Any) -> str | None:
 
 # ---- answers ----
 
+_FENCED = re.compile(r"```(?:json)?\n(.*)\n```", re.DOTALL)
 _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
 def with_calls(answer: Answer, tools: Tools) -> Answer:
     """Return an answer with the calls of these tools that its text has; only a text that is well formed has any.
 
-    Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama).
+    Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
     """
     said, mark, _ = answer.text.partition(CALL)
-    bare = answer.text.strip().removeprefix(_LIST).removeprefix(_PYTHON)
+    fenced = _FENCED.fullmatch(answer.text.strip())
+    bare = fenced[1] if fenced else answer.text.strip().removeprefix(_LIST).removeprefix(_PYTHON)
     try:
         found = [json.loads(text) for text in (_CALLED.findall(answer.text) if mark else [bare])]
     except ValueError:
@@ -178,7 +180,7 @@ def _call(own: Mapping[str, Any]) -> Call | None:
 
 
 class Hold:
-    """What a stream does not show until its end, since it may be a call. Without `tools` nothing is held."""
+    """Text that a stream does not show until its end, since it may be a call. Without `tools` nothing is held."""
 
     def __init__(self, tools: Tools) -> None:
         self._holds, self._text, self._shown = bool(tools), "", 0
@@ -189,7 +191,7 @@ class Hold:
             return text
         self._text += text
         begun = self._text.lstrip()
-        if not begun or begun[0] in "[{" or _PYTHON.startswith(begun[: len(_PYTHON)]):
+        if not begun or begun[0] in "[{`" or _PYTHON.startswith(begun[: len(_PYTHON)]):
             return ""
         end = self._text.find(CALL)
         if end < 0:

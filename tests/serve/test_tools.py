@@ -13,13 +13,15 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
+from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
 from kvtool.serve.openai import read_chat
-from kvtool.serve.tools import Hold, with_calls
+from kvtool.serve.tools import Hold, read_tools, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.families import tiny_tokenizer
@@ -69,11 +71,12 @@ def test_a_call_of_openais_chat_and_its_result(chat: Any) -> None:
     assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "look_up")
     assert is_of_schema(json.loads(call.function.arguments))
     result = {"role": "tool", "tool_call_id": call.id, "content": "Baker B. built it."}
-    later = chat.chat.completions.create(messages=[ASKED, choice.message, result], max_tokens=4, **asked)
+    later = chat.chat.completions.create(messages=[ASKED, choice.message, result], **asked)
     assert later.choices[0].finish_reason in ("length", "stop")
     turn = later.model_extra["kvtool"]["turn"]
-    assert (turn["number"], turn["renewed"]) == (2, 0)  # the call is the turn that was kept
-    assert turn["kept"] > 0
+    assert (turn["number"], turn.get("reason")) == (2, None)  # the call is the turn that was kept
+    assert turn["kept"] > turn["renewed"]
+    assert "Baker" not in turn["search"]  # a result is not searched
 
 
 def test_a_streamed_call_of_openais_chat(chat: Any) -> None:
@@ -229,6 +232,7 @@ SAID: list[tuple[str, str, int]] = [
     (CALLED, "", 1),
     (CALLED.replace("arguments", "parameters"), "", 1),
     (f"<|python_tag|>{CALLED}", "", 1),
+    (f"```json\n{CALLED}\n```", "", 1),
     (f"[TOOL_CALLS] [{CALLED}]", "", 1),
     (CALLED.replace("look_up", "unheard"), CALLED.replace("look_up", "unheard"), 0),
     ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", 0),
@@ -257,9 +261,22 @@ def test_a_stream_holds_what_may_be_a_call(text: str) -> None:
     assert Hold(()).piece(text) == text
 
 
+def test_a_mark_that_is_a_token_is_called_by_it() -> None:
+    """As in Qwen's vocabularies: the grammar is of the token, not of its letters."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+    constraint = Constraint(read_tools({"tools": TOOLS, "tool_choice": "required"})[1], tokenizer)
+    constraint.begin()
+    possible = constraint.masked(torch.zeros(len(tokenizer)))
+    assert possible.isfinite().nonzero().flatten().tolist() == tokenizer.convert_tokens_to_ids(["<tool_call>"])
+    constraint.take(int(possible.argmax()))
+    following = constraint.masked(torch.zeros(len(tokenizer))).isfinite().nonzero().flatten().tolist()
+    assert {tokenizer.decode(token)[:1] for token in following} == {"\n"}
+
+
 HERMES = (
-    "{% for m in messages %}{% if m.role == 'system' %}<|system|>{{ m.content }}{% if tools %}\n\n# Tools\n"
-    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}</s>{% else %}<|user|>{{ m.content }}</s>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}<|system|>{{ m.content }}{% if tools %}{{ '\n\n# Tools\n' }}"
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}</s>{% else %}<|user|>{{ m.content }}</s>{% endif %}"
     "{% endfor %}<|assistant|>"
 )
 ELSEWHERE = HERMES.replace("{% if tools %}", "{% if false %}") + "{% if tools %}{{ tools | tojson }}{% endif %}"

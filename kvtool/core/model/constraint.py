@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from kvtool.core.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+_SPELLED = re.compile(r'^(\w+): "(<[\w/|]+>)"$', re.MULTILINE)
 INSTALL = "pip install 'kvtool[structured]'"
 
 
@@ -35,9 +37,15 @@ class Constraint:
     Parameters
     ----------
     grammar : in llguidance's Lark, which includes JSON schemas.
+
+    Raises
+    ------
+    UsageError : llguidance is not installed.
     """
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
+        if not is_installed():
+            raise UsageError("a grammar needs llguidance, which is not installed", INSTALL)
         self._grammar, self._tokenizer = grammar, tokenizer
         self._matcher: Any = None
 
@@ -53,7 +61,7 @@ class Constraint:
             from llguidance import LLMatcher
 
             vocabulary = _vocabulary(self._tokenizer, len(logits))
-            self._matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(self._grammar))
+            self._matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(self._of(vocabulary)))
         bits = self._matcher.compute_bitmask()
         self._check()
         is_possible = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").astype(bool)
@@ -63,6 +71,16 @@ class Constraint:
         """Go on by the chosen token. Raises UsageError."""
         self._matcher.consume_token(token)
         self._check()
+
+    def _of(self, vocabulary: Any) -> str:
+        """Return the grammar with the model's control tokens: a rule of one such token's spelling is the token."""
+
+        def rule(found: re.Match[str]) -> str:
+            token = self._tokenizer.get_added_vocab().get(found[2])
+            is_control = token is not None and vocabulary.is_special_token(token)
+            return f"{found[1]}: {found[2]}" if is_control else found[0]
+
+        return _SPELLED.sub(rule, self._grammar)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -19,7 +19,7 @@ from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.generate import Generated, generate
-from kvtool.core.model.prompt import question_tokens, said_tokens, turn_header
+from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
 from kvtool.core.query.options import QueryOptions
@@ -515,10 +515,11 @@ BACK = 16  # questions back at most: looking through all of them at each turn is
 
 
 def searched(session: Session, request: Request, before: Sequence[str]) -> Request:
-    """Return a request with the text that it is searched by, where it names no passages itself."""
+    """Return a request with the text that it is searched by, where it names no passages itself: no result of a tool."""
     if request.chunks or request.documents or request.search:
         return request
-    return replace(request, search=search_text(request.question, before, session.finder))
+    asked = [text for text in (*before, request.question) if not text.startswith(RESULT)] or [request.question]
+    return replace(request, search=search_text(asked[-1], asked[:-1], session.finder))
 
 
 def search_text(question: str, before: Sequence[str], finder: Finder) -> str:
