@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 
+import kvtool
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
@@ -186,6 +187,29 @@ def test_an_agent_calls_its_function(served: Served) -> None:
         assert len(seen) == count
         assert [type(item).__name__ for item in done.new_items][:2] == ["ToolCallItem", "ToolCallOutputItem"]
         assert done.new_items[1].output == "Baker B. built it."
+
+
+def test_passages_of_a_client_are_reused_beside_tools(chat: Any, served: Served, ready: Path) -> None:
+    with kvtool.open(ready) as cache:
+        passages = "\n\n".join(chunk.text for chunk in cache.query(QUESTION, max_tokens=1).chunks)
+    own = {"role": "user", "content": f"{passages}\n\n{QUESTION}"}
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "system", "content": "Be short."}, own]}
+    plain = chat.chat.completions.create(max_tokens=4, **asked)
+    with_tools = chat.chat.completions.create(tools=TOOLS, tool_choice="required", **asked)
+    assert with_tools.choices[0].message.tool_calls
+    before, after = (done.model_extra["kvtool"] for done in (plain, with_tools))
+    assert [chunk["id"] for chunk in after["chunks"]] == [chunk["id"] for chunk in before["chunks"]]
+    assert after["tokens"]["prompt"] > before["tokens"]["prompt"] + 100  # the description of the tools
+    assert "turn" not in after  # nothing was retrieved, and no conversation was made
+    assert after["tokens"]["reused"] > 0
+
+
+def test_what_is_no_call_is_streamed_as_without_tools(chat: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [ASKED], "tools": TOOLS, "max_tokens": 24}
+    done = chat.chat.completions.create(**asked)
+    streamed = chat.chat.completions.create(stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == done.choices[0].message.content
+    assert done.choices[0].message.content
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
