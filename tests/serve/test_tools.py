@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.core.errors import UsageError
+from kvtool.core.model import constraint as constraint_module
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
@@ -296,6 +298,20 @@ def test_a_mark_that_is_a_token_is_called_by_it() -> None:
     constraint.take(int(possible.argmax()))
     following = constraint.masked(torch.zeros(len(tokenizer))).isfinite().nonzero().flatten().tolist()
     assert {tokenizer.decode(token)[:1] for token in following} == {"\n"}
+
+
+def test_a_grammar_of_python(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvtool.open(ready) as cache:
+        assert cache.query(QUESTION, max_tokens=20, grammar='start: "Baker " ("A" | "B") "."').answer in (
+            "Baker A.",
+            "Baker B.",
+        )
+        with pytest.raises(UsageError, match="cannot be held"):
+            cache.query(QUESTION, grammar="start: unheard")
+        monkeypatch.setattr(constraint_module, "is_installed", lambda: False)
+        with pytest.raises(UsageError, match="llguidance") as refused:
+            cache.query(QUESTION, grammar='start: "a"')
+        assert "kvtool[structured]" in refused.value.hint
 
 
 HERMES = (

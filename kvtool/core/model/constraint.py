@@ -62,6 +62,7 @@ class Constraint:
 
             vocabulary = _vocabulary(self._tokenizer, len(logits))
             self._matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(self._of(vocabulary)))
+            self._check()
         bits = self._matcher.compute_bitmask()
         self._check()
         is_possible = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").astype(bool)
