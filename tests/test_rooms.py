@@ -65,7 +65,7 @@ LINES = {
     "remote": 5895,
     "reports": 4617,
     "retrieval": 2250,
-    "serve": 5076,
+    "serve": 5541,
     "session": 1640,
     "streaming": 798,
     "top": 394,

@@ -23,6 +23,7 @@ from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, Job, LeftError
 from kvtool.serve.metrics import stats_of
 from kvtool.serve.options import ServeOptions
+from kvtool.serve.tools import Hold, with_calls
 from kvtool.serve.wire import Refusal, body_of
 
 T = TypeVar("T")
@@ -149,6 +150,7 @@ class Answers:
             return EventStream(first, events, response.media_type)
         async with listening(self.engine, ask) as heard:
             answer = await while_there(request, heard.whole())
+        answer = with_calls(answer, asked.ask.tools) if asked.ask.tools else answer
         stats_of(request).answer = answer
         return JSONResponse(response.whole(answer))
 
@@ -156,16 +158,19 @@ class Answers:
         """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
         async with listening(self.engine, ask) as heard:
             event = await heard.next(_BEFORE_HEADERS)
+            hold = Hold(ask.tools)
             left: KvtoolError | None = LeftError("the client has left")
             try:
                 for text in response.beginning():
                     yield text
                 while not isinstance(event, Answer):
-                    for text in [response.waiting()] if event is None else response.piece(event):
+                    for text in [response.waiting()] if event is None else response.piece(hold.piece(event)):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
-                stats_of(request).answer = event
+                stats_of(request).answer = event = with_calls(event, ask.tools) if ask.tools else event
                 left = None
+                for text in () if event.calls else response.piece(hold.rest()):
+                    yield text
                 for text in response.end(event):
                     yield text
             except KvtoolError as error:

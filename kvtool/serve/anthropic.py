@@ -18,12 +18,10 @@ from kvtool.serve.openai import read_chat
 from kvtool.serve.wire import Refusal, check_names, error_body, taken, texts
 
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "kvtool")  # as in OpenAI's chat
-_KNOWN = ("messages", "system", "stop_sequences", "metadata", *_SAME)
+_KNOWN = ("messages", "system", "stop_sequences", "metadata", "tools", "tool_choice", *_SAME)
 # Parameters about the client, its account and the machine only.
 _IGNORED = ("service_tier", "speed", "inference_geo", "cache_control", "user_profile_id", "workspace_id")
 _NEUTRAL = {
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
     "thinking": ({"type": "disabled"},),
     "top_k": (-1, 0),
 }
@@ -40,12 +38,60 @@ def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) 
         if isinstance(message, dict) and message.get("role") not in ("user", "assistant"):
             what = f"messages.{number} has another role than user or assistant"
             raise Refusal(400, "unsupported", what, "instructions go into `system`", f"messages.{number}.role")
+    messages = [each for number, one in enumerate(messages) for each in _messages(one, f"messages.{number}")]
     if system := value.get("system"):
         messages = [{"role": "system", "content": system}, *messages]
     stops = list(texts(value, "stop_sequences"))
     user = taken(taken(value, "metadata", dict, {}), "user_id", str)
     same = {name: value.get(name) for name in _SAME}
-    return read_chat({**same, "messages": messages, "stop": stops, "user": user}, options, strict)
+    chat = {**same, "messages": messages, "stop": stops, "user": user, **_tools(value)}
+    return read_chat(chat, options, strict)
+
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tools and choice as OpenAI has them. Raises Refusal."""
+    tools = []
+    for number, tool in enumerate(taken(value, "tools", list, [])):
+        if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+            raise Refusal(400, "unsupported", f"tools.{number} is no tool of the client", param=f"tools.{number}")
+        check_names(tool, ("name", "description", "input_schema", "type", "cache_control", "strict"))
+        own = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+        tools.append({"type": "function", "function": own})
+    choice = taken(value, "tool_choice", dict, {})
+    check_names(choice, ("type", "name", "disable_parallel_tool_use"))
+    kind = choice.get("type", "auto")
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    return {"tools": tools, "tool_choice": named if kind == "tool" else _CHOICES.get(str(kind), kind)}
+
+
+def _messages(message: Any, where: str) -> list[Any]:
+    """Return a message as OpenAI has it: the results of tools are messages of their own. Raises Refusal."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return [message]
+    kinds = [block.get("type") if isinstance(block, dict) else None for block in content]
+    calls = [block for block, kind in zip(content, kinds, strict=True) if kind == "tool_use"]
+    results = [block for block, kind in zip(content, kinds, strict=True) if kind == "tool_result"]
+    if (calls and message["role"] == "user") or (results and message["role"] == "assistant"):
+        raise Refusal(400, "unsupported", f"{where} has calls or results of the other role", param=where)
+    rest = [block for block, kind in zip(content, kinds, strict=True) if kind not in ("tool_use", "tool_result")]
+    said = {"role": message["role"], "content": rest or ""}
+    if calls:
+        said["tool_calls"] = [
+            {"type": "function", "function": {"name": block.get("name"), "arguments": block.get("input")}}
+            for block in calls
+        ]
+    told = [{"role": "tool", "content": _result(block)} for block in results]
+    return [*told, said] if rest or calls or not told else told
+
+
+def _result(block: Mapping[str, Any]) -> Any:
+    content = block.get("content") or ""
+    words = f"Error: {content}" if block.get("is_error") and isinstance(content, str) else content
+    return words
 
 
 @dataclass(slots=True)
@@ -56,21 +102,27 @@ class MessageResponse:
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _trim: Trim = field(default_factory=Trim)
+    _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
-        content = [{"type": "text", "text": answer.text}]
+        content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] * (
+            bool(answer.text) or not answer.calls
+        )
+        content += [
+            {"type": "tool_use", "id": one.id, "name": one.name, "input": one.arguments} for one in answer.calls
+        ]
         return self._message(content) | _end(answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
     def beginning(self) -> Iterator[str]:
         """Yield the events before the first piece. The prompt's length is in the last event but one."""
         begun = self._message([]) | {"usage": {"input_tokens": 0, "output_tokens": 0}}
         yield _event("message_start", message=begun)
-        yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the events of a piece of text."""
         if shown := self._trim.piece(text):
+            yield from self._open()
             yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
 
     def waiting(self) -> str:
@@ -79,7 +131,16 @@ class MessageResponse:
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
-        yield _event("content_block_stop", index=0)
+        if not answer.calls:
+            yield from self._open()
+        if self._is_open:
+            yield _event("content_block_stop", index=0)
+        for index, call in enumerate(answer.calls, int(self._is_open)):
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield _event("content_block_start", index=index, content_block=block)
+            delta = {"type": "input_json_delta", "partial_json": call.json}
+            yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
         yield _event("message_delta", delta=_end(answer), usage=_usage(answer), kvtool=about(answer))
         yield _event("message_stop")
 
@@ -87,7 +148,13 @@ class MessageResponse:
         """Yield the event of an error within a stream."""
         yield _event(**error_body(refusal, _PATH))
 
-    def _message(self, content: list[dict[str, str]]) -> dict[str, Any]:
+    def _open(self) -> Iterator[str]:
+        """Yield the beginning of the text, once."""
+        if not self._is_open:
+            self._is_open = True
+            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         own = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return own | {"stop_reason": None, "stop_sequence": None}
 
@@ -97,6 +164,8 @@ def _event(type: str, **values: Any) -> str:
 
 
 def _end(answer: Answer) -> dict[str, str | None]:
+    if answer.calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
     return {"stop_reason": "max_tokens" if answer.finish == "length" else "end_turn", "stop_sequence": None}

@@ -28,7 +28,7 @@ _NOT_HELD = "none is held with these turns and options"
 # Options that do not change the prompt.
 _FREE = (
     *("temperature", "seed", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
-    *("explain", "token_ids"),
+    *("grammar", "stop_repeats", "explain", "token_ids"),
 )
 _FORGOTTEN = "the model sees none of the turns before; they still steer the search"
 

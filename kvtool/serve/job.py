@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError
+from kvtool.core.model.template import Tools
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 
@@ -57,6 +60,7 @@ class Ask:
     turns : earlier questions and answers; None: a single question that belongs to no conversation.
     must_find : a first question that finds no passage is an error, and not answered without any.
     client : clients take turns.
+    tools : functions that the model may call.
     """
 
     request: Request
@@ -65,6 +69,21 @@ class Ask:
     turns: Turns | None = None
     must_find: bool = True
     client: Client = ("", "")
+    tools: Tools = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool that a model asks for. `arguments`: of JSON. `id`: names it to the client."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    @property
+    def json(self) -> str:
+        """Return the arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +93,7 @@ class Answer:
     Attributes
     ----------
     finish : as in the API: `stop`, or `length` for an answer that was cut off; `facts` report a repetition.
-    stop : the text of `Ask.stop` that ended it; None if none did.
+    stop : the text of `Ask.stop` that ended it; None if none did. `calls`: of tools; they are no part of the text.
     chunks : the chunks of the prompt. `places`: its sources, best first, with those of earlier turns.
     facts : the JSON object of `kvtool query --json`.
     steps, stepper : tokens after the first, and how they were decoded.
@@ -95,6 +114,7 @@ class Answer:
     warnings: tuple[tuple[str, str], ...] = ()
     logprobs: list[dict[str, Any]] | None = None
     stop: str | None = None
+    calls: tuple[Call, ...] = ()
 
     @classmethod
     def of(cls, reply: Reply, job: Job) -> Answer:

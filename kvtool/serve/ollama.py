@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
@@ -14,18 +14,16 @@ from starlette.responses import JSONResponse, Response
 import kvtool
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.answers import Answers, ChatRequest, Trim, about
-from kvtool.serve.job import Answer
+from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import OpenAI, read_chat
 from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, check_names, error_body, taken, texts
 
 Kind = Literal["message", "response"]
 """The field of an answer's text: of `/api/chat`, and of `/api/generate`."""
 
-_KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs")
+_KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs", "format")
 _IGNORED = ("keep_alive",)  # the server decides
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "format": ("",),
-    "tools": ([],),
     "think": (False,),
     "images": ([],),
     "suffix": ("",),
@@ -54,12 +52,12 @@ _NS = 1_000_000  # of a millisecond
 
 def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
     """Parse a body of `/api/chat`; see `openai.read_chat`. Raises Refusal."""
-    check_names(value, ("messages", *_KNOWN, *_IGNORED), _NEUTRAL)
+    check_names(value, ("messages", "tools", *_KNOWN, *_IGNORED), _NEUTRAL)
     messages = taken(value, "messages", list, [])
     for number, message in enumerate(messages):
         if isinstance(message, dict):
-            check_names(message, ("role", "content", "thinking"), {"images": ([],), "tool_calls": ([],)})
-            if not isinstance(message.get("content"), str):
+            check_names(message, ("role", "content", "thinking", "tool_calls", "tool_name"), {"images": ([],)})
+            if not message.get("tool_calls") and not isinstance(message.get("content"), str):
                 raise Refusal(400, "unsupported", f"messages.{number} has no text", param=f"messages.{number}.content")
     return _read(value, messages, options, strict)
 
@@ -82,7 +80,13 @@ def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, 
     most = taken(given, "num_predict", int, -1)
     chat["max_tokens"] = most if most >= 0 else None
     chat["stream"] = taken(value, "stream", bool, True)
-    chat |= {name: value.get(name) for name in ("logprobs", "top_logprobs")}
+    chat |= {name: value.get(name) for name in ("logprobs", "top_logprobs", "tools")}
+    form = taken(value, "format", (str, dict))
+    if isinstance(form, str) and form not in ("", "json"):
+        raise Refusal(400, "unsupported", f"there is no format {form!r}", "json, or a schema", "format")
+    if form:
+        schema = {"type": "object"} if form == "json" else form
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return read_chat(chat | {"model": taken(value, "model", str, "").removesuffix(_TAG)}, options, strict)
 
 
@@ -97,7 +101,7 @@ class OllamaResponse:
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
-        return self._said(answer.text) | _end(answer)
+        return self._said(answer.text, answer.calls) | _end(answer)
 
     def beginning(self) -> Iterator[str]:
         """Yield nothing."""
@@ -114,14 +118,18 @@ class OllamaResponse:
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the last line."""
+        if answer.calls:
+            yield _line(self._said("", answer.calls) | {"done": False})
         yield _line(self._said("") | _end(answer))
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
         """Yield the line of an error within a stream."""
         yield _line(error_body(refusal, "/api/"))
 
-    def _said(self, text: str) -> dict[str, Any]:
-        said = {"role": "assistant", "content": text} if self.kind == "message" else text
+    def _said(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+        said: Any = {"role": "assistant", "content": text} if self.kind == "message" else text
+        if calls:  # of a message only: `/api/generate` has no tools
+            said["tool_calls"] = [{"function": {"name": one.name, "arguments": one.arguments}} for one in calls]
         return {"model": self.model, "created_at": _now(), self.kind: said}
 
 

@@ -21,7 +21,8 @@ from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Trim, about, cached_tokens, unknown_model
-from kvtool.serve.job import Answer, Ask, Turns
+from kvtool.serve.job import Answer, Ask, Call, Turns
+from kvtool.serve.tools import call_message, read_tools
 from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, taken, texts, within
 
 # ---- requests ----
@@ -38,11 +39,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
@@ -68,6 +66,7 @@ _KNOWN = (
     *_NUMBERS,
     *_USER,
 )
+_OF_CHAT = ("tools", "tool_choice", "response_format")
 _TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
@@ -112,15 +111,21 @@ def _read(
     if asked == "messages" and value.get("logprobs") is True:
         given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
         value = {**value, "logprobs": None, "top_logprobs": None}
-    check_names(value, (asked, "kvtool", *_KNOWN, *_IGNORED), _NEUTRAL)
+    check_names(value, (asked, "kvtool", *_KNOWN, *_IGNORED, *(_OF_CHAT if turns is not None else ())), _NEUTRAL)
     given |= _sampling(value)
+    tools, grammar = read_tools(value) if turns is not None else ((), "")
+    if grammar:  # a text that is cut off, or has citations, follows none
+        if own.get("cite"):
+            raise Refusal(400, "unsupported", "cite and an answer of a schema exclude each other", param="kvtool.cite")
+        given |= {"grammar": grammar, "stop_repeats": False, "cite": False}
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = Question(question.question, choice.chunks, choice.documents)
     stream = taken(value, "stream_options", dict, {})
     stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
+    must_find = taken(own, "strict", bool, strict)
     return ChatRequest(
-        ask=Ask(question, replace(options, **given), stop, turns, must_find=taken(own, "strict", bool, strict)),
+        ask=Ask(question, replace(options, **given), stop, turns, must_find=must_find, tools=tools),
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),
@@ -197,6 +202,8 @@ def _message(message: Any, number: int) -> tuple[str, str]:
     if not isinstance(message, dict):
         raise Refusal(400, "wrong_type", f"{where} is no object", param=where)
     role = message.get("role")
+    if (called := call_message(message, where)) is not None:
+        return "assistant" if role == "assistant" else "user", called
     if role not in ("system", "developer", "user", "assistant"):
         text = f"{where} has the role {reprlib.repr(role)}"
         raise Refusal(400, "unsupported", text, "user, assistant or system", f"{where}.role")
@@ -231,7 +238,10 @@ class OpenAIResponse:
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
-        said = {"message": {"role": "assistant", "content": answer.text}} if self.chat else {"text": answer.text}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
+        said = {"message": message} if self.chat else {"text": answer.text}
         kind = "chat.completion" if self.chat else "text_completion"
         return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
@@ -251,6 +261,8 @@ class OpenAIResponse:
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
+        for number, call in enumerate(answer.calls):
+            yield _event(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
         last = self._chunk({} if self.chat else "", answer)
         yield _event({**last, "kvtool": about(answer)})
         if self.with_usage:
@@ -271,11 +283,15 @@ class OpenAIResponse:
         end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
         if answer is not None:
             end = {
-                "finish_reason": answer.finish,
+                "finish_reason": "tool_calls" if answer.calls else answer.finish,
                 "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
             }
         choice = {"index": 0, **said, **end}
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.json}}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

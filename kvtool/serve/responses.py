@@ -15,21 +15,19 @@ from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.answers import Answers, ChatRequest, Trim, about, cached_tokens
-from kvtool.serve.job import Answer
+from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import read_chat
 from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken
 
 _SAME = ("model", "stream", "temperature", "top_p", "kvtool", "user", "safety_identifier")  # as in OpenAI's chat
-_KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "store", *_SAME)
+_TOOLS = ("tools", "tool_choice", "text")
+_KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "store", *_TOOLS, *_SAME)
 # Parameters about the client, its account and the server only.
 _IGNORED = (
     *("metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
     *("prompt_cache_options", "reasoning", "max_tool_calls", "stream_options"),
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled", "auto"),
     "include": ([],),
     "background": (False,),
@@ -84,17 +82,45 @@ def input_messages(value: Mapping[str, Any]) -> list[Message]:
 
 
 def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict) or item.get("type", "message") != "message":
-        raise Refusal(400, "unsupported", f"{where} is no message", "messages with text only", where)
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [
-            {"type": "text", "text": part.get("text")}
-            if isinstance(part, dict) and part.get("type") in _TEXTS
-            else part  # is refused by name
-            for part in content
-        ]
-    return {"role": item.get("role"), "content": content}
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "function_call":
+        own = {"name": item.get("name"), "arguments": item.get("arguments")}
+        return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": own}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": _texts(item.get("output"))}
+    if kind != "message":
+        raise Refusal(
+            400, "unsupported", f"{where} is no message", "messages with text, calls and their results", where
+        )
+    return {"role": item.get("role"), "content": _texts(item.get("content"))}
+
+
+def _texts(content: Any) -> Any:
+    """Return content with its parts as OpenAI's chat has them; what is no text is refused there by name."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in _TEXTS else part
+        for part in content
+    ]
+
+
+def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tools, choice and format as OpenAI's chat has them; what they cannot say is refused there by name."""
+    tools = [
+        {"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}}
+        if isinstance(tool, dict) and tool.get("type") == "function"
+        else tool
+        for tool in taken(value, "tools", list, [])
+    ]
+    choice, form = value.get("tool_choice"), taken(value, "text", dict, {})
+    check_names(form, ("format", "verbosity"))
+    form = form.get("format")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": form}
+    return {"tools": tools, "tool_choice": choice, "response_format": form}
 
 
 @dataclass(slots=True)
@@ -103,24 +129,27 @@ class ResponsesResponse:
 
     Attributes
     ----------
-    asked : the body of the request. `keep`: called with the answer's text, if the response is to be remembered.
+    asked : the body of the request. `keep`: called with the answer, if the response is to be remembered.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
     asked: Mapping[str, Any]
     model: str
     id: str
-    keep: Callable[[str], None]
+    keep: Callable[[Answer], None]
     created: float = field(default_factory=time.time)
     _trim: Trim = field(default_factory=Trim)
     _said: str = ""
     _number: int = 0
+    _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
-        self.keep(answer.text)
+        self.keep(answer)
         cut = answer.finish == "length"
-        own = self._object("incomplete" if cut else "completed", [self._item(answer.text, cut)])
+        said = [self._item(answer.text, cut)] if answer.text or not answer.calls else []
+        output = said + [_call(call, call.json, "completed") for call in answer.calls]
+        own = self._object("incomplete" if cut else "completed", output)
         reason = {"reason": "max_output_tokens"} if cut else None
         return own | {"incomplete_details": reason, "usage": _usage(answer), "kvtool": about(answer)}
 
@@ -128,13 +157,11 @@ class ResponsesResponse:
         """Yield the events before the first piece."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._object("in_progress", []))
-        item = self._item("", None) | {"content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **self._place, part=_part(""))
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the event of a piece of text."""
         if shown := self._trim.piece(text):
+            yield from self._open()
             self._said += shown
             yield self._event("response.output_text.delta", **self._place, delta=shown, logprobs=[])
 
@@ -145,9 +172,23 @@ class ResponsesResponse:
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece. Of a corrected answer the last event has the text."""
         whole = self.whole(answer)
-        yield self._event("response.output_text.done", **self._place, text=self._said, logprobs=[])
-        yield self._event("response.content_part.done", **self._place, part=_part(self._said))
-        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
+        if not answer.calls:
+            yield from self._open()
+        if self._is_open:
+            yield self._event("response.output_text.done", **self._place, text=self._said, logprobs=[])
+            yield self._event("response.content_part.done", **self._place, part=_part(self._said))
+            yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
+        for index, call in enumerate(answer.calls, int(self._is_open)):
+            begun, done, at = (
+                _call(call, "", "in_progress"),
+                _call(call, call.json, "completed"),
+                {"output_index": index},
+            )
+            yield self._event("response.output_item.added", **at, item=begun)
+            at["item_id"] = done["id"]
+            yield self._event("response.function_call_arguments.delta", **at, delta=call.json)
+            yield self._event("response.function_call_arguments.done", **at, name=call.name, arguments=call.json)
+            yield self._event("response.output_item.done", output_index=index, item=done)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
@@ -155,6 +196,14 @@ class ResponsesResponse:
         said = refusal.to_json()
         error = {"code": "server_error", "message": said["message"]}
         yield self._event("response.failed", response=self._object("failed", []) | {"error": error})
+
+    def _open(self) -> Iterator[str]:
+        """Yield the beginning of the message, once."""
+        if not self._is_open:
+            self._is_open = True
+            item = self._item("", None) | {"content": []}
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.content_part.added", **self._place, part=_part(""))
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -188,12 +237,17 @@ class ResponsesResponse:
             "metadata": self.asked.get("metadata") or {},
             "parallel_tool_calls": True,
             "store": self.asked.get("store") is not False,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": {"type": "text"}} | (self.asked.get("text") or {}),
+            "tool_choice": self.asked.get("tool_choice") or "auto",
+            "tools": self.asked.get("tools") or [],
             "truncation": "disabled",
             "usage": None,
         }
+
+
+def _call(call: Call, arguments: str, status: str) -> dict[str, Any]:
+    own = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
+    return own | {"arguments": arguments, "status": status}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -233,11 +287,15 @@ class Responses:
             chat = {each: value.get(each) for each in _SAME} | {"max_tokens": value.get("max_output_tokens")}
             system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
             said = [{"role": "system", "content": system}] if system else []
-            return read_chat(chat | {"messages": [*said, *messages]}, options, strict)
+            return read_chat(chat | {"messages": [*said, *messages]} | _tools(value), options, strict)
 
-        def keep(text: str) -> None:
+        def keep(answer: Answer) -> None:
             if asked.get("store") is not False:
-                self._remembered.keep(owner, f"resp_{name}", [*messages, {"role": "assistant", "content": text}])
+                said: Message = {"role": "assistant", "content": answer.text}
+                if answer.calls:
+                    calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+                    said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+                self._remembered.keep(owner, f"resp_{name}", [*messages, said])
 
         return await self._answers.answered(request, read, lambda _, model: ResponsesResponse(asked, model, name, keep))
 

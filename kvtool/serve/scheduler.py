@@ -155,6 +155,18 @@ def _is_of(decoder: Decoder, identity: StoreIdentity) -> bool:
     return (decoder.loaded.fingerprint, kept) == (identity.fingerprint, identity.dtype)
 
 
+def _told(ask: Ask, session: Session) -> Ask:
+    """Return a question whose instruction describes its tools."""
+    if not ask.tools:
+        return ask
+    from kvtool.core.model.prompt import with_tools
+
+    system = with_tools(session.tokenizer, ask.options.system or session.identity.system, ask.tools)
+    said = tuple(message for message in ask.request.messages if message[0] != "system")
+    request = replace(ask.request, messages=(("system", system), *said) if said else ())
+    return replace(ask, request=request, options=replace(ask.options, system=system), tools=())
+
+
 def _sampling_of(job: Job, begun: PreparedAnswer) -> Sampling:
     return replace(begun.sampling, stop=job.ask.stop)
 
@@ -403,7 +415,7 @@ class Scheduler:
         from kvtool.core.query.answer import begin_answer
         from kvtool.core.query.prompt import lay_out, lay_out_messages
 
-        ask = job.ask
+        ask = _told(job.ask, session)
         with session.lock, session.store.view():
             asked = lay_out_messages(session, ask.request, ask.options)
             if asked is None:

@@ -39,8 +39,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("n", 2),
     ("top_logprobs", 3),  # which needs `logprobs`
     ("logprobs", "yes"),
-    ("response_format", {"type": "json_object"}),
-    ("tools", [{"type": "function", "function": {"name": "look", "parameters": {}}}]),
+    ("response_format", {"type": "grammar"}),
+    ("tools", [{"type": "custom", "custom": {"name": "look"}}]),
     ("tool_choice", "required"),
     ("top_p", 1.5),
     ("frequency_penalty", 3),

@@ -13,6 +13,7 @@ import torch
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode import decode_backend, step_along, step_together
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
@@ -41,6 +42,7 @@ class Sampling:
     said : how often each token was chosen so far, where penalties need it.
     noted : each token chosen so far with its log-probability, and those of the most likely ones; biases, penalties and
         the temperature do not change them.
+    constraint : rules out tokens; None: none.
     """
 
     max_tokens: int = 64
@@ -56,11 +58,13 @@ class Sampling:
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
     said: Counter[int] = field(default_factory=Counter, repr=False, compare=False)
     noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
+    constraint: Constraint | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the model's most likely one."""
-        return not (self.temperature or self.frequency_penalty or self.presence_penalty or self.logit_bias)
+        changed = self.temperature or self.frequency_penalty or self.presence_penalty or self.logit_bias
+        return not changed and self.constraint is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,8 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose the first answer token from logits `[vocabulary]`; seeds what later ones draw from. See `next_token`."""
     sampling.said.clear()
     sampling.noted.clear()
+    if sampling.constraint is not None:
+        sampling.constraint.begin()
     if sampling.temperature > 0:
         sampling.draw.manual_seed(sampling.seed)
     return next_token(logits, sampling)
@@ -122,7 +128,10 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
     UsageError : a bias is of no token of the model.
     """
-    token = _chosen(adjusted(logits, sampling), sampling)
+    possible = logits if sampling.constraint is None else sampling.constraint.masked(logits)
+    token = _chosen(adjusted(possible, sampling), sampling)
+    if sampling.constraint is not None:
+        sampling.constraint.take(token)
     if sampling.top_logprobs is not None:
         log_p = logits.float().log_softmax(-1)
         values, ids = log_p.topk(sampling.top_logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM
-from kvtool.core.model.template import TemplateFailed, render
+from kvtool.core.model.template import TemplateFailed, Tools, render
 from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
 Cut = TypeVar("Cut")
@@ -20,6 +21,9 @@ Message = tuple[str, str]
 """A role and a text."""
 _SEPARATOR = "\n\n"
 _ASKS = "Question:"
+CALL, CALL_END = "<tool_call>", "</tool_call>"  # the form of Hermes and Qwen, which most open models follow
+RESULT, RESULT_END = "<tool_response>", "</tool_response>"
+_MARK = re.compile(f"({CALL}|{CALL_END})")
 _SYSTEM = "kvtoolSystemText"
 _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
@@ -67,7 +71,31 @@ def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
 
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
     """Tokenise the last segment: the question as ordinary text, then the answer's header."""
-    return (*encode(tokenizer, f"{_ASKS} {question.strip()}"), *parts.answer_header)
+    text = question.strip()
+    text = text if text.startswith(RESULT) else f"{_ASKS} {text}"
+    return (*encode(tokenizer, text), *parts.answer_header)
+
+
+def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:
+    """Return an instruction that also describes the tools.
+
+    It is as the model's chat template writes it, if that writes tools beside the instruction, else in Hermes's form.
+    """
+    if tokenizer.chat_template:
+        said = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
+        (plain,), (told,) = render(tokenizer, [said]), render(tokenizer, [said], tools)
+        if not isinstance(plain, TemplateFailed) and not isinstance(told, TemplateFailed):
+            before, _, after = plain.partition(_SYSTEM)
+            text = told.removeprefix(before).removesuffix(after)
+            is_inside = len(before) + len(text) + len(after) == len(told) and text.count(_SYSTEM) == 1
+            if after and is_inside and text != _SYSTEM and not holds_control(tokenizer, _MARK.sub("", text)):
+                return text.replace(_SYSTEM, system)
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    form = f'{CALL}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
+    return (
+        f"{system}\n\n# Tools\n\nYou may call functions to answer. They are:\n<tools>\n{lines}\n</tools>\n\n"
+        f"To call one, write a JSON object with its name and arguments:\n{form}"
+    )
 
 
 def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
@@ -93,7 +121,9 @@ def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
         pieces.append(control[-1])
         if not any(holds_control(tokenizer, content) for _, content in way):
             return _one_bos(tokenizer, encode_control(tokenizer, "".join(pieces)))
-        ids = [(encode if at % 2 else encode_control)(tokenizer, piece) for at, piece in enumerate(pieces)]
+        ways_of = [encode_control] * len(pieces)
+        ways_of[1::2] = [encode if role == "user" else said_tokens for role, _ in way]
+        ids = [tokenise(tokenizer, piece) for tokenise, piece in zip(ways_of, pieces, strict=True)]
         return _one_bos(tokenizer, [token for piece in ids for token in piece])
     return None
 
@@ -188,9 +218,15 @@ def _cut(text: str) -> tuple[str, str, str] | None:
 
 def _prefix_ids(tokenizer: Any, before: str, system: str, between: str) -> list[int]:
     """Tokenise in one run, as the template's author meant it, unless the instruction spells a control token."""
-    if not holds_control(tokenizer, system):
+    if not holds_control(tokenizer, _MARK.sub("", system)):
         return encode_control(tokenizer, before + system + between)
-    return [*encode_control(tokenizer, before), *encode(tokenizer, system), *encode_control(tokenizer, between)]
+    return [*encode_control(tokenizer, before), *said_tokens(tokenizer, system), *encode_control(tokenizer, between)]
+
+
+def said_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise an instruction or an answer: ordinary text, but for the marks around calls of tools."""
+    pieces = [(encode_control if _MARK.fullmatch(piece) else encode, piece) for piece in _MARK.split(text) if piece]
+    return [token for tokenise, piece in pieces for token in tokenise(tokenizer, piece)]
 
 
 def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:

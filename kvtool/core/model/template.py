@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import lru_cache
@@ -22,6 +22,8 @@ from typing import Any
 from kvtool.core.common.children import python, started
 
 Conversation = Sequence[dict[str, str]]
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that a model may call, as in OpenAI's API."""
 SECONDS = 10  # of a processor; a template takes milliseconds
 _MEMORY = 2 * 10**9  # bytes of address space
 _PATIENCE = 120.0  # seconds for a busy machine to start the process and to end it
@@ -34,7 +36,9 @@ class TemplateFailed(Exception):
     """A template that raised an error, or took too much; its text is the reason."""
 
 
-def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | TemplateFailed]:
+def render(
+    tokenizer: Any, conversations: Sequence[Conversation], tools: Tools | None = None
+) -> list[str | TemplateFailed]:
     """Render conversations by the tokenizer's chat template, each with the header of the next answer.
 
     A template's failure is an element of the result: nothing is raised for it. Results are cached for the day, since
@@ -42,10 +46,11 @@ def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | 
     """
     method = tokenizer.apply_chat_template
     if getattr(method, "__module__", "") != _OWN:  # a tokenizer with code in the place of a template
-        return [_in_place(method, each) for each in conversations]
+        return [_in_place(method, each, tools) for each in conversations]
     try:
         template = tokenizer.get_chat_template()
-        job = {"template": template, "names": {**tokenizer.special_tokens_map, **_HOW}, "conversations": conversations}
+        names = {**tokenizer.special_tokens_map, **_HOW} | ({"tools": tools} if tools else {})
+        job = {"template": template, "names": names, "conversations": conversations}
         request = json.dumps(job, default=str)  # some tokens are objects
     except (ValueError, TypeError) as error:
         return [TemplateFailed(reason_of(error))] * len(conversations)
@@ -58,9 +63,9 @@ def reason_of(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _in_place(method: Any, conversation: Conversation) -> str | TemplateFailed:
+def _in_place(method: Any, conversation: Conversation, tools: Tools | None) -> str | TemplateFailed:
     try:
-        return str(method([*conversation], tokenize=False, **_HOW))
+        return str(method([*conversation], tools=tools, tokenize=False, **_HOW))
     except Exception as error:
         return TemplateFailed(reason_of(error))
 

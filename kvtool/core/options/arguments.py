@@ -63,6 +63,7 @@ class QueryArguments(TypedDict, total=False):
     presence_penalty: float
     logit_bias: str | Iterable[str]
     top_logprobs: int | None
+    grammar: str
     cite: bool
     clamp: bool
     force: bool

@@ -21,6 +21,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.fusion.source import ChunkCache
+from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
@@ -170,7 +171,7 @@ def begin_answer(
         prepare_decoding(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
-        sampling = sampling_of(options)
+        sampling = sampling_of(options, session.tokenizer)
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
@@ -230,8 +231,8 @@ def _fuse(
     return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
 
 
-def sampling_of(options: QueryOptions) -> Sampling:
-    """Return how an answer's tokens are chosen."""
+def sampling_of(options: QueryOptions, tokenizer: Any = None) -> Sampling:
+    """Return how an answer's tokens are chosen. `tokenizer`: needed for a grammar."""
     biases = (one.partition("=") for one in options.logit_bias)
     return Sampling(
         max_tokens=options.max_tokens,
@@ -243,6 +244,7 @@ def sampling_of(options: QueryOptions) -> Sampling:
         presence_penalty=options.presence_penalty,
         logit_bias=tuple((int(token), float(bias)) for token, _, bias in biases),
         top_logprobs=options.top_logprobs,
+        constraint=Constraint(options.grammar, tokenizer) if options.grammar else None,
     )
 
 

@@ -19,9 +19,8 @@ from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.generate import Generated, generate
-from kvtool.core.model.prompt import question_tokens, turn_header
+from kvtool.core.model.prompt import RESULT, question_tokens, said_tokens, turn_header
 from kvtool.core.model.states import Marked, StateCache
-from kvtool.core.model.tokens import encode
 from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import (
@@ -75,7 +74,7 @@ class Trial:
         self._added += 1
         self.chunks = {**self.chunks, **chunks_of(asked)}
         tokenizer = self.session.tokenizer
-        self.tokens = asked.plan.length + len(encode(tokenizer, answer)) + len(turn_header(tokenizer))
+        self.tokens = asked.plan.length + len(said_tokens(tokenizer, answer)) + len(turn_header(tokenizer))
 
     def _laid_out(self, request: Request) -> PromptLayout:
         behind = None
@@ -442,7 +441,7 @@ class Conversation:
         return Trial(session, options, self.tokens, {} if state is None else state.prefix.chunks)
 
     def _ids_of(self, begun: PreparedAnswer, answer: str) -> Ids:
-        return tuple(encode(begun.session.tokenizer, answer))
+        return tuple(said_tokens(begun.session.tokenizer, answer))
 
     def _add(self, turn: Turn, begun: PreparedAnswer, state: ConversationState) -> None:
         now = self._now
@@ -516,10 +515,11 @@ BACK = 16  # questions back at most: looking through all of them at each turn is
 
 
 def searched(session: Session, request: Request, before: Sequence[str]) -> Request:
-    """Return a request with the text that it is searched by, where it names no passages itself."""
+    """Return a request with the text that it is searched by, where it names no passages itself: no result of a tool."""
     if request.chunks or request.documents or request.search:
         return request
-    return replace(request, search=search_text(request.question, before, session.finder))
+    asked = [text for text in (*before, request.question) if not text.startswith(RESULT)] or [request.question]
+    return replace(request, search=search_text(asked[-1], asked[:-1], session.finder))
 
 
 def search_text(question: str, before: Sequence[str], finder: Finder) -> str:

@@ -76,6 +76,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         lowest=0,
         highest=20,
     )
+    grammar: str = option(
+        "", "Hold the answer to this grammar, in llguidance's Lark.", group=ANSWER, flag=None, setting=False
+    )
     cite: bool = option(False, "Cite a sentence of the passages after each sentence of the answer.", group=ANSWER)
     clamp: bool = option(
         False, "Shorten the answer to what is left of the model's context.", group=ANSWER, flag=None, setting=False

@@ -1,0 +1,99 @@
+"""Constrained decoding: a grammar rules out tokens before one is chosen, by llguidance (extra `structured`)."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtool.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_SPELLED = re.compile(r'^(\w+): "(<[\w/|]+>)"$', re.MULTILINE)
+INSTALL = "pip install 'kvtool[structured]'"
+
+
+def is_installed() -> bool:
+    """Return True if grammars can be used."""
+    return find_spec("llguidance") is not None
+
+
+def check_grammar(grammar: str) -> None:
+    """Refuse a grammar in llguidance's Lark that is wrong, or asks for what llguidance lacks. Raises UsageError."""
+    from llguidance import LLMatcher
+
+    if error := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)):
+        raise UsageError(f"the answer cannot be held to this schema: {error.splitlines()[0]}", "simplify the schema")
+
+
+class Constraint:
+    """A grammar over the tokens of one answer.
+
+    Parameters
+    ----------
+    grammar : in llguidance's Lark, which includes JSON schemas.
+
+    Raises
+    ------
+    UsageError : llguidance is not installed.
+    """
+
+    def __init__(self, grammar: str, tokenizer: Any) -> None:
+        if not is_installed():
+            raise UsageError("a grammar needs llguidance, which is not installed", INSTALL)
+        self._grammar, self._tokenizer = grammar, tokenizer
+        self._matcher: Any = None
+
+    def begin(self) -> None:
+        """Go back to the answer's beginning."""
+        self._matcher = None
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits `[vocabulary]` with -inf at tokens that cannot come next. Raises UsageError."""
+        import torch
+
+        if self._matcher is None:
+            from llguidance import LLMatcher
+
+            vocabulary = _vocabulary(self._tokenizer, len(logits))
+            self._matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(self._of(vocabulary)))
+            self._check()
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        is_possible = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").astype(bool)
+        return logits.masked_fill(torch.from_numpy(~is_possible).to(logits.device), float("-inf"))
+
+    def take(self, token: int) -> None:
+        """Go on by the chosen token. Raises UsageError."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _of(self, vocabulary: Any) -> str:
+        """Return the grammar with the model's control tokens: a rule of one such token's spelling is the token."""
+
+        def rule(found: re.Match[str]) -> str:
+            token = self._tokenizer.get_added_vocab().get(found[2])
+            is_control = token is not None and vocabulary.is_special_token(token)
+            return f"{found[1]}: {found[2]}" if is_control else found[0]
+
+        return _SPELLED.sub(rule, self._grammar)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().splitlines()[0]
+            raise UsageError(f"the answer cannot be held to this schema: {reason}", "simplify the schema")
+
+
+@lru_cache(maxsize=2)
+def _vocabulary(tokenizer: Any, size: int) -> Any:
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(tokenizer, n_vocab=size)
+    except ValueError as error:
+        raise UsageError(f"this model's answers cannot be held to a schema: {error}", "ask without one") from error

@@ -1,0 +1,212 @@
+"""Tools that a model may call, and schemas that an answer has to follow, in the form of OpenAI's chat."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvtool.core.errors import UsageError
+from kvtool.core.model.constraint import INSTALL, check_grammar, is_installed
+from kvtool.core.model.prompt import CALL, CALL_END, RESULT, RESULT_END
+from kvtool.core.model.template import Tools
+from kvtool.serve.job import Answer, Call
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken, within
+
+_MOST, _LONGEST = 128, 1 << 16  # tools, and characters of their JSON or of a schema
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+_LIST, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"  # of Mistral, and of Llama
+# As json.dumps writes it, so that an answer comes back as the same tokens.
+_SHAPE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
+
+# ---- requests ----
+
+
+def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
+    """Return the tools that the model is told of, and its answer's grammar; "" if it has none. Raises Refusal."""
+    tools = [_tool(tool, f"tools.{number}") for number, tool in enumerate(taken(value, "tools", list, []))]
+    if len(tools) > _MOST:
+        raise Refusal(400, "too_many", f"there are {len(tools)} tools", f"at most {_MOST}", "tools")
+    _bounded(tools, "tools")
+    must = _chosen(value.get("tool_choice"), [tool["function"]["name"] for tool in tools])
+    schema = _schema(value.get("response_format"))
+    if value.get("tool_choice") == "none":
+        tools = []
+    forms = [tool["function"] for tool in tools if must is None or tool["function"]["name"] in must]
+    if must is None and schema is None:
+        return tools, ""
+    what = "response_format" if must is None else "tool_choice"
+    if not is_installed():
+        raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
+    grammar = _grammar(forms, schema if must is None else None)
+    try:
+        check_grammar(grammar)
+    except UsageError as error:
+        raise Refusal(400, "unsupported", error.message, error.hint, what) from error
+    return tools, grammar
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        raise Refusal(400, "unsupported", f"{where} is no function", "tools of the type function only", where)
+    own = tool["function"]
+    check_names(own, ("name", "description", "parameters", "strict"))
+    name = taken(own, "name", str, "")
+    if not _NAME.fullmatch(name):
+        raise Refusal(400, "wrong_name", f"{where} has the name {name!r}", "letters, digits, _, . and -", where)
+    parameters = taken(own, "parameters", dict) or _EMPTY
+    described = {"name": name, "description": taken(own, "description", str, "", _LONGEST), "parameters": parameters}
+    return {"type": "function", "function": described}
+
+
+def _chosen(choice: Any, names: Sequence[str]) -> list[str] | None:
+    """Return the names of the tools of which one has to be called; None: the model decides."""
+    if choice in (None, "auto", "none"):
+        return None
+    own = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    named = [name for name in names if choice == "required" or (isinstance(own, dict) and own.get("name") == name)]
+    if not named:
+        hint = "none, auto, required, or the name of one of the tools"
+        raise Refusal(400, "unsupported", "tool_choice names no tool of the request", hint, "tool_choice")
+    return named
+
+
+def _schema(form: Any) -> dict[str, Any] | None:
+    """Return the schema of an answer; None: it is text."""
+    where = "response_format"
+    if form is None or form == {"type": "text"}:
+        return None
+    if form == {"type": "json_object"}:
+        return {"type": "object"}
+    own = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(own, dict) or not isinstance(own.get("schema"), dict):
+        raise Refusal(400, "unsupported", f"{where} has another form", "text, json_object or json_schema", where)
+    _bounded(own["schema"], where)
+    return dict(own["schema"])
+
+
+def _bounded(value: Any, name: str) -> None:
+    if (length := len(json.dumps(value, ensure_ascii=False))) > _LONGEST:
+        raise Refusal(400, "too_long", f"{name} has {length:,} characters of JSON", f"at most {_LONGEST:,}", name)
+
+
+def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | None) -> str:
+    """Return a grammar in Lark: one call of a function, or an answer of a schema if there is one."""
+    rules, ways = [f'open: "{CALL}"', f'close: "{CALL_END}"'] if functions else [], []
+    for number, function in enumerate(functions):
+        begin = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        rules.append(f'call{number}: open {json.dumps(begin)} args{number} "}}\\n" close')
+        rules.append(f"args{number}: %json {json.dumps({**function['parameters'], **_SHAPE})}")
+        ways.append(f"call{number}")
+    if schema is not None:
+        rules.append(f"said: %json {json.dumps({**schema, **_SHAPE})}")
+        ways.append("said")
+    return "\n".join([f"start: {' | '.join(ways)}", *rules])
+
+
+def call_message(message: Mapping[str, Any], where: str) -> str | None:
+    """Return the text of a message that calls tools, or has the result of one; None for any other. Raises Refusal."""
+    if message.get("role") == "tool":
+        content = message.get("content")
+        text = _text(content) if isinstance(content, list) else content
+        if not isinstance(text, str):
+            raise Refusal(400, "unsupported", f"{where} holds something else than text", param=where)
+        return f"{RESULT}\n{within(text, where, LONGEST_TEXT)}\n{RESULT_END}"
+    if not (calls := message.get("tool_calls")):
+        return None
+    said = message.get("content") or ""
+    said = _text(said) if isinstance(said, list) else said
+    written = [_written(call) for call in calls] if isinstance(calls, list) else [None]
+    if message.get("role") != "assistant" or None in written or not isinstance(said, str):
+        raise Refusal(400, "wrong_type", f"{where}.tool_calls are no calls of functions", param=f"{where}.tool_calls")
+    return within("\n".join(filter(None, [said, *written])), where, LONGEST_TEXT)
+
+
+def _text(parts: Sequence[Any]) -> str | None:
+    words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    return None if None in words else "\n".join(map(str, words))
+
+
+def _written(call: Any) -> str | None:
+    own = call.get("function") if isinstance(call, dict) else None
+    found = _call(own) if isinstance(own, dict) else None
+    return (
+        None
+        if found is None
+        else f'{CALL}\n{{"name": {json.dumps(found.name)}, "arguments": {found.json}}}\n{CALL_END}'
+    )
+
+
+# ---- answers ----
+
+_FENCED = re.compile(r"```(?:json)?\n(.*)\n```", re.DOTALL)
+_CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
+
+
+def with_calls(answer: Answer, tools: Tools) -> Answer:
+    """Return an answer with the calls of these tools that its text has; only a text that is well formed has any.
+
+    Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
+    """
+    said, mark, _ = answer.text.partition(CALL)
+    fenced = _FENCED.fullmatch(answer.text.strip())
+    bare = fenced[1] if fenced else answer.text.strip().removeprefix(_LIST).removeprefix(_PYTHON)
+    try:
+        found = [json.loads(text) for text in (_CALLED.findall(answer.text) if mark else [bare])]
+    except ValueError:
+        return answer
+    if not mark and isinstance(found[0], list):
+        found = found[0]
+    calls = [_call(one) if isinstance(one, dict) else None for one in found]
+    names = [tool["function"]["name"] for tool in tools]
+    if not calls or any(call is None or call.name not in names for call in calls):
+        return answer
+    return replace(answer, text=said.strip() if mark else "", calls=tuple(filter(None, calls)))
+
+
+def _call(own: Mapping[str, Any]) -> Call | None:
+    """Return a call, whose arguments are an object, or its JSON; None if it is none."""
+    given = own.get("arguments", own.get("parameters"))
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return None
+    name = own.get("name")
+    return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+class Hold:
+    """Text that a stream does not show until its end, since it may be a call. Without `tools` nothing is held."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._holds, self._text, self._shown = bool(tools), "", 0
+
+    def piece(self, text: str) -> str:
+        """Return what can be shown."""
+        if not self._holds:
+            return text
+        self._text += text
+        begun = self._text.lstrip()
+        if not begun or begun[0] in "[{`" or _PYTHON.startswith(begun[: len(_PYTHON)]):
+            return ""
+        end = self._text.find(CALL)
+        if end < 0:
+            end = next(
+                (
+                    at
+                    for at in range(len(self._text) - len(CALL) + 1, len(self._text))
+                    if at >= 0 and CALL.startswith(self._text[at:])
+                ),
+                len(self._text),
+            )
+        shown = self._text[self._shown : end]
+        self._shown = max(end, self._shown)
+        return shown
+
+    def rest(self) -> str:
+        """Return what was not shown."""
+        return self._text[self._shown :]
