@@ -172,6 +172,13 @@ def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
             400, "too_many", f"there are {len(messages):,} messages", f"at most {_MAX_MESSAGES:,}", "messages"
         )
     said = [_message(message, number) for number, message in enumerate(messages)]
+    for number, message in enumerate(messages):
+        before = messages[number - 1] if number else {}
+        if message["role"] == "tool" and before.get("role") != "tool" and not before.get("tool_calls"):
+            what = f"messages.{number} is the result of no call"
+            raise Refusal(
+                400, "unsupported", what, "send the assistant's message with the call, too", f"messages.{number}"
+            )
     return tuple(("system" if role == "developer" else role, text) for role, text in said)
 
 

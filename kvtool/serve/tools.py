@@ -16,6 +16,7 @@ from kvtool.serve.job import Answer, Call
 from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken, within
 
 _MOST, _LONGEST = 128, 1 << 16  # tools, and characters of their JSON or of a schema
+_PATTERNS = 10
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 _LIST, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"  # of Mistral, and of Llama
@@ -42,6 +43,10 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     what = "response_format" if must is None else "tool_choice"
     if not is_installed():
         raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
+    for one in [function["parameters"] for function in forms] + [schema]:
+        if (count := _patterns(one)) > _PATTERNS:
+            hint = f"at most {_PATTERNS} of pattern, format and patternProperties"
+            raise Refusal(400, "too_many", f"a schema has {count} patterns", hint, what)
     grammar = _grammar(forms, schema if must is None else None)
     try:
         check_grammar(grammar)
@@ -92,6 +97,17 @@ def _schema(form: Any) -> dict[str, Any] | None:
 def _bounded(value: Any, name: str) -> None:
     if (length := len(json.dumps(value, ensure_ascii=False))) > _LONGEST:
         raise Refusal(400, "too_long", f"{name} has {length:,} characters of JSON", f"at most {_LONGEST:,}", name)
+
+
+def _patterns(schema: Any) -> int:
+    """Count the patterns of a schema: to hold an answer to n of them at once takes a time of 2ⁿ."""
+    if isinstance(schema, list):
+        return sum(map(_patterns, schema))
+    if not isinstance(schema, dict):
+        return 0
+    many = schema.get("patternProperties")
+    own = sum(name in schema for name in ("pattern", "format")) + (len(many) if isinstance(many, dict) else 0)
+    return own + sum(map(_patterns, schema.values()))
 
 
 def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | None) -> str:

@@ -229,6 +229,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(11)]}},
+            }
+        },
+        "response_format",
+    ),
+    ({"messages": [ASKED, {"role": "tool", "content": "the result of no call"}]}, "messages.1"),
 ]
 
 
