@@ -241,12 +241,11 @@ def query(
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if flags.timeline is not None:
         _check_writable(flags.timeline)
-    if options.defer and modes is not None:
-        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    if options.verify and modes is not None:
-        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
+    if modes is not None:
+        _check_comparable(options)
     is_plain = flags.server and flags.batch is None and modes is None and flags.timeline is None
-    check_kept(run, is_plain)
+    if run.get(KeepOptions).keep_alive:
+        check_kept(run, is_plain)
     if is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
         return None
     if flags.batch is None and modes is None:
@@ -274,6 +273,13 @@ def query(
             _answer(run, session, requests[0], options)
             tell_of_keeping(run, loaded)
     return None
+
+
+def _check_comparable(options: QueryOptions) -> None:
+    if options.defer:
+        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    if options.verify:
+        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
 
 
 def _check_writable(profile: Path) -> None:
