@@ -151,14 +151,14 @@ def test_a_call_of_anthropic_and_its_result(served: Served) -> None:
 
 
 def test_schemas_and_results_of_ollama(served: Served) -> None:
-    client = ollama.Client(served.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE)
-    assert is_of_schema(json.loads(client.chat("tiny", [ASKED], format=SCHEMA).message.content))
-    assert is_of_schema(json.loads(client.generate("tiny", QUESTION, format=SCHEMA).response))
-    assert client.chat("tiny", [ASKED], format="json", options={"num_predict": 6}).message.content.startswith("{")
-    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look_up", "arguments": {"mill": 3}}}]}
-    result = {"role": "tool", "tool_name": "look_up", "content": "Baker B."}
-    later = client.chat("tiny", [ASKED, called, result], tools=TOOLS, options={"num_predict": 4})
-    assert later.eval_count == 4 or later.done_reason == "stop"
+    with ollama.Client(served.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE) as client:
+        assert is_of_schema(json.loads(client.chat("tiny", [ASKED], format=SCHEMA).message.content))
+        assert is_of_schema(json.loads(client.generate("tiny", QUESTION, format=SCHEMA).response))
+        assert client.chat("tiny", [ASKED], format="json", options={"num_predict": 6}).message.content.startswith("{")
+        called = {"role": "assistant", "tool_calls": [{"function": {"name": "look_up", "arguments": {"mill": 3}}}]}
+        result = {"role": "tool", "tool_name": "look_up", "content": "Baker B."}
+        later = client.chat("tiny", [ASKED, called, result], tools=TOOLS, options={"num_predict": 4})
+        assert later.eval_count == 4 or later.done_reason == "stop"
 
 
 def test_an_agent_calls_its_function(served: Served) -> None:
