@@ -150,7 +150,7 @@ class Answers:
             return EventStream(first, events, response.media_type)
         async with listening(self.engine, ask) as heard:
             answer = await while_there(request, heard.whole())
-        answer = with_calls(answer, asked.ask.tools) if asked.ask.tools else answer
+        answer = with_calls(answer, ask.tools, ask.parallel) if ask.tools else answer
         stats_of(request).answer = answer
         return JSONResponse(response.whole(answer))
 
@@ -167,7 +167,7 @@ class Answers:
                     for text in [response.waiting()] if event is None else response.piece(hold.piece(event)):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
-                stats_of(request).answer = event = with_calls(event, ask.tools) if ask.tools else event
+                stats_of(request).answer = event = with_calls(event, ask.tools, ask.parallel) if ask.tools else event
                 left = None
                 for text in () if event.calls else response.piece(hold.rest()):
                     yield text

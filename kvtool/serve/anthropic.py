@@ -64,7 +64,8 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
     check_names(choice, ("type", "name", "disable_parallel_tool_use"))
     kind = choice.get("type", "auto")
     named = {"type": "function", "function": {"name": choice.get("name")}}
-    return {"tools": tools, "tool_choice": named if kind == "tool" else _CHOICES.get(str(kind), kind)}
+    chosen = {"tools": tools, "tool_choice": named if kind == "tool" else _CHOICES.get(str(kind), kind)}
+    return chosen | {"parallel_tool_calls": not taken(choice, "disable_parallel_tool_use", bool, False)}
 
 
 def _messages(message: Any, where: str) -> list[Any]:
@@ -90,8 +91,10 @@ def _messages(message: Any, where: str) -> list[Any]:
 
 def _result(block: Mapping[str, Any]) -> Any:
     content = block.get("content") or ""
-    words = f"Error: {content}" if block.get("is_error") and isinstance(content, str) else content
-    return words
+    if not block.get("is_error"):
+        return content
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [{"type": "text", "text": "Error:"}, *parts]
 
 
 @dataclass(slots=True)

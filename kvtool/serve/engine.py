@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events, Warn
-from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.errors import ModelError, NothingFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.conversations import ConversationCache
@@ -251,7 +251,7 @@ class Engine:
         return [row for row in documents if meant is None or row["source"] in meant]
 
     def search(self, question: str, options: QueryOptions) -> dict[str, Any]:
-        """Return what `kvtool search --json` does: the passages that match a question, best first. Needs no model.
+        """Return what `kvtool search --json` does: the passages that match a question, best first, or none.
 
         Parameters
         ----------
@@ -262,7 +262,10 @@ class Engine:
         from kvtool.core.retrieval.finder import Finder
 
         with Store.open(self.folder) as store:
-            hits, cut = Finder(store, self._warn).find(question, options.top_k, options.retrieval)
+            try:
+                hits, cut = Finder(store, self._warn).find(question, options.top_k, options.retrieval)
+            except NothingFoundError:
+                hits, cut = [], 0
             chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in hits])
         return {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": cut}
 

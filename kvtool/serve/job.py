@@ -60,7 +60,7 @@ class Ask:
     turns : earlier questions and answers; None: a single question that belongs to no conversation.
     must_find : a first question that finds no passage is an error, and not answered without any.
     client : clients take turns.
-    tools : functions that the model may call.
+    tools : functions that the model may call. `parallel`: several in one answer.
     """
 
     request: Request
@@ -70,6 +70,7 @@ class Ask:
     must_find: bool = True
     client: Client = ("", "")
     tools: Tools = ()
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)

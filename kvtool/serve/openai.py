@@ -47,7 +47,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Parameters about the client and its account only.
 _IGNORED = (
-    *("metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+    *("metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "verbosity", "reasoning_effort"),
 )
 # Numbers of the API that are options of a question, too.
@@ -66,7 +66,7 @@ _KNOWN = (
     *_NUMBERS,
     *_USER,
 )
-_OF_CHAT = ("tools", "tool_choice", "response_format")
+_OF_CHAT = ("tools", "tool_choice", "response_format", "parallel_tool_calls")
 _TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
@@ -125,7 +125,15 @@ def _read(
     stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     must_find = taken(own, "strict", bool, strict)
     return ChatRequest(
-        ask=Ask(question, replace(options, **given), stop, turns, must_find=must_find, tools=tools),
+        ask=Ask(
+            question,
+            replace(options, **given),
+            stop,
+            turns,
+            must_find=must_find,
+            tools=tools,
+            parallel=taken(value, "parallel_tool_calls", bool, True),
+        ),
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),

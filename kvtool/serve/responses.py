@@ -19,12 +19,13 @@ from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import read_chat
 from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken
 
-_SAME = ("model", "stream", "temperature", "top_p", "kvtool", "user", "safety_identifier")  # as in OpenAI's chat
+# Parameters as in OpenAI's chat.
+_SAME = (*("model", "stream", "temperature", "top_p", "kvtool", "user", "safety_identifier", "parallel_tool_calls"),)
 _TOOLS = ("tools", "tool_choice", "text")
 _KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "store", *_TOOLS, *_SAME)
 # Parameters about the client, its account and the server only.
 _IGNORED = (
-    *("metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+    *("metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
     *("prompt_cache_options", "reasoning", "max_tool_calls", "stream_options"),
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -235,7 +236,7 @@ class ResponsesResponse:
             "error": None,
             "incomplete_details": None,
             "metadata": self.asked.get("metadata") or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.asked.get("parallel_tool_calls") is not False,
             "store": self.asked.get("store") is not False,
             "text": {"format": {"type": "text"}} | (self.asked.get("text") or {}),
             "tool_choice": self.asked.get("tool_choice") or "auto",

@@ -163,10 +163,14 @@ _FENCED = re.compile(r"```(?:json)?\n(.*)\n```", re.DOTALL)
 _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
-def with_calls(answer: Answer, tools: Tools) -> Answer:
+def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
     """Return an answer with the calls of these tools that its text has; only a text that is well formed has any.
 
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
+
+    Parameters
+    ----------
+    parallel : False: only the first call is kept.
     """
     said, mark, _ = answer.text.partition(CALL)
     fenced = _FENCED.fullmatch(answer.text.strip())
@@ -181,7 +185,8 @@ def with_calls(answer: Answer, tools: Tools) -> Answer:
     names = [tool["function"]["name"] for tool in tools]
     if not calls or any(call is None or call.name not in names for call in calls):
         return answer
-    return replace(answer, text=said.strip() if mark else "", calls=tuple(filter(None, calls)))
+    kept = tuple(filter(None, calls))[: None if parallel else 1]
+    return replace(answer, text=said.strip() if mark else "", calls=kept)
 
 
 def _call(own: Mapping[str, Any]) -> Call | None:

@@ -268,6 +268,7 @@ def test_a_search_finds_what_the_command_finds(ready: Path) -> None:
     with serving(ready) as served, served.client as client:
         found = client.get("/v1/search", params={"q": QUESTION, "top_k": 3}).json()
         some = client.get("/v1/search", params={"q": "mill", "source": ["*mill1.md", "*mill2.md"]}).json()
+        nothing = client.get("/v1/search", params={"q": "zzyzx"}).json()
         for params, named in (
             ({}, "question"),
             ({"q": "x", "top_k": "0"}, "top_k"),
@@ -278,4 +279,5 @@ def test_a_search_finds_what_the_command_finds(ready: Path) -> None:
         assert client.get("/v1/search", params={"q": "x"}, headers={"Authorization": "Bearer wrong"}).status_code == 401
     said = command("search", QUESTION, "--top-k", 3, "--store", ready, "--json").fine().json
     assert {"schema": said["schema"], **found} == said
+    assert nothing["chunks"] == []
     assert {Path(chunk["source"]).name for chunk in some["chunks"]} == {"mill1.md", "mill2.md"}

@@ -23,6 +23,7 @@ from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
+from kvtool.serve.anthropic import read_message
 from kvtool.serve.openai import read_chat
 from kvtool.serve.tools import Hold, read_tools, with_calls
 from kvtool.serve.wire import Refusal
@@ -284,6 +285,26 @@ def test_calls_in_a_text(text: str, rest: str, count: int) -> None:
     answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
     assert (answer.text, len(answer.calls)) == (rest, count)
     assert all(call.arguments == {"mill": 3} for call in answer.calls)
+
+
+def test_one_call_where_several_are_not_wanted() -> None:
+    answer = Answer(f"<tool_call>{CALLED}</tool_call>" * 2, "stop", (), (), {}, 0, "", 0.0, 0.0)
+    assert [len(with_calls(answer, TOOLS, several).calls) for several in (True, False)] == [2, 1]
+    body: dict[str, Any] = {"messages": [ASKED], "tools": TOOLS}
+    assert read_chat(body, QueryOptions()).ask.parallel
+    assert not read_chat(body | {"parallel_tool_calls": False}, QueryOptions()).ask.parallel
+    claude: dict[str, Any] = {"max_tokens": 4, "messages": [ASKED], "tools": [{"name": "a", "input_schema": {}}]}
+    choice = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    assert not read_message(claude | choice, QueryOptions(), False).ask.parallel
+
+
+def test_a_failed_tool_says_so_in_parts_too() -> None:
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}
+    for content in ("no luck", [{"type": "text", "text": "no luck"}]):
+        result = {"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": content}
+        body = {"max_tokens": 4, "messages": [ASKED, call, {"role": "user", "content": [result]}]}
+        asked = read_message(body, QueryOptions(), False).ask.request.question
+        assert asked == "<tool_response>\nError:\nno luck\n</tool_response>"
 
 
 @pytest.mark.parametrize("text", [said for said, _, _ in SAID] + ["a < b <tool", "<|python", ""], ids=str)
