@@ -18,10 +18,9 @@ from tests.serve.test_process import running
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)"
+)
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--no-proxy-server")
 _GONE = ("Failed to load resource: net::ERR_CONNECTION_REFUSED", "net::ERR_INCOMPLETE_CHUNKED_ENCODING")
 OTHER = "세 번째 제분소는 누가 지었습니까?"
@@ -30,13 +29,17 @@ Open = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="module")
-def open_page() -> Iterator[Open]:
-    """Open pages in one browser. Nothing may be written to their consoles but what requests that fail write there."""
+def open_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """Open pages in one browser. Nothing may be written to their consoles but what requests that fail write there.
+
+    What happened on each is recorded: `playwright show-trace page-1.zip`, in pytest's folder of temporary files.
+    """
     api = pytest.importorskip("playwright.sync_api")
-    complaints: list[str] = []
+    complaints, records = list[str](), tmp_path_factory.mktemp("recorded")
 
     def opened(url: str, key: str | None = KEY, width: int = 1600, **more: Any) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **more)
+        context.tracing.start(screenshots=True)
         page: Page = context.new_page()
         page.set_default_timeout(PATIENCE * 1000)
         page.on("console", lambda said: complaints.append(said.text) if "Failed to load" not in said.text else None)
@@ -49,6 +52,8 @@ def open_page() -> Iterator[Open]:
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=[*_FLAGS])
         yield opened
+        for number, context in enumerate(browser.contexts, 1):
+            context.tracing.stop(path=records / f"page-{number}.zip")
         browser.close()
     assert complaints == []
 
