@@ -125,7 +125,7 @@ class Engine:
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
         self._shutdown, self.progress = IngestShutdown(), IngestProgress()
         self._writing = threading.Lock()
-        self._embedding = threading.Lock()
+        self._embedding = threading.RLock()  # held while texts are embedded
         self._embedder: Embeds | None = None
 
     def _warned(self, text: str, hint: str) -> None:
@@ -261,9 +261,10 @@ class Engine:
         from kvtool.core.query.staleness import with_changes
         from kvtool.core.retrieval.finder import Finder
 
-        with Store.open(self.folder) as store:
+        with self._embedding, Store.open(self.folder) as store:
             try:
-                hits, cut = Finder(store, self._warn).find(question, options.top_k, options.retrieval)
+                finder = Finder(store, self._warn, self._embedder_for)
+                hits, cut = finder.find(question, options.top_k, options.retrieval)
             except NothingFoundError:
                 hits, cut = [], 0
             chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in hits])
@@ -343,12 +344,17 @@ class Engine:
         ------
         ModelError : the store has no embedding model, or it cannot be loaded.
         """
-        from kvtool.core.retrieval.embed import embedder_of
-
         ref = self.embedder_name
         if ref is None:
             raise ModelError("the store has no embedding model", "an ingest that names one (`embedder`) makes it")
         with self._embedding:
-            if self._embedder is None or self._embedder.ref != ref:
-                self._embedder = embedder_of(ref, self.model.offline)
-            return self._embedder.encode(texts), self._embedder.count(texts)
+            embedder = self._embedder_for(ref, self.model.offline)
+            return embedder.encode(texts), embedder.count(texts)
+
+    def _embedder_for(self, ref: str, offline: bool) -> Embeds:
+        """Return an embedder, which stays loaded: the next search finds it there."""
+        from kvtool.core.retrieval.embed import embedder_of
+
+        if self._embedder is None or self._embedder.ref != ref:
+            self._embedder = embedder_of(ref, offline)
+        return self._embedder

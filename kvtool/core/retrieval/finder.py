@@ -199,13 +199,19 @@ class Finder:
     The index and the vectors are read, or brought up to date, when a question needs them and the store's documents
     have changed since the question before.
 
+    Parameters
+    ----------
+    embedder : returns the embedder of a name; its second argument says that the network must not be touched.
+
     Attributes
     ----------
     places : of chunks and documents that a question names itself.
     """
 
-    def __init__(self, store: Store, warn: Warn = warn_nobody) -> None:
-        self._store, self._warn = store, warn
+    def __init__(
+        self, store: Store, warn: Warn = warn_nobody, embedder: Callable[[str, bool], Embeds] = embedder_of
+    ) -> None:
+        self._store, self._warn, self._embedder_of = store, warn, embedder
         self.places = Places(store)
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
@@ -375,7 +381,7 @@ class Finder:
     def _meaning_by(self, ref: str, offline: bool) -> Meaning:
         if ref not in self._meanings:
             if ref not in self._embedders:
-                self._embedders[ref] = embedder_of(ref, offline)
+                self._embedders[ref] = self._embedder_of(ref, offline)
             self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts, self._warn)
         return self._meanings[ref]
 
