@@ -141,12 +141,19 @@ class Documents:
                 return self._engine.ingest(options).to_json()
             self._uploads.keep(sent)
             try:
-                return self._engine.ingest(options).to_json()
-            except NoSpaceError:
-                self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
+                report = self._engine.ingest(options).to_json()
+                self._take_back(sent)
+            except (NoSpaceError, UsageError):
+                self._take_back(sent)
                 raise
             finally:
                 self._uploads.settle(sent)
+            return report
+
+    def _take_back(self, sent: list[tuple[Path, bytes]]) -> None:
+        """Remove files that were sent, and that the store has not: they were refused, or there was no room."""
+        assert self._uploads is not None
+        self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
 
     def _forget(self, source: str, much: bool) -> tuple[str, ...]:
         with self._held():
