@@ -104,7 +104,13 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
 
 
 def _check_store(run: Run, options: ServeOptions) -> None:
-    """Refuse a missing store, unless clients may ingest into it; make one for what is learned. Raises KvtoolError."""
+    """Make a missing store where clients may ingest into it, or what they send is learned.
+
+    Raises
+    ------
+    StoreNotFoundError : there is none, and they may not.
+    ModelError : there is no model to make one with.
+    """
     from kvtool.core.cache.layout import read_store_file
 
     place = run.get(StoreOptions).place
@@ -113,15 +119,12 @@ def _check_store(run: Run, options: ServeOptions) -> None:
     try:
         read_store_file(place)
     except StoreNotFoundError:
-        if options.learn:
-            from kvtool.core.ingest.job import create
-
-            create(place, _ingesting(run))
-            run.out.status(f"made an empty store at {place}")
-            return
-        if options.uploads is None and not options.root:
+        if not (options.learn or options.uploads or options.root):
             raise
-        run.out.status(f"there is no store at {place} yet: the first document of a client creates it")
+        from kvtool.core.ingest.job import create
+
+        create(place, _ingesting(run))
+        run.out.status(f"made an empty store at {place}")
 
 
 def _tls(options: ServeOptions, warn: Warn) -> SSLContext | None:

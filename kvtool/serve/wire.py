@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
     KvtoolError,
+    NoDocumentsError,
     NoSpaceError,
     NothingFoundError,
     RemoteError,
@@ -51,6 +52,7 @@ _MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
     (EndedError, 503, "ending"),
     (LeftError, 499, "left"),
     (NothingFoundError, 404, "nothing_found"),
+    (NoDocumentsError, 404, "no_documents"),
     (UsageError, 400, "invalid_request"),
     (StoreNotFoundError, 503, "no_store"),
     (StoreLockedError, 503, "store_locked"),

@@ -152,14 +152,19 @@ def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
-    """Refused as by `query`, unless clients may fill it: then the start says so. Learning needs an empty one."""
-    kvtool("serve", "--store", tmp_path / "none").failed(10, "there is no store at", "kvtool ingest")
-    elsewhere = ("--host", "203.0.113.1")  # of documentation: no machine can listen there
+    """Refused as by `query`, unless clients may fill it: then an empty one is made."""
+    none, elsewhere = tmp_path / "none", ("--host", "203.0.113.1")  # of documentation: no machine can listen there
+    kvtool("serve", "--store", none).failed(10, "there is no store at", "kvtool ingest")
+    kvtool("serve", "--store", none, "--uploads", tmp_path / "sent", "--model", tmp_path / "lost").failed(12, "lost")
+    assert not none.exists()
     kvtool("serve", "--store", tmp_path / "made", "--learn", "--model", tiny, *elsewhere).failed(1, "cannot listen")
     with Store.open(tmp_path / "made") as store:
         assert store_identity(store).model == str(tiny)
-    with running("--store", tmp_path / "none", "--uploads", tmp_path / "sent", "--no-socket") as (process, url):
-        assert httpx2.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "empty"
+    made = ("--store", none, "--uploads", tmp_path / "sent", "--model", tiny, "--no-socket", "--no-key")
+    with running(*made) as (process, url):
+        assert httpx2.get(f"{url}/page/state", timeout=PATIENCE).json()["model"] == "tiny"
+        asked = {"messages": [{"role": "user", "content": QUESTION}]}
+        reply = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_documents")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
-    assert not (tmp_path / "none").exists()
