@@ -104,10 +104,14 @@ def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Pat
                 assert learned.sources()
 
 
-def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store: Path, home: Path) -> None:
+def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store: Path, tmp_path: Path) -> None:
     mine, its = pty.openpty()
-    asked = command("serve", "--port", "0", "--store", store, "--no-key", "--no-socket", "--max-tokens", "4")
-    process = subprocess.Popen(asked, stdout=its, stderr=its, env=environment(TERM="xterm"))
+    (tmp_path / "key").write_text("kv-of+a/terminal\n")
+    (tmp_path / "key").chmod(0o600)
+    asked = command("serve", "--port", "0", "--store", store, "--no-socket", "--max-tokens", "4")
+    process = subprocess.Popen(
+        [*asked, "--key-file", str(tmp_path / "key")], stdout=its, stderr=its, env=environment(TERM="xterm")
+    )
     os.close(its)
     shown = ""
 
@@ -118,10 +122,12 @@ def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store
         return found
 
     try:
-        url = until(r"ready on (\S+); no key is needed")[1]
+        url, page = until(r"ready on (\S+); the key is in [^;]*; a browser shows a page at (\S+)\r\n").groups()
+        assert page == f"{url}/#key=kv-of%2Ba/terminal"
+        key = {"Authorization": "Bearer kv-of+a/terminal"}
         chat = {"messages": [{"role": "user", "content": QUESTION}]}
-        assert httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=PATIENCE).status_code == 200
-        assert httpx2.get(f"{url}/nothing", timeout=PATIENCE).status_code == 404
+        assert httpx2.post(f"{url}/v1/chat/completions", json=chat, headers=key, timeout=PATIENCE).status_code == 200
+        assert httpx2.get(f"{url}/nothing", headers=key, timeout=PATIENCE).status_code == 404
         until(r"GET /nothing 404 in .*\n")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
