@@ -13,7 +13,7 @@ from kvtool.core.model.constraint import INSTALL, check_grammar, is_installed
 from kvtool.core.model.prompt import CALL, CALL_END, RESULT, RESULT_END
 from kvtool.core.model.template import Tools
 from kvtool.serve.job import Answer, Call
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken, within
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, check_shape, taken, within
 
 _MOST, _LONGEST = 128, 1 << 16  # tools, and characters of their JSON or of a schema
 _PATTERNS = 10
@@ -144,7 +144,7 @@ def call_message(message: Mapping[str, Any], where: str) -> str | None:
 
 def _text(parts: Sequence[Any]) -> str | None:
     words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    return None if None in words else "\n".join(map(str, words))
+    return "\n".join(map(str, words)) if all(isinstance(word, str) for word in words) else None
 
 
 def _written(call: Any) -> str | None:
@@ -176,7 +176,7 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
     fenced = _FENCED.fullmatch(answer.text.strip())
     bare = fenced[1] if fenced else answer.text.strip().removeprefix(_LIST).removeprefix(_PYTHON)
     try:
-        found = [json.loads(text) for text in (_CALLED.findall(answer.text) if mark else [bare])]
+        found = [_parsed(text) for text in (_CALLED.findall(answer.text) if mark else [bare])]
     except ValueError:
         return answer
     if not mark and isinstance(found[0], list):
@@ -193,11 +193,19 @@ def _call(own: Mapping[str, Any]) -> Call | None:
     """Return a call, whose arguments are an object, or its JSON; None if it is none."""
     given = own.get("arguments", own.get("parameters"))
     try:
-        arguments = json.loads(given) if isinstance(given, str) else given
+        arguments = _parsed(given) if isinstance(given, str) else given
     except ValueError:
         return None
     name = own.get("name")
     return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of JSON that a response can have, too. Raises ValueError."""
+    check_shape(text)
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for half a pair of surrogates, too
+    return value
 
 
 class Hold:

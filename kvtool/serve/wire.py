@@ -172,7 +172,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     """Parse a JSON object. Its limits bound the time for which the interpreter is held."""
     try:
         text = data.decode("utf-8")
-        _check_shape(text)
+        check_shape(text)
         value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole, object_pairs_hook=_once
         )
@@ -211,7 +211,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _check_shape(text: str) -> None:
+def check_shape(text: str) -> None:
     """Raise ValueError for JSON that is nested too deep, or has too many values."""
     plain = _TEXT.sub('""', text)
     if plain.count(",") + plain.count("[") + plain.count("{") > _MAX_VALUES:

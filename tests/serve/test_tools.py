@@ -230,6 +230,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1"),
+    ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1"),
     (
         {
             "response_format": {
@@ -285,6 +286,21 @@ def test_calls_in_a_text(text: str, rest: str, count: int) -> None:
     answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
     assert (answer.text, len(answer.calls)) == (rest, count)
     assert all(call.arguments == {"mill": 3} for call in answer.calls)
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, '{"a":' * 100 + "1" + "}" * 100, r'"\ud800"', "NaN", "1e999"], ids=range(5)
+)
+def test_arguments_that_no_response_could_have(value: str) -> None:
+    """They are no call, in an answer as in a message."""
+    own = f'{{"name": "look_up", "arguments": {{"mill": {value}}}}}'
+    for text in (own, f"<tool_call>{own}</tool_call>"):
+        answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
+        assert (answer.text, answer.calls) == (text, ())
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"mill": {value}}}'}}]}
+    with pytest.raises(Refusal) as refused:
+        read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions())
+    assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls")
 
 
 def test_one_call_where_several_are_not_wanted() -> None:
