@@ -1,7 +1,7 @@
 """Process of an engine that stays loaded for a store (`kept_engine.py` starts it) and only listens at its socket.
 
-It ends some time after the last question, at SIGTERM, and where its store or its socket is no longer the one it began
-with.
+It ends some time after the last question, at SIGTERM, and where its store, its socket or its record is no longer the
+one it began with.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Resident:
         before = self._record
         begun, ends = before.requests + max(0, running), time.time() + self._seconds
         self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
-        self._record.write()
+        with suppress(OSError):  # of a full disk: it is for others to see, and answers go on
+            self._record.write()
 
     def _watch(self) -> None:
         """Look for a reason to end from now on."""
@@ -117,6 +118,8 @@ class Resident:
                 return "another server has taken the socket"
         except OSError:
             return "the socket is gone"
+        if not os.path.exists(self._record.log):
+            return "its record is gone"  # `kvtool stop` would not find it
         return "no question came" if not self._record.running and time.time() >= self._record.ends else ""
 
 

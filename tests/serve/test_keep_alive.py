@@ -168,6 +168,30 @@ def test_an_engine_whose_socket_is_gone_ends(store: Path) -> None:
     wait_for_end(engine)
 
 
+def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) -> None:
+    """As where the disk is full."""
+    engine = engine_of(store)
+    Path(engine.log).with_suffix(".new").mkdir()
+    assert "was not used" not in kvtool(*asked(store, "--keep-alive", "1ms")).fine().err
+    wait_for_end(engine)
+
+
+def test_an_engine_whose_record_is_gone_ends(store: Path) -> None:
+    """As where the cache folder was removed: `kvtool stop` would not find it."""
+    engine = engine_of(store)
+    wait_until(lambda: not kept_engines()[0].running)  # after which it writes nothing
+    shutil.rmtree(Path(engine.log).parent)
+    wait_until(lambda: not _is_alive(engine.pid))
+    assert engine_of(store).pid != engine.pid
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
 def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
     """`kvtool query … | cat` ends with the answer, and so does what reads an inherited descriptor."""
     reading, writing = os.pipe()
