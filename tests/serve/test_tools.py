@@ -215,6 +215,40 @@ def test_what_is_no_call_is_streamed_as_without_tools(chat: Any) -> None:
     assert done.choices[0].message.content
 
 
+def linked(count: int, *between: dict[str, Any]) -> dict[str, Any]:
+    """A schema of definitions, each of which has places for the next one."""
+    made = [json.dumps(between).replace('"NEXT"', f'"#/$defs/{number + 1}"') for number in range(count)]
+    definitions = [{"properties": dict(zip("pq", json.loads(each), strict=False))} for each in made]
+    return {"$ref": "#/$defs/0", "$defs": {str(number): each for number, each in enumerate([*definitions, {}])}}
+
+
+HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more stack than a process has
+    linked(1000, {"$ref": "NEXT"}),
+    linked(30, {"$ref": "NEXT", "minProperties": 0}, {"$ref": "NEXT", "minProperties": 0}),
+    linked(30, {"allOf": [{"$ref": "NEXT"}]}, {"allOf": [{"$ref": "NEXT"}, {"type": "object"}]}),
+    {"type": "integer", "multipleOf": 999_983},
+    {"allOf": [{"type": "integer", "multipleOf": 997}, {"type": "integer", "multipleOf": 1009}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a/", "allOf": [{"$ref": "#"}, {"type": "object"}]}}},
+    {"$ref": "file:///etc/passwd"},
+    {"$ref": "#/$defs/unheard"},
+]
+USUAL: list[dict[str, Any]] = [
+    linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
+    linked(5, {"allOf": [{"$ref": "NEXT"}], "description": "x"}),
+    {"type": "object", "properties": {"under": {"type": "array", "items": {"$ref": "#"}}}},
+    {
+        "properties": {
+            name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 5), ("c", 1e4))
+        }
+    },
+    {"$id": "https://a/b", "properties": {"$ref": {"$ref": "#/%24defs/a~1b"}}, "$defs": {"a/b": {"type": "string"}}},
+    {
+        "$ref": "#/$defs/0",
+        "$defs": {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(450)} | {"450": {}},
+    },
+]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice"),
@@ -241,6 +275,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "response_format",
     ),
     ({"messages": [ASKED, {"role": "tool", "content": "the result of no call"}]}, "messages.1"),
+    *[
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": each}}}, "response_format")
+        for each in HARD
+    ],
+    (
+        {"tools": [{"type": "function", "function": {**LOOK, "parameters": HARD[0]}}], "tool_choice": "required"},
+        "tool_choice",
+    ),
 ]
 
 
@@ -251,6 +293,12 @@ def test_what_no_grammar_can_say_is_refused(body: dict[str, Any], param: str) ->
     with pytest.raises(Refusal) as refused:
         read_chat({"messages": [ASKED], **body}, QueryOptions())
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("schema", USUAL, ids=range(len(USUAL)))
+def test_references_and_steps_that_are_usual(schema: dict[str, Any]) -> None:
+    body = {"messages": [ASKED], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert read_chat(body, QueryOptions()).ask.options.grammar
 
 
 def test_without_the_library_a_schema_is_refused_and_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
