@@ -32,7 +32,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
-from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, taken, texts, within
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, taken, texts, within
 
 _MAX_NAME = 255  # bytes, as in file systems
 _MAX_DOCUMENT = 10**9  # characters: --max-body is less
@@ -101,8 +101,8 @@ class Documents:
         given: dict[str, Any] = {
             name: known[name].parse(within(query[name], name), name) for name in ("top_k", "min_score") if name in query
         }
-        if source := query.getlist("source")[:MOST_NAMES]:
-            given["source"] = tuple(within(each, "source") for each in source)
+        if source := query.getlist("source"):
+            given["source"] = tuple(bounded(source, "source"))
         options = replace(self._asking, **given)
         return JSONResponse(await asyncio.to_thread(self._engine.search, question, options))
 
