@@ -70,6 +70,8 @@ class Documents:
                 raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
         named = await asyncio.to_thread(self._named, texts(value, "paths"))
         sent = [self._sent(row) for row in taken(value, "documents", list, [])]
+        if len({path for path, _ in sent}) < len(sent):  # the former version of one would be the other
+            raise Refusal(400, "wrong_name", "two documents have the same name", "send one of them", "documents")
         if not named and not sent:
             raise Refusal(400, "no_documents", "there is nothing to ingest", "give documents, or paths")
         self._check_free()
