@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     assert engines() == []
     assert socket_path(store).exists()
     assert engine_of(store).pid != engine.pid
+
+
+def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
+    """They would take the process of a record for one, and `kvtool stop` would end whatever has its number now."""
+    engine = engine_of(store)
+    os.kill(engine.pid, signal.SIGKILL)
+    wait_for_end(engine)
+    with ThreadPoolExecutor(4) as threads:
+        assert not any(threads.map(lambda _: kept_engines(), range(2000)))
+
+
+def test_an_engine_that_has_ended_is_not_waited_for_where_another_runs(store: Path) -> None:
+    before = engine_of(store)
+    os.kill(before.pid, signal.SIGKILL)
+    wait_for_end(before)
+    now = engine_of(store)
+    before.end()
+    assert [each.pid for each in kept_engines()] == [now.pid]
 
 
 @pytest.mark.slow
