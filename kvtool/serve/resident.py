@@ -34,6 +34,13 @@ from kvtool.serve.unix_socket import KEEP_HEADER, listen, socket_path
 
 _LOOK_EVERY = 0.5  # seconds
 _DRAIN = 30.0  # seconds to finish answers
+_UNLIMITED = 1e9  # seconds
+
+
+def shell_engine(place: Path, model: ModelOptions, memory_cache: int) -> Engine:
+    """Return an engine of shells: as `kvtool query` itself, it gives each answer the time that it takes."""
+    options = ServeOptions(memory_cache=memory_cache, keep_conversations=0, request_timeout=_UNLIMITED)
+    return Engine(place, model, _warn, options)
 
 
 class Resident:
@@ -54,7 +61,7 @@ class Resident:
         """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
         self._record.write()
         self._uuid = read_store_file(self._place).uuid
-        engine = Engine(self._place, model, _warn, ServeOptions(memory_cache=memory_cache, keep_conversations=0))
+        engine = shell_engine(self._place, model, memory_cache)
         path, listeners = socket_path(self._place), list[Listener]()
         try:
             engine.start()

@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 
 from kvtool.cli import beside
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.job import Ask
 from kvtool.serve.kept_engine import KeptEngine, kept_engines
+from kvtool.serve.resident import shell_engine
 from kvtool.serve.unix_socket import socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, command, environment, kvtool, on_terminal, process
 from tests.serve.conftest import PATIENCE, serving, wait_until
@@ -243,6 +248,13 @@ def test_sigterm_lets_answers_end(store: Path) -> None:
     wait_for_end(engine)
     assert not socket_path(store).exists()
     assert "Traceback" not in Path(engine.log).read_text()
+
+
+def test_an_answer_may_take_its_time(store: Path) -> None:
+    """As without an engine: its model may need minutes for what a server would refuse after five."""
+    engine = shell_engine(store, ModelOptions(), 0)
+    assert engine.submit(Ask(Request(QUESTION), QueryOptions()), print).timeout > 10**8
+    engine.close()
 
 
 def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
