@@ -21,8 +21,9 @@ from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, check_shape, t
 _MOST, _LONGEST = 128, 1 << 16  # tools, and characters of their JSON or of a schema
 _PATTERNS = 10
 # Of schemas: brackets in brackets through all references, beyond which llguidance has no stack and the process ends;
-# parts of merged references; and the states of `multipleOf`.
-_DEEPEST, _MERGED, _MULTIPLE = 500, 4000, 10_000
+# parts of merged references; the states of `multipleOf`; and pairs of alternatives that have to hold together.
+_DEEPEST, _MERGED, _MULTIPLE, _PAIRS = 500, 4000, 10_000, 2000
+_WORK = 500_000  # parts that are looked at to find these
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 _LIST, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"  # of Mistral, and of Llama
@@ -112,13 +113,17 @@ def _check_work(schemas: Sequence[Any], what: str) -> None:
         hint = f"its digits, and the least common multiple of several, are at most {_MULTIPLE:,}"
         raise Refusal(400, "too_many", f"multipleOf takes {states:,} states", hint, what)
     try:
-        merged = sum(map(_merged, schemas))
+        merged, work = sum(map(_merged, schemas)), iter(range(_WORK))
+        pairs = sum([_pairs(schema, schema, work) for schema in schemas]) if merged <= _MERGED else 0
     except (LookupError, ValueError, TypeError) as error:
         hint = f"paths such as #/$defs/NAME, $id at the beginning only, and at most {_DEEPEST} brackets in brackets"
         raise Refusal(400, "unsupported", "the schema's references lead out of it, or too deep", hint, what) from error
     if merged > _MERGED:
         hint = f"references in allOf, or next to other rules, may amount to {_MERGED:,} parts"
         raise Refusal(400, "too_many", "merged references make the schema too large", hint, what)
+    if pairs > _PAIRS:
+        hint = f"at most {_PAIRS:,} of enum, anyOf, oneOf and type in allOf, or next to each other"
+        raise Refusal(400, "too_many", f"a schema has {pairs:,} pairs of alternatives", hint, what)
 
 
 def _multiples(schema: Any) -> Iterator[int]:
@@ -184,6 +189,41 @@ def _target(root: Any, reference: str) -> Any:
         name = name.replace("~1", "/").replace("~0", "~")
         root = root[int(name)] if isinstance(root, list) else root[name]
     return root
+
+
+def _pairs(part: Any, root: Any, work: Iterator[int]) -> int:
+    """Count the combinations of alternatives that have to hold together: each is tried. `work` ends it (ValueError)."""
+    count = 0
+    if isinstance(part, dict):
+        apart = {name: each for name, each in part.items() if name in ("anyOf", "oneOf", "enum", "$ref")}
+        rest = {name: each for name, each in part.items() if name not in ("allOf", "$defs", *apart)}
+        groups = [rest, *({name: each} for name, each in apart.items())]
+        groups += part["allOf"] if isinstance(part.get("allOf"), list) else []
+        groups = [group for group in groups if group]
+        many = [_alternatives(group, root, set(), work) for group in groups] if len(groups) > 1 else []
+        count = math.prod(1 + each for each in many) if sum(map(bool, many)) > 1 else 0
+    for each in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        count += _pairs(each, root, work)
+    return count
+
+
+def _alternatives(part: Any, root: Any, known: set[int], work: Iterator[int]) -> int:
+    """Count the alternatives in a part of a schema and in all that it refers to, once each."""
+    if not isinstance(part, (dict, list)) or id(part) in known:
+        return 0
+    known.add(id(part))
+    if next(work, None) is None:
+        raise ValueError("the references lead to too much")
+    if isinstance(part, list):
+        count = 0
+        for each in part:
+            count += _alternatives(each, root, known, work)
+        return count
+    count = sum([len(part[name]) for name in ("enum", "anyOf", "oneOf", "type") if isinstance(part.get(name), list)])
+    for name, each in part.items():
+        inner = _target(root, each) if name == "$ref" and isinstance(each, str) else each
+        count += _alternatives(inner, root, known, work)
+    return count
 
 
 def _depth(part: Any) -> int:

@@ -229,6 +229,8 @@ HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more sta
     {"type": "integer", "multipleOf": 999_983},
     {"allOf": [{"type": "integer", "multipleOf": 997}, {"type": "integer", "multipleOf": 1009}]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a/", "allOf": [{"$ref": "#"}, {"type": "object"}]}}},
+    {"allOf": [{"enum": [f"{n}" for n in range(3000)]}, {"enum": [f"{n}" for n in range(2999, -1, -1)]}]},
+    {"allOf": [{"anyOf": [{"properties": {f"{n}{m}": {}}} for m in range(7)]} for n in range(4)]},
     {"$ref": "file:///etc/passwd"},
     {"$ref": "#/$defs/unheard"},
 ]
@@ -236,6 +238,9 @@ USUAL: list[dict[str, Any]] = [
     linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
     linked(5, {"allOf": [{"$ref": "NEXT"}], "description": "x"}),
     {"type": "object", "properties": {"under": {"type": "array", "items": {"$ref": "#"}}}},
+    {"type": "string", "enum": [f"{n}" for n in range(3000)]},
+    {"anyOf": [{"properties": {"a": {"enum": [n]}}, "required": ["a"]} for n in range(300)]},
+    {"properties": {"a": {"enum": ["x", "y"]}, "b": {"type": ["integer", "null"]}}, "anyOf": [{"required": ["a"]}, {}]},
     {
         "properties": {
             name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 5), ("c", 1e4))
