@@ -25,6 +25,7 @@ from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
 from kvtool.serve.anthropic import read_message
 from kvtool.serve.openai import read_chat
+from kvtool.serve.responses import ResponsesResponse
 from kvtool.serve.tools import Hold, read_tools, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
@@ -354,6 +355,18 @@ def test_arguments_that_no_response_could_have(value: str) -> None:
     with pytest.raises(Refusal) as refused:
         read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions())
     assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls")
+
+
+def test_events_name_the_items_of_their_response() -> None:
+    """Also where full prefill has corrected a draft, of which some text was shown, to a call."""
+    facts = {"tokens": {"prompt": 9, "generated": 5, "reused": 0}, "timing_ms": {}}
+    answer = with_calls(Answer(CALLED, "stop", (), (), facts, 0, "", 0.0, 0.0), TOOLS)
+    response = ResponsesResponse({}, "tiny", "1", lambda _: None)
+    told = "".join([*response.beginning(), *response.piece("Baker"), *response.end(answer)])
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: ")]
+    done = [(event["output_index"], event["item"]) for event in events if event["type"] == "response.output_item.done"]
+    assert done == [*enumerate(events[-1]["response"]["output"])]
+    assert [item["type"] for _, item in done] == ["message", "function_call"]
 
 
 def test_one_call_where_several_are_not_wanted() -> None:
