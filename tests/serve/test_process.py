@@ -122,7 +122,7 @@ def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store
         return found
 
     try:
-        url, page = until(r"ready on (\S+); the key is in [^;]*; a browser shows a page at (\S+)\r\n").groups()
+        url, page = until(r"(?s)ready on (\S+); the key is in [^;]*;.*?page\s+at\s+(\S+)\s").groups()
         assert page == f"{url}/#key=kv-of%2Ba/terminal"
         key = {"Authorization": "Bearer kv-of+a/terminal"}
         chat = {"messages": [{"role": "user", "content": QUESTION}]}
