@@ -83,6 +83,20 @@ def test_pages_without_text_are_told(reading: Reading) -> None:
         reading.documents(Path("/a.pdf"), scanned(3))
 
 
+def test_of_running_heads_of_a_pdf_only_the_first_is_kept(reading: Reading) -> None:
+    """Not lines that differ in more than the page's number, nor a page that would be left empty."""
+    pages = [
+        ["The annual report", f"Question {n}", f"The mill ground {n} sacks.", "11/28/26, 12:19 AM", f"a.html {n}/4"]
+        for n in range(1, 5)
+    ]
+    (document,) = reading.documents(Path("/a.pdf"), pdf([*pages, []]))
+    assert document.text.count("The annual report") == 1
+    assert document.text.count("11/28/26") == document.text.count("a.html") == 1
+    assert all(f"Question {n}\nThe mill ground {n} sacks." in document.text for n in range(1, 5))
+    (labels,) = reading.documents(Path("/b.pdf"), pdf([["Fragile"]] * 4))
+    assert labels.text.count("Fragile") == 4
+
+
 def test_a_missing_package_is_named_with_its_install_line() -> None:
     with pytest.raises(MissingPackage) as raised, opened("thing", "nothing-like-it"):
         import nothing_like_it  # noqa: F401

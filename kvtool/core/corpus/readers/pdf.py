@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from pypdfium2 import PdfDocument
 
 _HYPHENS = ("\x02", "\ufffe")  # what pdfium gives for a hyphen at the end of a line
+_NUMBER = re.compile(r"(\d{1,9})")
+_PAGE = re.compile(r".*\d ?(?:/|of) ?\d+\W*|\W*[^\W\d]{0,6}\W*\d+\W*[^\W\d]{0,2}\W*")
+_RUNNING, _HEAD_LINES = 3, 2  # pages that have the same head, at least; lines of a head, at most
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
 
 
@@ -32,15 +36,15 @@ def read(source: str, data: bytes) -> list[Document]:
         raise _refused(error) from error
     try:
         count = len(file)
-        pages = {number: _text(file, number) for number in range(1, count + 1)}
-        scanned = [number for number, text in pages.items() if not text.strip() and _is_picture(file, number)]
+        pages = [_text(file, number) for number in range(1, count + 1)]
+        scanned = [at for at, text in enumerate(pages, 1) if not text.strip() and _is_picture(file, at)]
     finally:
         file.close()
-    if not any(text.strip() for text in pages.values()):
+    if not any(text.strip() for text in pages):
         what = f"no text on its {count} page(s)" + (", which are scanned" if scanned else "")
         raise UnreadableFile(what, "run it through OCR first, such as `ocrmypdf`")
     notes = (f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()
-    return [replace(numbered(source, "text", "p.", pages.values()), notes=notes)]
+    return [replace(numbered(source, "text", "p.", _without_running_lines(pages)), notes=notes)]
 
 
 def _refused(error: Any) -> UnreadableFile:
@@ -65,6 +69,41 @@ def _text(file: PdfDocument, number: int) -> str:
     for hyphen in _HYPHENS:
         text = text.replace(hyphen + "\n", "").replace(hyphen, "-")
     return text
+
+
+def _without_running_lines(pages: list[str]) -> list[str]:
+    """Take away running heads and page numbers: what most pages begin or end with. Only the first is kept."""
+    texts = [page.strip("\n").split("\n") for page in pages]
+    for end in (0, -1):
+        kept = []
+        for _ in range(_HEAD_LINES):
+            taken = [(at, texts[at].pop(end)) for at in _running(texts, end)]
+            kept += taken[:1]
+        for at, line in reversed(kept):
+            texts[at].insert(0 if end == 0 else len(texts[at]), line)
+    return ["\n".join(lines) for lines in texts]
+
+
+def _running(texts: list[list[str]], end: int) -> list[int]:
+    """Return the pages whose first or last lines are the same, but for the page's number; none if they are few."""
+    least = max(_RUNNING, len(texts) * 2 // 3)
+    for first in range(len(texts) - least + 1):
+        line = texts[first][end] if texts[first] else ""
+        same = [at for at in range(first, len(texts)) if texts[at] and _is_same(line, texts[at][end], at - first)]
+        if line.strip() and len(same) >= least and all(len(texts[at]) > 1 for at in same):
+            return same
+    return []
+
+
+def _is_same(line: str, other: str, pages: int) -> bool:
+    """Return True if a line is the same so many pages later, but for the page's number ("Question 3" has none)."""
+    if line == other or not _PAGE.fullmatch(line):
+        return line == other
+    parts, later = _NUMBER.split(line), _NUMBER.split(other)  # every other one is a number
+    return len(parts) == len(later) and all(
+        one == two or (at % 2 == 1 and int(two) - int(one) == pages)
+        for at, (one, two) in enumerate(zip(parts, later, strict=True))
+    )
 
 
 def _is_picture(file: PdfDocument, number: int) -> bool:
