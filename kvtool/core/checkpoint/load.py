@@ -16,10 +16,10 @@ from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
 from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
 from kvtool.core.common.collecting import paused_collection, quiet
-from kvtool.core.common.machine import Arithmetic, is_out_of_memory, product_dtype
+from kvtool.core.common.machine import INT8, Arithmetic, is_out_of_memory, product_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", INT8)
 _SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_CODE = "it needs code from its own folder, which kvtool does not run"
 _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
@@ -49,7 +49,9 @@ class Loaded:
     @property
     def arithmetic(self) -> Arithmetic:
         """Number format and kind of device that it computes in, by the machine."""
-        return Arithmetic(str(self.model.dtype).removeprefix("torch."), self.device.partition(":")[0])
+        is_int8 = any(getattr(module, "int8", False) for module in self.model.modules())
+        dtype = INT8 if is_int8 else str(self.model.dtype).removeprefix("torch.")
+        return Arithmetic(dtype, self.device.partition(":")[0])
 
     @property
     def weights(self) -> str:
@@ -107,9 +109,23 @@ def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
 
     Raises
     ------
-    UsageError : not a dtype that a model can run in.
+    UsageError : not a dtype that a model can run in, or that this model or device has no products for.
     """
+    if dtype == INT8:
+        _check_int8(device, files)
     return _named_dtype(dtype) if dtype != "auto" else own_dtype(_stored_dtype(files), device)
+
+
+def _check_int8(device: str, files: ModelFiles) -> None:
+    from kvtool.core.native.isa import best_isa, multiplies_int8
+
+    why = "" if device == "cpu" else f"runs on a CPU, and not on {device}"
+    if not why and multiplies_int8(best_isa()) is None:
+        why = "needs a CPU with AVX2"
+    if not why and not (files.folder / PACKED).is_file():
+        why = f"multiplies the packed weights of a GGUF file, which {files.ref} is not"
+    if why:
+        raise UsageError(f"--dtype int8 {why}", "leave --dtype out")
 
 
 def _named_dtype(dtype: str) -> str:
@@ -129,7 +145,7 @@ def own_dtype(stored: str, device: str) -> str:
 
 
 def kept_format(dtype: str, files: ModelFiles) -> str:
-    """Return the number format that a new store keeps keys and values in, on any machine, for a dtype's name or "auto".
+    """Return the number format that a new store keeps keys and values in, on any machine, for its name or "auto".
 
     `auto` takes 16 bits a number: float16, with three bits of mantissa more, for a model that was published in it and
     whose numbers fit its range; else bfloat16, since keys of other models may leave that range.
@@ -202,6 +218,8 @@ def load_model(
     started = time.perf_counter()
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place, files)
+    if kind == INT8:
+        kind, arithmetic = "float32", INT8
     keep_freed_memory()
     keep_few_kernels()
     with quiet(), _explained(files):
@@ -243,8 +261,8 @@ def _whole_config(files: ModelFiles) -> Any:
 
 def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
     """Load a model, with its weights as they are on disk (`packed_model`) if it is packed and they can stay so."""
-    text = text_submodel(files.folder, _whole_config(files))
-    model = None
+    text, int8 = text_submodel(files.folder, _whole_config(files)), dtype == INT8
+    model, dtype = None, "float32" if int8 else dtype
     if (
         packed
         and device == "cpu"
@@ -252,7 +270,7 @@ def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
     ):
         from kvtool.core.checkpoint.packed import packed_model
 
-        model = packed_model(files.folder, text, dtype)
+        model = packed_model(files.folder, text, dtype, int8)
     if model is None:
         model = _plain_model(files, text, device, dtype)
         if packed:

@@ -147,7 +147,7 @@ def _row_hashes(rows: torch.Tensor) -> torch.Tensor:
     return (words.long() * factors).sum(1)
 
 
-def packed_model(folder: Path, text: TextSubmodel, dtype: str) -> Any:
+def packed_model(folder: Path, text: TextSubmodel, dtype: str, int8: bool = False) -> Any:
     """Build a model whose weights stay as they are on disk, mapped into memory; None: it cannot be built so.
 
     A bfloat16 checkpoint that computes in float32 takes half the bytes so.
@@ -155,7 +155,7 @@ def packed_model(folder: Path, text: TextSubmodel, dtype: str) -> Any:
     Parameters
     ----------
     text : the part of the folder that is loaded, its family supported.
-    dtype : what it computes in: "float32" or "bfloat16".
+    dtype : what it computes in: "float32" or "bfloat16". `int8`: as of `PackedLinear`.
 
     Raises
     ------
@@ -171,7 +171,7 @@ def packed_model(folder: Path, text: TextSubmodel, dtype: str) -> Any:
     shared = {name: matrices[own] for name, own in (model.all_tied_weights_keys or {}).items() if own in matrices}
     for name, matrix in (matrices | shared).items():
         path = name.removesuffix(".weight")
-        _replace(model, path, plain.get(path), matrix)
+        _replace(model, path, plain.get(path), matrix, int8)
     return model.eval().requires_grad_(False) if _fill(model, folder, text) else None
 
 
@@ -199,7 +199,7 @@ def _empty(folder: Path, text: TextSubmodel, dtype: torch.dtype) -> Any:
     return model
 
 
-def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None:
+def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor, int8: bool) -> None:
     """Put a packed layer in the place of a plain one; any other layer keeps what `_fill` reads for it.
 
     A family that is saved under other names than it is built with has no such layer.
@@ -208,7 +208,7 @@ def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None
         return
     if type(plain) is torch.nn.Linear:
         bias = None if plain.bias is None else plain.bias.detach()
-        model.set_submodule(path, PackedLinear(matrix, bias, plain.weight.dtype))
+        model.set_submodule(path, PackedLinear(matrix, bias, plain.weight.dtype, int8))
     elif type(plain) is torch.nn.Embedding:
         model.set_submodule(path, PackedEmbedding(matrix, plain.padding_idx, plain.weight.dtype))
 

@@ -43,7 +43,8 @@ _NO_MEMORY = ("out of memory", "outofmemory", "not enough memory", "can't alloca
 _BUSY = 0.5  # processes a core, as the load average of the last minute has them
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")  # as systems name 64-bit machines
 
-NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32"), ("cpu", "cuda", "mps", "vllm")
+INT8 = "int8"  # of products of packed weights; all else is float32 then
+NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32", INT8), ("cpu", "cuda", "mps", "vllm")
 
 
 class Arithmetic(NamedTuple):
@@ -70,7 +71,7 @@ def is_fast(dtype: str) -> bool:
     """Return True if the CPU multiplies this format at least as fast as float32. Imports no torch."""
     if dtype == "bfloat16":
         return not _INSTRUCTIONS.isdisjoint(cpu_features()) and _held_back_by() is None
-    return dtype == FLOAT32
+    return dtype in (FLOAT32, INT8)
 
 
 def product_dtype(dtype: str, device: str = "cpu") -> str:

@@ -50,7 +50,10 @@ class ModelOptions(NetworkOptions):
         pattern=r"auto|cpu|mps|cuda(:\d+)?",
     )
     dtype: str = option(
-        "auto", "The number format to compute in.", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "The number format to compute in; int8: a prompt's products with a GGUF file's weights, on a CPU.",
+        group=MODEL,
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
 
 

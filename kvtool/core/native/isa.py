@@ -42,6 +42,7 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi2".
 AVX512 = Isa("avx512", 16, "x86-64-v4", _V4, "+avx512vbmi2")
 AVX2 = Isa("avx2", 8, "x86-64-v3", _V3)
 AVX512_BF16 = Isa("avx512bf16", 16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
+AVX512_VNNI = Isa("avx512vnni", 16, "x86-64-v4", _V4 | {"avx512vnni"}, "+avx512vbmi2,+avx512vnni")
 NEON = Isa("neon", 8, "generic", frozenset({"neon"}))  # two registers of four lanes: LLVM splits vectors
 SCALAR = Isa("scalar", 8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
 ISAS = {isa.name: isa for isa in (AVX512, AVX2, NEON, SCALAR)}  # best first
@@ -106,3 +107,10 @@ def isa_here() -> Isa | None:
 def multiplies_bfloat16(isa: Isa | None) -> bool:
     """Return whether the CPU multiplies pairs of bfloat16 by instructions on top of this set (`AVX512_BF16`)."""
     return isa is AVX512 and "avx512bf16" in cpu_features()
+
+
+def multiplies_int8(isa: Isa | None) -> Isa | None:
+    """Return the set whose instructions multiply 8-bit integers on top of this one; None: the CPU has none."""
+    if isa is AVX512 and "avx512vnni" in cpu_features():
+        return AVX512_VNNI
+    return isa if isa in (AVX512, AVX2) else None

@@ -226,6 +226,11 @@ def codes(layout: Layout, data: Value, block: Value) -> list[Value]:
     ----------
     data : address of the row's first byte.
     """
+    return [part.to("float", signed=True) for part in whole_codes(layout, data, block)]
+
+
+def whole_codes(layout: Layout, data: Value, block: Value) -> list[Value]:
+    """Unpack the codes of 32 columns as `codes` does, as i32."""
     first = data.at(block * (4 * layout.bits))
     parts: list[Value] = []
     at = done = 0
@@ -233,7 +238,7 @@ def codes(layout: Layout, data: Value, block: Value) -> list[Value]:
         fields = _FIELDS[width](data.k, first.at(at))
         parts = [low | (high << done) for low, high in zip(parts, fields, strict=True)] if parts else fields
         at, done = at + 4 * width, done + width
-    return [part.to("float", signed=True) for part in parts]
+    return parts
 
 
 def _eights(k: FunctionBuilder, data: Value) -> list[Value]:
@@ -265,16 +270,16 @@ _Addresses: TypeAlias = tuple[Value, Value, Value]  # of a row's codes, scales a
 
 
 class PackedRows:
-    """Rows of a matrix that a function has as its arguments data, scales, group_mins and columns.
+    """Rows of a matrix that a function has as its arguments, or a job as its fields: data, scales, group_mins, columns.
 
     Attributes
     ----------
     blocks : of a row, in superblocks and what is left.
     """
 
-    def __init__(self, k: FunctionBuilder, layout: Layout) -> None:
-        self._k, self.layout = k, layout
-        columns = k.args.columns
+    def __init__(self, k: FunctionBuilder, layout: Layout, given: Fields | None = None) -> None:
+        self._args, self.layout = given or k.args, layout
+        columns = self._args.columns
         if layout.superblocks:
             self._scales_of_row = columns // SUPERBLOCK * layout.block_bytes
         else:
@@ -285,7 +290,7 @@ class PackedRows:
 
     def row(self, row: Value) -> _Addresses:
         """Find a row."""
-        args, first = self._k.args, row * self._scales_of_row
+        args, first = self._args, row * self._scales_of_row
         scales = args.scales.of("i8" if self.layout.superblocks else "float16")
         data = args.data.of("i8").at(row * self._row_bytes)
         return data, scales.at(first), args.group_mins.of("float16").at(first)

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, take_rows
-from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv, least_rows, small_batch_gemm
+from kvtool.core.kernels.linear.quantized import (
+    dequantize_rows,
+    gemv,
+    has_int8,
+    int8_gemm,
+    least_rows,
+    small_batch_gemm,
+)
 
 _TILE_BYTES = 32 * 2**20  # of unpacked weights at a time: more than any layer of a small model, less than an LM head
 # Rows beyond which oneDNN's products of unpacked bfloat16 weights are as fast as ours. Of float32 ours always are: one
@@ -47,18 +54,26 @@ class PackedLinear(SmallBatchLinear):
     Measured, SmolLM2's 106 million weights of its layers in Q4_1, one core, AVX2 float32: 6 ms a row packed; 12 ms to
     unpack, which with 4 to 160 rows is no slower than reading 425 MB of float32 weights.
 
+    Parameters
+    ----------
+    int8 : more than one row is rounded to 8-bit integers and multiplied with the packed weights (`int8_gemm`), where
+        the CPU and the kind of weights allow it; float32 else.
+
     Attributes
     ----------
     matrix : the weights.
     weight : of the right shape and dtype, and without numbers (on the device "meta").
+    int8 : True if rows are multiplied so.
     """
 
-    def __init__(self, matrix: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, matrix: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype, int8: bool = False
+    ) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = matrix.columns, matrix.rows
         self.matrix = matrix
         self.weight = _shape_of(matrix, dtype)
-        self._least_few = least_rows(matrix, dtype)
+        self._least_few, self.int8 = least_rows(matrix, dtype), int8 and has_int8(matrix)
         kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
         self.register_parameter("bias", kept)
 
@@ -66,6 +81,8 @@ class PackedLinear(SmallBatchLinear):
         """Compute `[..., out_features]` of `[..., in_features]`."""
         if input.numel() == self.in_features:
             return self._one(input)
+        if self.int8:
+            return self._few(input.reshape(-1, self.in_features).contiguous()).view(*input.shape[:-1], -1)
         return self.unpacked_product(input)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,10 +92,10 @@ class PackedLinear(SmallBatchLinear):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
+        return self.int8 or (self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows))
 
     def _few(self, rows: torch.Tensor) -> torch.Tensor:
-        return small_batch_gemm(self.matrix, rows, self.bias)
+        return (int8_gemm if self.int8 else small_batch_gemm)(self.matrix, rows, self.bias)
 
     def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows with the weights unpacked, however few they are."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch.nn.functional import pad
 
 from kvtool.core.kernels import COMPUTED, FORMATS
+from kvtool.core.kernels.linear import int8_ir
 from kvtool.core.kernels.linear.gemm_ir import (
     OUTPUTS,
     SHARE_JOB,
@@ -19,13 +21,14 @@ from kvtool.core.kernels.linear.gemm_ir import (
 )
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
-from kvtool.core.native.isa import AVX512_BF16, Isa, best_isa, multiplies_bfloat16
+from kvtool.core.native.isa import AVX512_BF16, Isa, best_isa, multiplies_bfloat16, multiplies_int8
 from kvtool.core.native.jit import Function, compile_once, compiled
 from kvtool.core.native.job import LINE, address, scratch
 from kvtool.core.native.threads import launch
 
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
 _FEW = 256  # rows of X at a time: both stay in a core's own cache
+_INT8_ROWS = 512  # rows of X at a time, of a byte a number
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 
 
@@ -117,6 +120,70 @@ def _few(kind: str, element: str, isa: Isa) -> Function:
     if not LAYOUTS[kind].dense:
         functions.append(unpack(isa, kind, element))
     return compiled(module(*functions), isa, functions[0].name)[0]
+
+
+def int8_gemm(
+    matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None, isa: Isa | None = None
+) -> torch.Tensor:
+    """Return X · Wᵀ, float32, with X rounded to 8-bit integers, a scale for each group of columns (int8_ir.py).
+
+    Parameters
+    ----------
+    x : `[rows, columns]`, contiguous, float32.
+    bias : `[matrix.rows]`.
+    isa : None: the best here.
+
+    Raises
+    ------
+    ValueError : x or the bias does not fit, or there is no code for the matrix (`has_int8`).
+    """
+    isa, count = isa or multiplies_int8(best_isa()), len(x)
+    fits = x.dtype == torch.float32 and x.shape[1:] == (matrix.columns,) and x.is_contiguous()
+    if isa is None or not has_int8(matrix, isa) or not fits or (bias is not None and len(bias) != matrix.rows):
+        raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
+    if count < (least := int8_ir.tile_rows(isa)):
+        return int8_gemm(matrix, pad(x, (0, 0, 0, least - count)), bias, isa)[:count]
+    added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
+    out = torch.empty((count, matrix.rows), dtype=torch.float32)
+    quantize, multiply = _int8(matrix.kind, isa)
+    threads, group = torch.get_num_threads(), matrix.layout.group
+    size = -(-int8_ir.scratch_bytes(isa, matrix.layout, matrix.columns) // LINE) * LINE
+    unpacked = scratch("unpacked", threads * size, "uint8")
+    blocks = -(-count // _INT8_ROWS)  # as even as can be: the last one must not have fewer rows than the code takes
+    for first, stop in pairwise(count * number // blocks for number in range(blocks + 1)):
+        rows, groups = stop - first, matrix.columns // group
+        q = torch.empty((rows, matrix.columns), dtype=torch.int8)
+        scales, sums = torch.empty((2, rows, groups), dtype=torch.float32)
+        x_parts = {"q": q.data_ptr(), "rows": rows, "columns": matrix.columns}
+        job = int8_ir.QUANTIZE_JOB.pack(
+            **x_parts,
+            **{"next": 0, "share": max(1, rows // (_SHARES * threads)), "x": x[first:stop].data_ptr()},
+            **{"scales": scales.data_ptr(), "sums": sums.data_ptr()},
+        )
+        launch(quantize, job, threads)
+        job = int8_ir.INT8_JOB.pack(
+            **x_parts,
+            **_parts(matrix),
+            **{"next": 0, "thread": 0, "share": isa.width, "last": matrix.rows, "outputs": matrix.rows},
+            **{"x_scales": scales.data_ptr(), "x_sums": sums.data_ptr(), "out": out[first:stop].data_ptr()},
+            **{"bias": added.data_ptr(), "scratch": address(unpacked), "scratch_bytes": size},
+        )
+        launch(multiply, job, threads)
+    return out
+
+
+def has_int8(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
+    """Return whether `int8_gemm` takes a matrix, here."""
+    isa = isa or multiplies_int8(best_isa())
+    return isa is not None and matrix.rows % isa.width == 0 and int8_ir.multiplies(isa, matrix.layout)
+
+
+@compile_once
+def _int8(kind: str, isa: Isa) -> tuple[Function, Function]:
+    """Return the functions that round X, and multiply it with a kind of weights."""
+    functions = int8_ir.quantize(isa, LAYOUTS[kind].group), int8_ir.int8_gemm(isa, kind)
+    quantize, multiply = compiled(module(*functions), isa, *(one.name for one in functions))
+    return quantize, multiply
 
 
 def dequantize_rows(
