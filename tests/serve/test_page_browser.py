@@ -127,7 +127,7 @@ def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Ope
         for one in reversed(citations):
             text = text.replace(f" [{one['number']}]", "", 1)
         assert text == expected["choices"][0]["message"]["content"]
-        assert first.locator(".cite").count() == len(citations) > 0
+        assert first.locator(".text .cite").count() == len(citations) > 0
         first.locator(".cite").first.focus()
         page.keyboard.press("Enter")  # the keyboard is enough
         mark = page.locator("mark:focus")
@@ -207,7 +207,7 @@ def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_
         page.locator("#files").set_input_files(files)
         page.locator("#documents-said", has_text="2 of 3 files stored").wait_for()
         assert "added" in page.locator("#sent li").first.inner_text()
-        assert "binary" in page.locator("#sent li").nth(2).inner_text()
+        assert "not a document" in page.locator("#sent li").nth(2).inner_text()
         assert page.locator("img").count() == page.locator("#list b").count() == 0
         assert (folder / "수로.md").exists()
         page.locator("#filter").fill("수로")
@@ -244,7 +244,7 @@ def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_pag
         )
         page.locator("#documents-said", has_text="1 of 1 file stored").wait_for()
         assert page.locator("#model").inner_text() == "tiny"
-        page.locator("header button").focus()
+        page.locator("#language").focus()
         page.keyboard.press("Shift+Tab")
         page.keyboard.press("Enter")  # to the question
         page.keyboard.type(QUESTION)
