@@ -95,7 +95,7 @@ export const KO = {
   "A number in the answer leads to the sentence that has most words in common with it. That is no proof: a made-up sentence gets a number, too.":
     "답변의 번호는 공통된 단어가 가장 많은 원문 문장을 가리킵니다. 번호가 있다고 해서 사실이라는 뜻은 아닙니다. 지어낸 문장에도 번호가 붙습니다.",
   "Citation {0}: {1}": "인용 {0}: {1}",
-  "Back to citation {0} in the answer": "답변의 인용 {0}(으)로 돌아가기",
+  "Back to citation {0} in the answer": "답변으로 돌아가기(인용 {0})",
   "cited as {0}": "인용 번호 {0}",
   "line {0}": "{0}번째 줄",
   "the file has changed since": "추가한 뒤 파일이 변경됨",

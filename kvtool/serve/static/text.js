@@ -17,14 +17,18 @@ export class Said {
   }
 }
 
+/** Several texts one after the other. */
+class Joined extends Said {
+  toString() {
+    return this.values.join(this.text);
+  }
+}
+
 /** Say a text with `{0}`, `{1}`, … replaced by values, which may be such texts, too. */
 export const t = (text, ...values) => new Said(text, values);
 /** Say a number of things: `one` if it is 1, else `more`. */
 export const plural = (number, one, more) => t(number === 1 ? one : more, counted(number));
-export function join(parts, between = " ") {
-  const said = parts.filter(Boolean);
-  return new Said(said.map((_, place) => `{${place}}`).join(between), said);
-}
+export const join = (parts, between = " ") => new Joined(between, parts.filter(Boolean));
 export const isKnown = (text) => Object.hasOwn(KO, text);
 
 // ---- the language ----
