@@ -3,7 +3,7 @@
 import { showFacts } from "./answer.js";
 import { showDocuments, startDocuments } from "./documents.js";
 import { $, foreign, h, put, tell, tellAgain, tellHtml, words } from "./elements.js";
-import { Failure, events, look, request, takeKey, why } from "./server.js";
+import { events, look, request, takeKey, why } from "./server.js";
 import { firstLanguage, join, keepLanguage, otherLanguage, t, useLanguage } from "./text.js";
 
 let messages = []; // of the conversation, as the API has them
@@ -198,7 +198,6 @@ async function load() {
     $("fusion").value = kept;
     await showDocuments(state);
   } catch (error) {
-    if (!(error instanceof Failure)) throw error;
     put($("trouble-said"), why(error));
     $("trouble").hidden = error.code === "gone"; // which has a line of its own
   }

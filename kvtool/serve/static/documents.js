@@ -205,6 +205,7 @@ async function send(files) {
   const lines = files.map(lineOf);
   $("documents").open = true;
   $("sending").hidden = false;
+  if (!now) $("sent").replaceChildren(); // what became of earlier files
   $("sent").append(...lines.map((line) => line.item));
   queue.push(...lines);
   noteWaiting([now, ...queue]);

@@ -178,7 +178,7 @@ export const KO = {
   // documents
   Documents: "문서",
   "Add documents": "문서 추가",
-  "or drop them on this page": "또는 여기로 끌어다 놓으세요",
+  "or drop them here": "또는 여기로 끌어다 놓으세요",
   "Files that were sent": "보낸 파일",
   "Close this list": "목록 닫기",
   "This server takes no documents from here. Whoever runs it can allow that:":
