@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
@@ -94,7 +96,7 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
         run.out.doing("loading the model")
         try:
             engine.start()
-            said = partial(_say, run, options, address, file)
+            said = partial(_say, run, options, address, file, keys)
             run_server(engine, listeners, options.drain_timeout, said, warn)
         finally:
             for listener in listeners:
@@ -104,7 +106,13 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
 
 
 def _check_store(run: Run, options: ServeOptions) -> None:
-    """Refuse a missing store, unless clients may ingest into it; make one for what is learned. Raises KvtoolError."""
+    """Make a missing store where clients may ingest into it, or what they send is learned.
+
+    Raises
+    ------
+    StoreNotFoundError : there is none, and they may not.
+    ModelError : there is no model to make one with.
+    """
     from kvtool.core.cache.layout import read_store_file
 
     place = run.get(StoreOptions).place
@@ -113,15 +121,12 @@ def _check_store(run: Run, options: ServeOptions) -> None:
     try:
         read_store_file(place)
     except StoreNotFoundError:
-        if options.learn:
-            from kvtool.core.ingest.job import create
-
-            create(place, _ingesting(run))
-            run.out.status(f"made an empty store at {place}")
-            return
-        if options.uploads is None and not options.root:
+        if not (options.learn or options.uploads or options.root):
             raise
-        run.out.status(f"there is no store at {place} yet: the first document of a client creates it")
+        from kvtool.core.ingest.job import create
+
+        create(place, _ingesting(run))
+        run.out.status(f"made an empty store at {place}")
 
 
 def _tls(options: ServeOptions, warn: Warn) -> SSLContext | None:
@@ -171,10 +176,14 @@ def _ingesting(run: Run) -> IngestOptions:
     return replace(options, model=model.model, device=model.device, dtype=model.dtype, system=system, log=None)
 
 
-def _say(run: Run, options: ServeOptions, address: str, file: Path) -> None:
-    how = "no key is needed" if not options.key else f"the key is in {file} (`kvtool serve --show-key` prints it)"
+def _say(run: Run, options: ServeOptions, address: str, file: Path, keys: Sequence[str] | None) -> None:
+    how, page = "no key is needed", address
+    if keys is not None:
+        how = f"the key is in {file} (`kvtool serve --show-key` prints it)"
+        if sys.stderr.isatty():  # not in a log; browsers send nothing of what is after #
+            page = f"{address}/#key={quote(keys[0])}"
     run.out.idle()
-    run.out.status(f"ready on {address}; {how}; a browser shows a page there", address=address)
+    run.out.status(f"ready on {address}; {how}; a browser shows a page at {page}", address=address)
     if not options.is_local and options.tls_cert is None:
         run.out.warning(
             "the key, the questions and the answers go over the network unencrypted",

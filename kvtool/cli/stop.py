@@ -43,6 +43,6 @@ def stop(run: Run) -> None:
             run.out.print(f"ended process {each['pid']} of {each['store']}")
         if not ended:
             others = f"; {counted(len(every), 'other')} (`kvtool ps`)" if every else ""
-            run.out.status(f"no model stays loaded for this store{others}")
+            run.out.status(f"no model stays loaded for this store{others}" if wanted else "no model stays loaded")
 
     run.out.report({"ended": ended}, human=show)

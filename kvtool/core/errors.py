@@ -48,6 +48,13 @@ class StoreNotFoundError(KvtoolError):
     exit_code = EXIT_NO_STORE
 
 
+class NoDocumentsError(KvtoolError):
+    """The store holds no documents."""
+
+    def __init__(self) -> None:
+        super().__init__("the store holds no documents", "run `kvtool ingest PATH` first")
+
+
 class StoreLockedError(KvtoolError):
     """Another process is writing to the store."""
 

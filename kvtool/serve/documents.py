@@ -32,7 +32,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
-from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, taken, texts, within
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, taken, texts, within
 
 _MAX_NAME = 255  # bytes, as in file systems
 _MAX_DOCUMENT = 10**9  # characters: --max-body is less
@@ -70,6 +70,8 @@ class Documents:
                 raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
         named = await asyncio.to_thread(self._named, texts(value, "paths"))
         sent = [self._sent(row) for row in taken(value, "documents", list, [])]
+        if len({path for path, _ in sent}) < len(sent):  # the former version of one would be the other
+            raise Refusal(400, "wrong_name", "two documents have the same name", "send one of them", "documents")
         if not named and not sent:
             raise Refusal(400, "no_documents", "there is nothing to ingest", "give documents, or paths")
         self._check_free()
@@ -101,8 +103,8 @@ class Documents:
         given: dict[str, Any] = {
             name: known[name].parse(within(query[name], name), name) for name in ("top_k", "min_score") if name in query
         }
-        if source := query.getlist("source")[:MOST_NAMES]:
-            given["source"] = tuple(within(each, "source") for each in source)
+        if source := query.getlist("source"):
+            given["source"] = tuple(bounded(source, "source"))
         options = replace(self._asking, **given)
         return JSONResponse(await asyncio.to_thread(self._engine.search, question, options))
 
@@ -141,12 +143,19 @@ class Documents:
                 return self._engine.ingest(options).to_json()
             self._uploads.keep(sent)
             try:
-                return self._engine.ingest(options).to_json()
-            except NoSpaceError:
-                self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
+                report = self._engine.ingest(options).to_json()
+                self._take_back(sent)
+            except (NoSpaceError, UsageError):
+                self._take_back(sent)
                 raise
             finally:
                 self._uploads.settle(sent)
+            return report
+
+    def _take_back(self, sent: list[tuple[Path, bytes]]) -> None:
+        """Remove files that were sent, and that the store has not: they were refused, or there was no room."""
+        assert self._uploads is not None
+        self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
 
     def _forget(self, source: str, much: bool) -> tuple[str, ...]:
         with self._held():

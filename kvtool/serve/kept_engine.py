@@ -81,7 +81,7 @@ class KeptEngine:
         """Let the process finish its answers and end; wait for that. Raises KvtoolError if it does not end."""
         lock = Path(self.log).with_suffix(".lock")
         deadline, asked = time.monotonic() + _END_TIMEOUT, False
-        while _is_held(lock):
+        while _is_held(lock) and (now := _read(lock)) is not None and now.pid == self.pid:
             if not asked:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGTERM)
@@ -175,19 +175,19 @@ def _read(lock: Path) -> KeptEngine | None:
 
 
 def _is_held(lock: Path) -> bool:
-    with _held(lock) as handle:
+    with _held(lock, alone=False) as handle:  # others may look, too, and are no engine
         return handle is None
 
 
 @contextmanager
-def _held(lock: Path) -> Iterator[int | None]:
-    """Yield the descriptor of a lock file that no other process holds; None: one does."""
+def _held(lock: Path, alone: bool = True) -> Iterator[int | None]:
+    """Yield the descriptor of a lock file that no other process holds (`alone`: nor looks at); None: one does."""
     import fcntl
 
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield None
         else:

@@ -23,7 +23,7 @@ from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Trim, about, cached_tokens, unknown_model
 from kvtool.serve.job import Answer, Ask, Call, Turns
 from kvtool.serve.tools import call_message, read_tools
-from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, taken, texts, within
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, briefly, check_names, taken, texts, within
 
 # ---- requests ----
 
@@ -71,7 +71,6 @@ _TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
 _MAX_MESSAGES = 4096
-_MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
 
 
 def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
@@ -107,7 +106,7 @@ def _read(
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
-    given = {name: _bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
+    given = {name: bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
     if asked == "messages" and value.get("logprobs") is True:
         given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
         value = {**value, "logprobs": None, "top_logprobs": None}
@@ -159,18 +158,6 @@ def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
         hint = f"up to {_MAX_BIASES:,} token ids, each with a number from -{_MAX_BIAS} to {_MAX_BIAS}"
         raise Refusal(400, "wrong_type", what, hint, "logit_bias")
     return numbers | {"logit_bias": tuple(f"{token}={float(bias):f}" for token, bias in biases.items())}
-
-
-def _bounded(value: Any, name: str) -> Any:
-    """Return an option's value, of limited length. Raises Refusal."""
-    if isinstance(value, list) and len(value) > MOST_NAMES:
-        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
-    if not isinstance(value, list):
-        return within(value, name)
-    texts_of_it = [within(each, name) for each in value]
-    if (length := sum(len(each) for each in texts_of_it if isinstance(each, str))) > _MAX_LIST:
-        raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_MAX_LIST:,}", name)
-    return texts_of_it
 
 
 def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,7 @@
 """Process of an engine that stays loaded for a store (`kept_engine.py` starts it) and only listens at its socket.
 
-It ends some time after the last question, at SIGTERM, and where its store or its socket is no longer the one it began
-with.
+It ends some time after the last question, at SIGTERM, and where its store, its socket or its record is no longer the
+one it began with.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ from kvtool.serve.unix_socket import KEEP_HEADER, listen, socket_path
 
 _LOOK_EVERY = 0.5  # seconds
 _DRAIN = 30.0  # seconds to finish answers
+_UNLIMITED = 1e9  # seconds
+
+
+def shell_engine(place: Path, model: ModelOptions, memory_cache: int) -> Engine:
+    """Return an engine of shells: as `kvtool query` itself, it gives each answer the time that it takes."""
+    options = ServeOptions(memory_cache=memory_cache, keep_conversations=0, request_timeout=_UNLIMITED)
+    return Engine(place, model, _warn, options)
 
 
 class Resident:
@@ -54,7 +61,7 @@ class Resident:
         """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
         self._record.write()
         self._uuid = read_store_file(self._place).uuid
-        engine = Engine(self._place, model, _warn, ServeOptions(memory_cache=memory_cache, keep_conversations=0))
+        engine = shell_engine(self._place, model, memory_cache)
         path, listeners = socket_path(self._place), list[Listener]()
         try:
             engine.start()
@@ -92,7 +99,8 @@ class Resident:
         before = self._record
         begun, ends = before.requests + max(0, running), time.time() + self._seconds
         self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
-        self._record.write()
+        with suppress(OSError):  # of a full disk: it is for others to see, and answers go on
+            self._record.write()
 
     def _watch(self) -> None:
         """Look for a reason to end from now on."""
@@ -117,6 +125,8 @@ class Resident:
                 return "another server has taken the socket"
         except OSError:
             return "the socket is gone"
+        if not os.path.exists(self._record.log):
+            return "its record is gone"  # `kvtool stop` would not find it
         return "no question came" if not self._record.running and time.time() >= self._record.ends else ""
 
 

@@ -148,7 +148,7 @@ class ResponsesResponse:
         """Return the object of a complete answer."""
         self.keep(answer)
         cut = answer.finish == "length"
-        said = [self._item(answer.text, cut)] if answer.text or not answer.calls else []
+        said = [self._item(answer.text, cut)] if answer.text or self._is_open or not answer.calls else []
         output = said + [_call(call, call.json, "completed") for call in answer.calls]
         own = self._object("incomplete" if cut else "completed", output)
         reason = {"reason": "max_output_tokens"} if cut else None

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
     KvtoolError,
+    NoDocumentsError,
     NoSpaceError,
     NothingFoundError,
     RemoteError,
@@ -31,6 +32,7 @@ from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
 LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
 MOST_NAMES = 256  # in a list of them
+_MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
 _MAX_VALUES = 10**5  # of JSON, names of fields included
 _MAX_DEPTH = 64  # brackets in brackets
 _MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
@@ -51,6 +53,7 @@ _MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
     (EndedError, 503, "ending"),
     (LeftError, 499, "left"),
     (NothingFoundError, 404, "nothing_found"),
+    (NoDocumentsError, 404, "no_documents"),
     (UsageError, 400, "invalid_request"),
     (StoreNotFoundError, 503, "no_store"),
     (StoreLockedError, 503, "store_locked"),
@@ -172,7 +175,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     """Parse a JSON object. Its limits bound the time for which the interpreter is held."""
     try:
         text = data.decode("utf-8")
-        _check_shape(text)
+        check_shape(text)
         value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole, object_pairs_hook=_once
         )
@@ -211,7 +214,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _check_shape(text: str) -> None:
+def check_shape(text: str) -> None:
     """Raise ValueError for JSON that is nested too deep, or has too many values."""
     plain = _TEXT.sub('""', text)
     if plain.count(",") + plain.count("[") + plain.count("{") > _MAX_VALUES:
@@ -255,6 +258,18 @@ def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
     if isinstance(found, str) and len(found) > longest:
         raise Refusal(400, "too_long", f"{name} has {len(found):,} characters", f"at most {longest:,}", name)
     return found
+
+
+def bounded(value: Any, name: str) -> Any:
+    """Return an option's value, of limited length. Raises Refusal."""
+    if isinstance(value, list) and len(value) > MOST_NAMES:
+        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
+    if not isinstance(value, list):
+        return within(value, name)
+    texts_of_it = [within(each, name) for each in value]
+    if (length := sum(len(each) for each in texts_of_it if isinstance(each, str))) > _MAX_LIST:
+        raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_MAX_LIST:,}", name)
+    return texts_of_it
 
 
 _KINDS: dict[type, str] = {

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtool.core.corpus.outline import units
 from kvtool.core.corpus.split import METHODS, CountTokens, SplitSettings, split
 from kvtool.core.errors import UsageError
 
@@ -198,6 +199,30 @@ def test_wrapped_paragraphs_are_cut_at_sentences_not_lines() -> None:
     text = f"Once {lines} text. " * 6
     parts = chunks(text.strip(), SplitSettings("semantic", 60), by_words)
     assert all(part.rstrip().endswith(".") for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "The lighthouse of Varn Skerry\nThe lighthouse of Varn Skerry was built in 1783 by the engineer Odile\n"
+            "Krantz.\nIts lamp burned whale oil until 1861, when the council of the island bought a\n"
+            "new one that had cost them ninety silver coins.\n",
+            "was built in 1783 by the engineer Odile\nKrantz.",
+        ),
+        (
+            "한빛마을 도서관의 역사\n한빛마을 도서관은 1962년에 서윤아 선생이 세웠다. 도서관 건물은 옛 양조\n"
+            "장을 고쳐 지었다.\n도서관 뒤뜰에는 감나무가 세 그루 있었다.\n",
+            "도서관 건물은 옛 양조\n장을 고쳐 지었다.",
+        ),
+    ],
+    ids=["english", "korean"],
+)
+def test_sentences_of_a_pdf_go_over_its_line_ends(text: str, sentence: str) -> None:
+    """Its titles and the last lines of its paragraphs are short, and no empty line is around them."""
+    found = [text[one.start : one.end].strip() for one in units(text, "text")]
+    assert any(one.endswith(sentence) for one in found)
+    assert found[0] == text.partition("\n")[0]
 
 
 def test_graphemes_are_not_torn() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvtool.core.fusion.cost import MOST_ASKING
 from kvtool.core.fusion.layerwise_selection import question_attention
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
@@ -234,3 +235,23 @@ def test_another_question_chooses_other_rows(llama: Case, kind: Any) -> None:
     other = llama.fuse(llama.plan(lead_in=BOS, question=tokens(len(QUESTION), 60)), kind())
     assert not torch.equal(one.recomputed, other.recomputed)
     assert same_bits(one, llama.fuse(llama.plan(lead_in=BOS), kind()))
+
+
+def test_of_a_long_question_only_the_end_asks(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks the passages is computed of as many rows as are few, as if nothing else were asked."""
+    end, computed = tokens(MOST_ASKING, seed=5), []
+    whole = llama.plan(question=(*tokens(2 * MOST_ASKING, seed=6), *end))
+    fill = type(llama.decoder).fill_cache
+
+    def counting(decoder: Any, ids: Sequence[int], *rest: Any) -> None:
+        computed.append(len(ids))
+        fill(decoder, ids, *rest)
+
+    monkeypatch.setattr(type(llama.decoder), "fill_cache", counting)
+    found, short = ours(llama, whole, range(2, LAYERS)), ours(llama, llama.plan(question=end), range(2, LAYERS))
+    assert computed == [MOST_ASKING, MOST_ASKING]
+    assert torch.equal(found[: len(short)], short)
+    assert not found[len(short) :].any()
+    rows = Union(ratio=0.5).rows(whole, found)
+    assert rows.sum() == math.ceil(0.5 * CONTEXT)
+    assert llama.fuse(whole, Union(ratio=0.5)).tokens.recomputed == rows.sum()

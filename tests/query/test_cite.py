@@ -80,6 +80,21 @@ def test_an_earlier_turn_is_cited(store: Path, says: Callable[[str], None]) -> N
         assert talk.ask("And when?").citations
 
 
+def test_a_question_counts_more_than_those_before_it(store: Path, says: Callable[[str], None]) -> None:
+    """They help to search, and decide where its own words do not."""
+    says("It was baker C.")
+    before = "Was the first mill built by baker B in 1707?"
+    both = ("mill0.md", "mill1.md")
+
+    def first(question: str) -> str:
+        with package.open(store) as cache:
+            request = Request(question, documents=both, search=f"{before} {question}")
+            return cache.conversation(max_tokens=8, cite=True).ask(request).citations[0].text
+
+    assert "second mill was built" in first("Who built the second mill?")
+    assert first("Who was it?") == "The first mill was built in 1707 by baker B. It grinds flour."
+
+
 def test_titles_are_no_sentences() -> None:
     text = "The mill\n\nIt is old. Dr. A. Reeve built it!\n\n- one list\n- of two"
     assert [text[start:end] for start, end in sentences_of(text)] == [

@@ -82,6 +82,7 @@ def test_a_character_is_never_cut() -> None:
         ("x", "deviation"),
         ("다", ""),
     ]
+    assert found.recomputed == {"deviation": 2}  # one of three bytes of a character, and the x
 
 
 def test_a_timeline(store: Path, tmp_path: Path) -> None:

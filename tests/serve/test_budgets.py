@@ -174,3 +174,14 @@ def ask(served: Served) -> None:
     while isinstance(event := events.get(timeout=PATIENCE), str):
         pass
     assert isinstance(event, Answer), event
+
+
+def test_a_name_that_is_sent_twice_at_once_leaves_the_former_version(
+    client: httpx2.Client, store: Path, uploads: Path
+) -> None:
+    assert send(client, "note.md", "The first version.").status_code == 200
+    leave(store, 100)
+    rows = [{"name": "note.md", "text": f"{word} " * 2000} for word in ("second", "third")]
+    answer = client.post(DOCUMENTS, json={"documents": rows})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
+    assert (uploads / "note.md").read_text() == "The first version."

@@ -273,6 +273,8 @@ def test_a_search_finds_what_the_command_finds(ready: Path) -> None:
             ({}, "question"),
             ({"q": "x", "top_k": "0"}, "top_k"),
             ({"q": "x", "level": "1"}, "level"),
+            ({"q": "x", "source": ["*mill1.md"] * 257}, "source has 257 values"),
+            ({"q": "x", "source": ["a" * 4000] * 9}, "source has 36,000 characters"),
         ):
             refused = client.get("/v1/search", params=params)
             assert (refused.status_code, named in refused.json()["error"]["message"]) == (400, True)

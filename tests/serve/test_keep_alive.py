@@ -9,13 +9,19 @@ import signal
 import stat
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtool.cli import beside
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.job import Ask
 from kvtool.serve.kept_engine import KeptEngine, kept_engines
+from kvtool.serve.resident import shell_engine
 from kvtool.serve.unix_socket import socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, command, environment, kvtool, on_terminal, process
 from tests.serve.conftest import PATIENCE, serving, wait_until
@@ -118,6 +124,24 @@ def test_a_killed_engine_blocks_nothing(store: Path) -> None:
     assert engine_of(store).pid != engine.pid
 
 
+def test_commands_that_look_at_once_are_no_engine(store: Path) -> None:
+    """They would take the process of a record for one, and `kvtool stop` would end whatever has its number now."""
+    engine = engine_of(store)
+    os.kill(engine.pid, signal.SIGKILL)
+    wait_for_end(engine)
+    with ThreadPoolExecutor(4) as threads:
+        assert not any(threads.map(lambda _: kept_engines(), range(2000)))
+
+
+def test_an_engine_that_has_ended_is_not_waited_for_where_another_runs(store: Path) -> None:
+    before = engine_of(store)
+    os.kill(before.pid, signal.SIGKILL)
+    wait_for_end(before)
+    now = engine_of(store)
+    before.end()
+    assert [each.pid for each in kept_engines()] == [now.pid]
+
+
 @pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
     """The question that waits for it is answered all the same."""
@@ -168,6 +192,30 @@ def test_an_engine_whose_socket_is_gone_ends(store: Path) -> None:
     wait_for_end(engine)
 
 
+def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) -> None:
+    """As where the disk is full."""
+    engine = engine_of(store)
+    Path(engine.log).with_suffix(".new").mkdir()
+    assert "was not used" not in kvtool(*asked(store, "--keep-alive", "1ms")).fine().err
+    wait_for_end(engine)
+
+
+def test_an_engine_whose_record_is_gone_ends(store: Path) -> None:
+    """As where the cache folder was removed: `kvtool stop` would not find it."""
+    engine = engine_of(store)
+    wait_until(lambda: not kept_engines()[0].running)  # after which it writes nothing
+    shutil.rmtree(Path(engine.log).parent)
+    wait_until(lambda: not _is_alive(engine.pid))
+    assert engine_of(store).pid != engine.pid
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
 def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
     """`kvtool query … | cat` ends with the answer, and so does what reads an inherited descriptor."""
     reading, writing = os.pipe()
@@ -200,6 +248,13 @@ def test_sigterm_lets_answers_end(store: Path) -> None:
     wait_for_end(engine)
     assert not socket_path(store).exists()
     assert "Traceback" not in Path(engine.log).read_text()
+
+
+def test_an_answer_may_take_its_time(store: Path) -> None:
+    """As without an engine: its model may need minutes for what a server would refuse after five."""
+    engine = shell_engine(store, ModelOptions(), 0)
+    assert engine.submit(Ask(Request(QUESTION), QueryOptions()), print).timeout > 10**8
+    engine.close()
 
 
 def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,10 +104,14 @@ def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Pat
                 assert learned.sources()
 
 
-def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store: Path, home: Path) -> None:
+def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store: Path, tmp_path: Path) -> None:
     mine, its = pty.openpty()
-    asked = command("serve", "--port", "0", "--store", store, "--no-key", "--no-socket", "--max-tokens", "4")
-    process = subprocess.Popen(asked, stdout=its, stderr=its, env=environment(TERM="xterm"))
+    (tmp_path / "key").write_text("kv-of+a/terminal\n")
+    (tmp_path / "key").chmod(0o600)
+    asked = command("serve", "--port", "0", "--store", store, "--no-socket", "--max-tokens", "4")
+    process = subprocess.Popen(
+        [*asked, "--key-file", str(tmp_path / "key")], stdout=its, stderr=its, env=environment(TERM="xterm")
+    )
     os.close(its)
     shown = ""
 
@@ -118,10 +122,12 @@ def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store
         return found
 
     try:
-        url = until(r"ready on (\S+); no key is needed")[1]
+        url, page = until(r"(?s)ready on (\S+); the key is in [^;]*;.*?page\s+at\s+(\S+)\s").groups()
+        assert page == f"{url}/#key=kv-of%2Ba/terminal"
+        key = {"Authorization": "Bearer kv-of+a/terminal"}
         chat = {"messages": [{"role": "user", "content": QUESTION}]}
-        assert httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=PATIENCE).status_code == 200
-        assert httpx2.get(f"{url}/nothing", timeout=PATIENCE).status_code == 404
+        assert httpx2.post(f"{url}/v1/chat/completions", json=chat, headers=key, timeout=PATIENCE).status_code == 200
+        assert httpx2.get(f"{url}/nothing", headers=key, timeout=PATIENCE).status_code == 404
         until(r"GET /nothing 404 in .*\n")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
@@ -152,14 +158,19 @@ def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
-    """Refused as by `query`, unless clients may fill it: then the start says so. Learning needs an empty one."""
-    kvtool("serve", "--store", tmp_path / "none").failed(10, "there is no store at", "kvtool ingest")
-    elsewhere = ("--host", "203.0.113.1")  # of documentation: no machine can listen there
+    """Refused as by `query`, unless clients may fill it: then an empty one is made."""
+    none, elsewhere = tmp_path / "none", ("--host", "203.0.113.1")  # of documentation: no machine can listen there
+    kvtool("serve", "--store", none).failed(10, "there is no store at", "kvtool ingest")
+    kvtool("serve", "--store", none, "--uploads", tmp_path / "sent", "--model", tmp_path / "lost").failed(12, "lost")
+    assert not none.exists()
     kvtool("serve", "--store", tmp_path / "made", "--learn", "--model", tiny, *elsewhere).failed(1, "cannot listen")
     with Store.open(tmp_path / "made") as store:
         assert store_identity(store).model == str(tiny)
-    with running("--store", tmp_path / "none", "--uploads", tmp_path / "sent", "--no-socket") as (process, url):
-        assert httpx2.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "empty"
+    made = ("--store", none, "--uploads", tmp_path / "sent", "--model", tiny, "--no-socket", "--no-key")
+    with running(*made) as (process, url):
+        assert httpx2.get(f"{url}/page/state", timeout=PATIENCE).json()["model"] == "tiny"
+        asked = {"messages": [{"role": "user", "content": QUESTION}]}
+        reply = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_documents")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
-    assert not (tmp_path / "none").exists()

@@ -25,6 +25,7 @@ from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
 from kvtool.serve.anthropic import read_message
 from kvtool.serve.openai import read_chat
+from kvtool.serve.responses import ResponsesResponse
 from kvtool.serve.tools import Hold, read_tools, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
@@ -215,6 +216,45 @@ def test_what_is_no_call_is_streamed_as_without_tools(chat: Any) -> None:
     assert done.choices[0].message.content
 
 
+def linked(count: int, *between: dict[str, Any]) -> dict[str, Any]:
+    """A schema of definitions, each of which has places for the next one."""
+    made = [json.dumps(between).replace('"NEXT"', f'"#/$defs/{number + 1}"') for number in range(count)]
+    definitions = [{"properties": dict(zip("pq", json.loads(each), strict=False))} for each in made]
+    return {"$ref": "#/$defs/0", "$defs": {str(number): each for number, each in enumerate([*definitions, {}])}}
+
+
+HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more stack than a process has
+    linked(1000, {"$ref": "NEXT"}),
+    linked(30, {"$ref": "NEXT", "minProperties": 0}, {"$ref": "NEXT", "minProperties": 0}),
+    linked(30, {"allOf": [{"$ref": "NEXT"}]}, {"allOf": [{"$ref": "NEXT"}, {"type": "object"}]}),
+    {"type": "integer", "multipleOf": 999_983},
+    {"allOf": [{"type": "integer", "multipleOf": 997}, {"type": "integer", "multipleOf": 1009}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a/", "allOf": [{"$ref": "#"}, {"type": "object"}]}}},
+    {"allOf": [{"enum": [f"{n}" for n in range(3000)]}, {"enum": [f"{n}" for n in range(2999, -1, -1)]}]},
+    {"allOf": [{"anyOf": [{"properties": {f"{n}{m}": {}}} for m in range(7)]} for n in range(4)]},
+    {"$ref": "file:///etc/passwd"},
+    {"$ref": "#/$defs/unheard"},
+]
+USUAL: list[dict[str, Any]] = [
+    linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
+    linked(5, {"allOf": [{"$ref": "NEXT"}], "description": "x"}),
+    {"type": "object", "properties": {"under": {"type": "array", "items": {"$ref": "#"}}}},
+    {"type": "string", "enum": [f"{n}" for n in range(3000)]},
+    {"anyOf": [{"properties": {"a": {"enum": [n]}}, "required": ["a"]} for n in range(300)]},
+    {"properties": {"a": {"enum": ["x", "y"]}, "b": {"type": ["integer", "null"]}}, "anyOf": [{"required": ["a"]}, {}]},
+    {
+        "properties": {
+            name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 5), ("c", 1e4))
+        }
+    },
+    {"$id": "https://a/b", "properties": {"$ref": {"$ref": "#/%24defs/a~1b"}}, "$defs": {"a/b": {"type": "string"}}},
+    {
+        "$ref": "#/$defs/0",
+        "$defs": {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(450)} | {"450": {}},
+    },
+]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice"),
@@ -230,6 +270,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
     ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1"),
+    ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1"),
     (
         {
             "response_format": {
@@ -240,6 +281,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "response_format",
     ),
     ({"messages": [ASKED, {"role": "tool", "content": "the result of no call"}]}, "messages.1"),
+    *[
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": each}}}, "response_format")
+        for each in HARD
+    ],
+    (
+        {"tools": [{"type": "function", "function": {**LOOK, "parameters": HARD[0]}}], "tool_choice": "required"},
+        "tool_choice",
+    ),
 ]
 
 
@@ -250,6 +299,12 @@ def test_what_no_grammar_can_say_is_refused(body: dict[str, Any], param: str) ->
     with pytest.raises(Refusal) as refused:
         read_chat({"messages": [ASKED], **body}, QueryOptions())
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("schema", USUAL, ids=range(len(USUAL)))
+def test_references_and_steps_that_are_usual(schema: dict[str, Any]) -> None:
+    body = {"messages": [ASKED], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    assert read_chat(body, QueryOptions()).ask.options.grammar
 
 
 def test_without_the_library_a_schema_is_refused_and_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +340,33 @@ def test_calls_in_a_text(text: str, rest: str, count: int) -> None:
     answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
     assert (answer.text, len(answer.calls)) == (rest, count)
     assert all(call.arguments == {"mill": 3} for call in answer.calls)
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, '{"a":' * 100 + "1" + "}" * 100, r'"\ud800"', "NaN", "1e999"], ids=range(5)
+)
+def test_arguments_that_no_response_could_have(value: str) -> None:
+    """They are no call, in an answer as in a message."""
+    own = f'{{"name": "look_up", "arguments": {{"mill": {value}}}}}'
+    for text in (own, f"<tool_call>{own}</tool_call>"):
+        answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
+        assert (answer.text, answer.calls) == (text, ())
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"mill": {value}}}'}}]}
+    with pytest.raises(Refusal) as refused:
+        read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions())
+    assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls")
+
+
+def test_events_name_the_items_of_their_response() -> None:
+    """Also where full prefill has corrected a draft, of which some text was shown, to a call."""
+    facts = {"tokens": {"prompt": 9, "generated": 5, "reused": 0}, "timing_ms": {}}
+    answer = with_calls(Answer(CALLED, "stop", (), (), facts, 0, "", 0.0, 0.0), TOOLS)
+    response = ResponsesResponse({}, "tiny", "1", lambda _: None)
+    told = "".join([*response.beginning(), *response.piece("Baker"), *response.end(answer)])
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: ")]
+    done = [(event["output_index"], event["item"]) for event in events if event["type"] == "response.output_item.done"]
+    assert done == [*enumerate(events[-1]["response"]["output"])]
+    assert [item["type"] for _, item in done] == ["message", "function_call"]
 
 
 def test_one_call_where_several_are_not_wanted() -> None:

@@ -21,7 +21,7 @@ from kvtool.core.options.option import options_of
 from kvtool.core.options.resolve import resolve
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.forget import pin
-from tests.serve.conftest import serving
+from tests.serve.conftest import Served, serving
 
 DOCUMENTS = "/v1/documents"
 ROWS = '{"id": "r1", "text": "The kite is in Oslo."}\n{"id": "r2", "text": "The mill is in Bergen."}\n'
@@ -36,8 +36,14 @@ def uploads(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(store: Path, uploads: Path) -> Iterator[httpx2.Client]:
-    with serving(store, uploads=uploads) as served, served.client as client:
+def served(store: Path, uploads: Path) -> Iterator[Served]:
+    with serving(store, uploads=uploads) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx2.Client]:
+    with served.client as client:
         yield client
 
 
@@ -148,14 +154,31 @@ def test_what_was_sent_is_known_after_a_restart(store: Path, uploads: Path) -> N
     assert not (uploads / "a.md").exists()
 
 
-def test_what_was_sent_and_could_not_be_read_can_be_removed(uploads: Path, client: httpx2.Client) -> None:
+def test_what_is_refused_leaves_no_file(uploads: Path, client: httpx2.Client) -> None:
+    """Nor takes it the place of a former version. Of several the others stay."""
     file = uploads / "a.md"
-    for named in ("a.md", str(file)):
-        send(client, "a.md", " ")
-        assert file.exists()
-        assert forget(client, named).json()["forgotten"] == [str(file)]
-        assert not file.exists()
-        assert forget(client, named).status_code == 400
+    assert "empty" in refused(send(client, "a.md", " "), 400)
+    assert not file.exists()
+    send(client, "a.md", "The kite is in Oslo.")
+    rows = [{"name": name, "text": text} for name, text in (("a.md", " "), ("b.md", "The mill is in Bergen."))]
+    report = client.post(DOCUMENTS, json={"documents": rows}).json()
+    assert report["documents"]["added"] == 1
+    assert file.read_text() == "The kite is in Oslo."
+    assert (uploads / "b.md").exists()
+    assert sources(client) >= {str(file), str(uploads / "b.md")}
+
+
+def test_what_an_interrupted_ingest_left_can_be_removed(uploads: Path, served: Served) -> None:
+    file = uploads / "a.md"
+    with served.client as client:
+        for named in ("a.md", str(file)):
+            served.engine._shutdown.now = True
+            refused(send(client, "a.md", "The kite is in Oslo."), 503)
+            served.engine._shutdown.now = False
+            assert file.exists()
+            assert forget(client, named).json()["forgotten"] == [str(file)]
+            assert not file.exists()
+            assert forget(client, named).status_code == 400
 
 
 @pytest.mark.parametrize(

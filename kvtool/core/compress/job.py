@@ -29,7 +29,7 @@ from kvtool.core.compress.level_writer import LevelWriter
 from kvtool.core.compress.loss import MODE, HeavyRows, LevelScheme, mean_loss, measure, own_prompts
 from kvtool.core.compress.options import AUTO, CompressOptions
 from kvtool.core.compress.report import CompressReport
-from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
+from kvtool.core.errors import KvtoolError, NoDocumentsError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.read import exact_level
 from kvtool.core.session.identity import losses_by_maker, smallest_allowed
@@ -202,7 +202,7 @@ class _Job:
         exact = list(self._exact(self._own(chunks)))
         if not exact:
             if next(self.store.files(), None) is None:
-                raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
+                raise NoDocumentsError
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         self._load()
         self.report.fitted = True

@@ -70,6 +70,7 @@ _TITLE = re.compile(
 )
 _CLOSER = re.compile(r"[)\]}]|(?:else|elif|except|finally|end|catch)\b")
 _LONGEST_TITLE = 80
+_NARROW, _WIDE, _FULL = 40, 130, 0.7  # characters of a wrapped paragraph's longest line; a full line's share of that
 _CUT_BY_LINES = ("table", "fence", "code")
 
 _SENTENCE_END = re.compile(
@@ -286,19 +287,25 @@ def _code_level(text: str, start: int) -> Level:
 
 
 def _prose_lines(text: str, block: _Block) -> Iterator[int]:
-    """Find the line ends that mean something: all but those of a paragraph wrapped at a fixed width."""
-    wrapped = _is_wrapped(text, block)
+    """Find the line ends that mean something: all but those where a paragraph is wrapped."""
+    wrapped = _wrapped(text, block)
     for start in block.lines[1:]:
-        if not wrapped or _ITEM.match(text, start):
+        if start not in wrapped or _ITEM.match(text, start):
             yield start
 
 
-def _is_wrapped(text: str, block: _Block) -> bool:
+def _wrapped(text: str, block: _Block) -> set[int]:
+    """Return the starts of lines that go on with what the line before could not hold.
+
+    Those before are about as long as the longest, and of the lines after them a third goes on in the middle of a
+    sentence. Titles and last lines of paragraphs are shorter: text from a PDF has no empty lines around them.
+    """
     lengths = [after - start for start, after in pairwise(block.lines)]
-    if not lengths or min(lengths) < 40 or max(lengths) > 130:
-        return False
-    going_on = sum(_goes_on(text[start]) for start in block.lines[1:])
-    return going_on * 3 >= len(lengths)
+    longest = max(lengths, default=0)
+    if not _NARROW <= longest <= _WIDE:
+        return set()
+    after = [start for start, size in zip(block.lines[1:], lengths, strict=True) if size >= longest * _FULL]
+    return set(after) if sum(_goes_on(text[start]) for start in after) * 3 >= len(after) else set()
 
 
 def _goes_on(char: str) -> bool:

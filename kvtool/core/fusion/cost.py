@@ -21,6 +21,7 @@ MEMORY = "memory"  # among the levels: KV that is held decoded, which only has t
 # Kinds of cached segments (fusion/plan.py); `leading` are exact ones with nothing else before them.
 Kind = Literal["leading", "exact", "hit"]
 CACHED: tuple[Kind, ...] = ("leading", "exact", "hit")
+MOST_ASKING = 256  # tokens of a question whose attention ranks the passages' rows: its last ones
 _COMPUTED = ("fresh", "hole")  # computed by every mode: the question and the holes
 
 
@@ -258,13 +259,16 @@ class PromptRows:
 
         The question's own pass skips the LM head and sums up its attention; it counts as much as any other pass.
         """
-        first = self._pass((*_COMPUTED, *cost.computes), min(cost.overlapped, self.hits))
-        seconds = self._speeds.overlapped(self.load(*cost.reads, mode=mode), first)
-        return seconds + self._pass(("fresh",), min(cost.after, self.hits)) if cost.after else seconds
+        after = self._pass(("fresh",), min(cost.after, self.hits)) if cost.after else 0.0
+        first = self._pass((*_COMPUTED, *cost.computes), min(cost.overlapped, self.hits), asks=bool(after))
+        return self._speeds.overlapped(self.load(*cost.reads, mode=mode), first) + after
 
-    def _pass(self, kinds: Sequence[str], hits: float = 0.0) -> float:
-        """Estimate a pass over all rows of these kinds, and so many of the hits."""
+    def _pass(self, kinds: Sequence[str], hits: float = 0.0, asks: bool = False) -> float:
+        """Estimate a pass over all rows of these kinds, and so many of the hits. `asks`: of the question, those whose
+        attention ranks."""
         rows, keys = (sum(counts.get(kind, 0) for kind in kinds) for counts in (self._rows, self._keys))
+        if asks and (cut := self._rows["fresh"] - MOST_ASKING) > 0:
+            rows, keys = rows - cut, keys - _keys_seen(self.length - cut, cut)
         share = hits / self.hits if hits else 0.0
         return self._speeds.passes.seconds(rows + hits, keys + share * self._keys.get("hit", 0))
 

@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.cost import MOST_ASKING
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling, Selector
@@ -193,7 +195,7 @@ class _Watch:
         for first in range(0, count, _BLOCK):
             some = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, some]
-            weights = mean_weights(part, key[0], seen[some], scoring)
+            weights = mean_weights(part, key[0, :, : len(self._total)], seen[some], scoring)
             squares += weights.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
@@ -207,7 +209,9 @@ def question_attention(
 ) -> torch.Tensor:
     """Measure the question's attention to the whole prompt, over reused rows at their true positions.
 
-    Question and holes are computed, holes at every layer; the cache takes their rows.
+    Question and holes are computed, holes at every layer; the cache takes their rows. Of a question longer than
+    `MOST_ASKING` tokens, such as one after a pasted text, only the end is computed, right after the passages: all of it
+    is computed once more afterwards, and would take longer than full prefill.
 
     Parameters
     ----------
@@ -217,8 +221,9 @@ def question_attention(
 
     Returns
     -------
-    float32 `[plan.length]`.
+    float32 `[plan.length]`; 0 for places after the end of the question that was computed.
     """
+    length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
     watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
@@ -228,4 +233,4 @@ def question_attention(
         at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
         decoder.fill_cache([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
     cache.before_update = None
-    return watch.mean.cpu()
+    return pad(watch.mean.cpu(), (0, length - plan.length))

@@ -202,6 +202,12 @@ class Plan:
                 values[segment.start : segment.stop] = some.float()
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
+    def with_question_end(self, most: int) -> Plan:
+        """Return the plan with only the last `most` tokens of the question, in the place of all of it."""
+        *before, question = self.segments
+        ids = question.ids[-most:]
+        return Plan((*before, replace(question, ids=ids, source=replace(question.source, ids=ids))))
+
     def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
         """Return the plan with `segment` as a hole: its record is not read."""
         source = replace(segment.source, stored=True) if stored else segment.source

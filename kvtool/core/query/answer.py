@@ -353,8 +353,8 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
     started = time.perf_counter()
     citations = None
     if options.cite:
-        about = asked.request.search or asked.request.question
-        citations = cite(session, about, [*begun.chunks, *begun.again], text)
+        passages = [*begun.chunks, *begun.again]
+        citations = cite(session, asked.request.question, passages, text, asked.request.search)
     if citations is not None:
         timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
     return Reply(

@@ -23,10 +23,16 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-def cite(session: Session, question: str, chunks: Iterable[ReplyChunk], answer: str) -> list[Citation]:
+def cite(
+    session: Session, question: str, chunks: Iterable[ReplyChunk], answer: str, search: str = ""
+) -> list[Citation]:
     """Find the sentence of a passage that each sentence of an answer rests on: that with most rare words in common.
 
     The first sentence of the answer is compared by the question's words, which it answers, a later one by its own.
+
+    Parameters
+    ----------
+    search : what was searched for, which decides where the question's own words do not ("How tall is it?").
 
     Returns
     -------
@@ -40,7 +46,7 @@ def cite(session: Session, question: str, chunks: Iterable[ReplyChunk], answer: 
     numbers: dict[Sentence, int] = {}
     found: list[Citation] = []
     for start, end in spans:
-        best = sentences[words.nearest(answer[start:end] if found else question)]
+        best = sentences[words.nearest(answer[start:end]) if found else words.nearest(question, search)]
         number = numbers.setdefault(best, len(numbers) + 1)
         found.append(_citation(session, best, number, (start, end)))
     return found
@@ -65,10 +71,13 @@ class RareWords:
     def _words(self, text: str) -> set[str]:
         return set(terms(text, self._language)[0])
 
-    def nearest(self, text: str) -> int:
-        """Return the number of the text whose words in common with another one weigh most; of equals the first."""
-        words = self._words(text)
-        worth = [sum(self._weights[word] for word in words & own) for own in self._of]
+    def nearest(self, *texts: str) -> int:
+        """Return the number of the text whose words in common with another one weigh most.
+
+        Of equals that with most words in common with the next one; then the first.
+        """
+        asked = [self._words(text) for text in texts]
+        worth = [[sum(self._weights[word] for word in words & own) for words in asked] for own in self._of]
         return max(range(len(worth)), key=worth.__getitem__)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,22 +31,23 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpans:
-    """A chunk's tokens in order, as spans without gaps."""
+    """A chunk's tokens in order, as spans without gaps, and how many there are of each fate.
+
+    A span has whole characters, so that some of its tokens may have been reused.
+    """
 
     spans: tuple[TokenSpan, ...]
+    counts: Mapping[str, int]
 
     @property
     def recomputed(self) -> dict[str, int]:
         """Return the number of tokens by reason."""
-        counts = Counter[str]()
-        for span in self.spans:
-            counts[span.reason] += span.stop - span.start
-        return {reason: count for reason, count in counts.items() if reason not in ("", DROPPED)}
+        return {reason: count for reason, count in self.counts.items() if reason not in ("", DROPPED)}
 
     @property
     def dropped(self) -> int:
         """Return the number of tokens whose rows were not stored."""
-        return sum(span.stop - span.start for span in self.spans if span.reason == DROPPED)
+        return self.counts.get(DROPPED, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the number of tokens by reason, and the spans (kvtool/docs/json.md)."""
@@ -100,7 +101,8 @@ def backends_of(decoder: Decoder, rows: int, keys: int) -> list[LayerBackends]:
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
     """Return an entry for each chunk, in prompt order."""
-    return [ChunkSpans(tuple(_spans(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.passages]
+    fates = [(segment, _fates(fused, segment)) for segment in fused.plan.passages]
+    return [ChunkSpans(tuple(_spans(segment, each, tokenizer)), Counter(each)) for segment, each in fates]
 
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:

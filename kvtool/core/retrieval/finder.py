@@ -22,7 +22,7 @@ from kvtool.core.common.marks import end_of, start_of
 from kvtool.core.common.spelling import composed, regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.readers import file_of
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, NoDocumentsError, NothingFoundError, UsageError
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
@@ -288,7 +288,7 @@ class Finder:
 
     def _search(self, retrieval: Retrieval) -> Search:
         if not len(self.index):
-            raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
+            raise NoDocumentsError
         allowed = self._allowed(retrieval.only) if retrieval.only else None
         return Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
 
