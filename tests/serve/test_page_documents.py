@@ -187,3 +187,9 @@ def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_pag
         page.keyboard.type(QUESTION)
         page.keyboard.press("Enter")
         assert answer(page, 2).locator(".sources > summary").inner_text() == "1 source"
+        page.get_by_role("button", name="Remove mill.md").click()
+        page.locator("#confirm .danger").click()
+        page.locator("#count", has_text="No document yet.").wait_for()
+        page.locator("#new").click()
+        ask(page)
+        answer(page, 3).locator(".note.wrong", has_text="No documents yet: add some under “Documents”.").wait_for()

@@ -132,6 +132,7 @@ export function upload(path, value, progress) {
 const NO_DOCUMENTS = t("No documents yet: add some under “Documents”.");
 const SAID = {
   no_store: NO_DOCUMENTS,
+  no_documents: NO_DOCUMENTS,
   busy: t("The server is busy. Try again in a moment."),
   timeout: t("The answer took too long, and the server ended it."),
   ending: t("The server is being shut down."),
@@ -142,7 +143,6 @@ const SAID = {
 
 /** Say an error of the server: what happened, and its hint unless that is for a shell or a program. */
 export function errorSaid({ message, hint, code }) {
-  if (/\bstore holds no documents\b/.test(message)) return NO_DOCUMENTS;
   if (SAID[code]) return SAID[code];
   const end = ` (${hint})`;
   const what = hint && message.endsWith(end) ? message.slice(0, -end.length) : message;
