@@ -43,10 +43,11 @@ async function ask(question) {
       if (piece) {
         if (!answer) say(body.kvtool.verify ? t("Answering; full prefill checks it afterwards…") : t("Answering…"));
         answer += piece;
-        show(turn.text, answer);
+        draw(turn, answer);
       }
       about = event.kvtool ?? about;
     }
+    cancelAnimationFrame(turn.frame);
     answer = about.verified?.answer ?? answer;
     await current().catch(() => {}); // the answer is there in any case
     const again = (own, more) => post({ ...bodyOf(turns), kvtool: { ...withoutChecks(body.kvtool), ...own }, ...more });
@@ -55,6 +56,8 @@ async function ask(question) {
     if (!body.kvtool.fusion) put($("fusion-server"), t("the server’s ({0})", about.fusion));
     say(t("The answer is complete."));
   } catch (error) {
+    cancelAnimationFrame(turn.frame);
+    show(turn.text, answer);
     fail(turn, question, error.name === "AbortError" ? t("Stopped.") : why(error), answer);
   } finally {
     turn.article.setAttribute("aria-busy", "false");
@@ -92,7 +95,13 @@ function addTurn(question) {
   const asked = h("p", foreign(question, { class: "question" }), question);
   $("turns").append(asked, article);
   $("turns").scrollTop = $("turns").scrollHeight;
-  return { number, text, article, question: asked };
+  return { number, text, article, question: asked, frame: 0 };
+}
+
+/** Show what there is of an answer with the next frame: a fast one has several pieces until then. */
+function draw(turn, answer) {
+  cancelAnimationFrame(turn.frame);
+  turn.frame = requestAnimationFrame(() => show(turn.text, answer));
 }
 
 function show(element, answer) {
