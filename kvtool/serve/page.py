@@ -21,9 +21,10 @@ _FOLDER = Path(__file__).parent / "static"
 _FILES = {  # file and type by address
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/page/answer.js": ("answer.js", "text/javascript; charset=utf-8"),
-    "/page/documents.js": ("documents.js", "text/javascript; charset=utf-8"),
-    "/page/server.js": ("server.js", "text/javascript; charset=utf-8"),
+    **{
+        f"/page/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("answer", "documents", "elements", "ko", "server", "text")
+    },
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }

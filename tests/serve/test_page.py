@@ -18,7 +18,7 @@ from kvtool.serve.page import STATIC
 from tests.cli.working import QUESTION, kvtool
 from tests.serve.conftest import PATIENCE, Served, serving
 
-MOST_BYTES = 50_000
+MOST_BYTES = 150_000
 TYPES = {"": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 ASKED = [{"role": "user", "content": QUESTION}]
 
@@ -189,3 +189,24 @@ def test_full_prefill_is_estimated_from_what_was_measured(
         found = client.get("/page/state").json()["prefill"]
     assert (found["source"], {*found}) == ("passes", {"source", "fixed", "row", "key"})
     assert found["fixed"] + found["row"] + found["key"] > 0
+
+
+def test_every_text_has_a_korean_one(stranger: httpx2.Client) -> None:
+    """In the scripts and in the HTML, with the same places for values; and no Korean text is of no use."""
+    scripts = {address: stranger.get(address).text for address in STATIC if address.endswith(".js")}
+    literal = r'"((?:[^"\\]|\\.)*)"'
+    rows = re.findall(rf"^  (?:{literal}|(\w+)):\s+{literal},$", scripts.pop("/page/ko.js"), re.MULTILINE)
+    korean = {quoted or bare: said for quoted, bare, said in rows}
+    assert len(korean) == len(rows) > 150
+    code = "".join(scripts.values())
+    used = {*re.findall(rf"(?<![\w.])t\(\s*{literal}", code)}
+    for one, more in re.findall(rf"\bplural\([^\"]*?{literal},\s*{literal}", code):
+        used |= {one, more}
+    untold = r"<(code|noscript|title|h1)\b.*?</\1>|<button [^>]*lang=.*?</button>"
+    page = re.sub(untold, "", stranger.get("/").text, flags=re.DOTALL)
+    used |= {*re.findall(r'(?:aria-label|placeholder|title)="([^"]+)"', page)}
+    used |= {" ".join(text.split()) for text in re.findall(r">([^<>]+)<", page)} - {""}
+    assert used == {*korean}
+    for english, said in korean.items():
+        assert {*re.findall(r"\{\d\}", english)} == {*re.findall(r"\{\d\}", said)}, english
+        assert re.search("[가-힣]", said) or not re.search("[a-z]{3}", english), english

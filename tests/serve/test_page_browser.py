@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,10 @@ def answer(page: Page, number: int) -> Any:
     return article
 
 
+def text_file(name: str, text: str = "The third mill was built by baker A.") -> Any:
+    return {"name": name, "mimeType": "text/plain", "buffer": text.encode()}
+
+
 def is_scrolled(page: Page) -> bool:
     """Whether anything is wider than the window."""
     return bool(page.evaluate("() => document.documentElement.scrollWidth > document.documentElement.clientWidth"))
@@ -106,6 +111,58 @@ def test_a_wrong_key_is_told_and_the_right_one_is_kept(ready: Path, open_page: O
         assert not another.locator("#trouble").is_visible()
 
 
+def test_a_key_in_the_address_is_kept_and_removed_there(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(f"{served.url}/#key={KEY}", key=None)
+        page.locator("#list li").first.wait_for()
+        assert page.url == f"{served.url}/"
+        page.reload()
+        page.locator("#list li").first.wait_for()
+        assert not page.locator("#key").is_visible()
+        another = open_page(served.url, key=None)
+        another.locator("#key-text").wait_for()
+        another.evaluate("key => { location.hash = `key=${key}` }", KEY)  # pasted where the page is open
+        another.locator("#list li").first.wait_for()
+        assert not another.locator("#key").is_visible()
+        assert another.url == f"{served.url}/"
+
+
+def test_a_key_that_is_given_late_shows_everything(ready: Path, open_page: Open) -> None:
+    """A wrong one is forgotten: the next dialog does not begin with a complaint."""
+    with served_with(ready) as served:
+        page = open_page(served.url, key="not-the-key-of-it")
+        page.locator("#key-wrong", has_text="does not know this key").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#trouble").wait_for()
+        ask(page)
+        page.locator("#key-text").wait_for()
+        assert page.locator("#key-wrong").text_content() == ""
+        unlock(page, KEY)
+        answer(page, 1).locator(".facts").wait_for()
+        page.locator("#list li").first.wait_for()
+        assert not page.locator("#trouble").is_visible()
+        assert page.locator("#model").inner_text()
+
+
+def test_a_wrong_number_of_the_options_is_told(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url)
+        page.locator("#options > summary").click()
+        page.locator("#top-k").fill("0")
+        for send in (lambda: page.locator("#ask-button").click(), lambda: page.keyboard.press("Enter")):
+            page.locator("#options > summary").click()
+            page.locator("#question").fill(QUESTION)
+            send()
+            page.locator("#options-wrong", has_text="from 1 to 1000").wait_for()
+            assert page.locator("#top-k:focus").is_visible()
+            assert page.locator("article").count() == 0
+        page.locator("#top-k").fill("1")
+        page.locator("#question").press("Enter")
+        assert answer(page, 1).locator(".sources > summary").inner_text() == "1 source"
+        assert page.locator("#options-wrong").text_content() == ""
+        assert page.locator("#fusion-server").text_content() == "the server’s (union)"
+
+
 def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Open) -> None:
     with served_with(ready) as served:
         page = open_page(served.url)
@@ -127,12 +184,16 @@ def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Ope
         for one in reversed(citations):
             text = text.replace(f" [{one['number']}]", "", 1)
         assert text == expected["choices"][0]["message"]["content"]
-        assert first.locator(".cite").count() == len(citations) > 0
+        assert first.locator(".text .cite").count() == len(citations) > 0
         first.locator(".cite").first.focus()
         page.keyboard.press("Enter")  # the keyboard is enough
         mark = page.locator("mark:focus")
         mark.wait_for()
         assert " ".join(mark.inner_text().split()) == citations[0]["text"]
+        assert page.locator(".led").inner_text() == mark.inner_text()
+        first.locator(".passage .cite").first.click()  # and back
+        assert page.locator(".text .cite:focus.led").inner_text() == f"[{citations[0]['number']}]"
+        first.get_by_text("a made-up sentence gets a number, too").wait_for()
         assert first.locator(".sources > ol > li").count() == len(expected["kvtool"]["chunks"])
         tokens = expected["kvtool"]["tokens"]
         legend = first.locator(".legend").inner_text()
@@ -143,6 +204,12 @@ def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Ope
         counted = first.locator(".map p").first.inner_text()
         assert counted.startswith(f"{tokens['recomputed']} of the passages")
         assert first.locator(".map mark.recomputed").count() > 0
+        told = first.locator(".chosen")
+        first.locator(".map mark.recomputed").first.click()
+        assert told.inner_text().endswith(first.locator(".map mark").first.get_attribute("title") or "?")
+        assert f"{tokens['recomputed']} recomputed: " in first.locator(".reasons").inner_text()
+        first.get_by_text("What do these words mean?").click()
+        first.locator(".words dt", has_text="full prefill").wait_for()
         assert first.locator(".strip rect.recomputed").count() == first.locator(".map mark.recomputed").count()
         first.get_by_role("button", name="Measure full prefill").click()
         first.get_by_text("Measured just now").wait_for()
@@ -190,68 +257,6 @@ def test_enter_that_ends_a_composition_sends_nothing(ready: Path, open_page: Ope
         assert page.locator(".question").inner_text().strip() == OTHER
 
 
-def test_documents_are_sent_found_and_removed(store: Path, tmp_path: Path, open_page: Open) -> None:
-    folder = tmp_path / "sent"
-    with served_with(store, folder) as served:
-        page = open_page(served.url)
-        page.locator("#list li").first.wait_for()
-        files = [
-            {"name": "수로.md", "mimeType": "text/markdown", "buffer": "수로는 1830년에 완공되었다. ".encode() * 40},
-            {
-                "name": "<img src=x onerror=alert(1)>.md",
-                "mimeType": "text/markdown",
-                "buffer": b"# <b>Bold</b>\n\nText.",
-            },
-            {"name": "none.zzz", "mimeType": "application/octet-stream", "buffer": bytes(range(256))},
-        ]
-        page.locator("#files").set_input_files(files)
-        page.locator("#documents-said", has_text="2 of 3 files stored").wait_for()
-        assert "added" in page.locator("#sent li").first.inner_text()
-        assert "binary" in page.locator("#sent li").nth(2).inner_text()
-        assert page.locator("img").count() == page.locator("#list b").count() == 0
-        assert (folder / "수로.md").exists()
-        page.locator("#filter").fill("수로")
-        assert page.locator("#list li").count() == 1
-        assert page.locator("#count").inner_text() == "1 of 8 documents"
-        page.get_by_role("button", name="Remove 수로.md").click()
-        page.locator("#confirm").get_by_text("Cancel").click()
-        assert (folder / "수로.md").exists()
-        page.get_by_role("button", name="Remove 수로.md").click()
-        page.keyboard.press("Tab")
-        page.keyboard.press("Enter")
-        page.locator("#documents-said", has_text="수로.md is removed").wait_for()
-        assert not (folder / "수로.md").exists()
-        assert page.locator("#list li").count() == 0
-        page.locator("#filter").fill("mill")
-        assert page.locator("#list li").count() == 6
-    with served_with(store) as served:
-        page = open_page(served.url)
-        page.locator("#no-uploads").wait_for()
-        assert not page.locator("#uploads").is_visible()
-
-
-def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_page: Open) -> None:
-    """The first document of a page creates the store; the keyboard is enough for it all."""
-    store, uploads = tmp_path / "none", tmp_path / "sent"
-    with serving(store, key=None, model=str(tiny), uploads=uploads, asking=QueryOptions(max_tokens=4)) as served:
-        page = open_page(served.url, key=None)
-        page.locator("#count", has_text="No document yet.").wait_for()
-        assert page.locator("#model").inner_text() == "no model yet"
-        ask(page)
-        answer(page, 1).locator(".note.wrong").wait_for()
-        page.locator("#files").set_input_files(
-            [{"name": "mill.md", "mimeType": "text/markdown", "buffer": b"The third mill was built by baker A."}]
-        )
-        page.locator("#documents-said", has_text="1 of 1 file stored").wait_for()
-        assert page.locator("#model").inner_text() == "tiny"
-        page.locator("header button").focus()
-        page.keyboard.press("Shift+Tab")
-        page.keyboard.press("Enter")  # to the question
-        page.keyboard.type(QUESTION)
-        page.keyboard.press("Enter")
-        assert answer(page, 2).locator(".sources > summary").inner_text() == "1 source"
-
-
 def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: Open) -> None:
     with served_with(ready) as served:
         page = open_page(served.url)
@@ -264,13 +269,18 @@ def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: O
         page.context.set_offline(False)
         page.locator("#retry").click()
         page.locator("#gone").wait_for(state="hidden")
+        page.locator("#said", has_text="The server answers again.").wait_for()
         article.get_by_role("button", name="Ask again").click()
         answer(page, 2).locator(".facts").wait_for()
         with turned(served) as permits:  # an answer that the reader stops
             ask(page)
             permits.release(4)
             wait_until(lambda: page.locator("article[aria-busy='true'] .text").inner_text().strip())
+            ask(page, "Too early?")
+            page.locator("#said", has_text="Wait for the end of the answer").wait_for()
+            assert page.locator("#question").input_value() == "Too early?"
             page.locator("#stop").click()
+            page.locator("#ask-button:focus").wait_for()
             answer(page, 3).get_by_text("Stopped. The answer is incomplete").wait_for()
     ask(page)  # it has ended
     page.locator("#gone").wait_for()
@@ -311,3 +321,66 @@ def test_nothing_is_wider_than_the_window(ready: Path, open_page: Open, width: i
         assert page.locator("#question").is_visible()
         ground = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(255, 255, 255)" if colours == "light" else "rgb(20, 24, 29)")
+
+
+_UI = """() => {
+    const foreign = "code, h1, noscript, .path, #model, .passage, [lang]:not(html), option[value]:not([value=''])";
+    const isOwn = (node) => node.checkVisibility() && !node.closest(foreign);
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    const found = [];
+    while (walker.nextNode()) if (isOwn(walker.currentNode.parentElement)) found.push(walker.currentNode.data);
+    for (const name of ["aria-label", "title", "placeholder"])
+        for (const node of document.querySelectorAll(`[${name}]`)) if (isOwn(node)) found.push(node.getAttribute(name));
+    return found.filter((text) => text.trim());
+}"""
+
+
+def test_the_page_is_korean_for_a_korean_browser(store: Path, tmp_path: Path, open_page: Open) -> None:
+    """All of it; switching the language tells what is there again, and is kept."""
+    with served_with(store, tmp_path / "sent") as served:
+        page = open_page(served.url, locale="ko-KR")
+        page.locator("#list li").first.wait_for()
+        page.locator("#files").set_input_files(
+            [text_file("수로.txt", "수로는 1830년에 완공되었다."), text_file("빈.txt", "")]
+        )
+        page.locator("#documents-said", has_text="파일 2개 중 1개를 저장했습니다.").wait_for()
+        page.locator("#question").fill(QUESTION)
+        page.locator("#question").press("Enter")
+        article = page.locator("article[aria-label='답변 1'][aria-busy='false']")
+        for each in (".sources > summary", ".work > summary", ".map > summary", ".words > summary"):
+            article.locator(each).click()
+        page.locator("#options > summary").click()
+        for summary in page.locator("#options .words > summary, #documents > .words > summary").all():
+            summary.click()
+        assert page.evaluate("() => document.documentElement.lang") == "ko"
+        told = page.evaluate(_UI)
+        known = set("API DRM Enter KV MB Shift full ingest kB kvtool ms reuse union".split())
+        for text in told:
+            own = re.sub(r"\S+\.(md|txt)", "", text)  # names of files
+            assert not {*re.findall(r"[A-Za-z]{2,}", own)} - known, text
+        assert sum(bool(re.search("[가-힣]", text)) for text in told) > 60
+        page.locator("#language").click()
+        assert page.evaluate("() => document.documentElement.lang") == "en"
+        page.locator("article[aria-label='Answer 1'] .work", has_text="Began after").wait_for()
+        assert page.locator("#sent li", has_text="empty").is_visible()
+        page.reload()
+        page.locator("#count", has_text="7 documents").wait_for()
+        assert page.locator("#language").inner_text() == "한국어"
+
+
+def test_a_small_screen_leaves_room_for_the_answer(ready: Path, open_page: Open) -> None:
+    with served_with(ready) as served:
+        page = open_page(served.url, width=320, color_scheme="dark")
+        page.set_viewport_size({"width": 320, "height": 568})
+        ask(page)
+        answer(page, 1)
+        page.locator("#options > summary").click()
+        assert not is_scrolled(page)
+        room = page.locator("#turns").bounding_box()
+        box = page.locator("#ask").bounding_box()
+        assert room is not None
+        assert box is not None
+        assert room["height"] > 150
+        assert box["y"] + box["height"] <= 568
+        placeholder = "() => getComputedStyle(document.querySelector('#question'), '::placeholder').color"
+        assert page.evaluate(placeholder) == "rgb(163, 173, 185)"  # 8 to 1

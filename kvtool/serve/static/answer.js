@@ -1,48 +1,84 @@
 // What is shown of an answer once it is complete: citations, sources, tokens, times, the map of recomputed tokens.
 
-import { $, Failure, counted, events, foreign, h, plural, request, seconds } from "./server.js";
+import { $, foreign, h, put, words } from "./elements.js";
+import { events, isForPeople, why } from "./server.js";
+import { counted, join, plural, seconds, sentence, t } from "./text.js";
 
 const KINDS = [
-  ["standing", "kept from earlier turns", "The conversation cache has them: nothing is read or computed."],
-  ["reused", "reused", "Their keys and values were read from the store."],
-  ["recomputed", "recomputed", "They were read, and computed again to fit these passages."],
-  ["fresh", "fresh", "No store has them: the question, and what was missing."],
+  [
+    "standing",
+    t("kept from earlier turns"),
+    t("The conversation so far: the server still has it in memory, so that nothing is read or computed."),
+  ],
+  ["reused", t("reused"), t("Computed when the document was added, and only read from the store for this answer.")],
+  [
+    "recomputed",
+    t("recomputed"),
+    t("Read from the store, and computed again, because these passages stand next to each other here."),
+  ],
+  ["fresh", t("fresh"), t("Not in the store: your question, and what was missing.")],
 ];
-const REASONS = { hole: "missing in the store", dropped: "left out by its compression level" };
+const WORDS = [
+  [t("token"), t("A short word or a part of one: models read and write texts in such pieces.")],
+  [
+    t("keys and values (KV)"),
+    t(
+      "What the model computes for each token that it reads. kvtool keeps them on disk, so that a passage is computed once, and not for each question.",
+    ),
+  ],
+  [
+    t("full prefill"),
+    t(
+      "Reading the whole prompt without the store: every token is computed. It is what other programs do, and the time that kvtool saves.",
+    ),
+  ],
+  ...KINDS.map(([, name, meaning]) => [name, meaning]),
+  [t("fusion mode"), t("The rule that says which tokens of the stored passages are computed again.")],
+];
+const REASONS = {
+  hole: t("missing in the store"),
+  "link token": t("first tokens of a passage, which join it to the one before"),
+  deviation: t("tokens that would differ most from what is stored"),
+  "question attention": t("tokens that the question looks at most"),
+  "after the exact prefix": t("after the beginning that is the same as in the store"),
+  "full recompute": t("everything, as the fusion mode says"),
+  dropped: t("left out by its compression level: neither read nor computed"),
+};
 
 /** Show what belongs to a complete answer. `ask`: asks the same question in another way. */
 export function showFacts(article, number, answer, about, prefill, ask) {
   const chunks = [...about.chunks, ...(about.again ?? [])].sort((a, b) => (b.score ?? 0) - (a.score ?? 0));
   const text = article.querySelector(".text");
-  text.replaceChildren(...cited(answer, about.citations ?? [], number));
+  put(text, ...cited(answer, about.citations ?? [], number));
   Object.entries(foreign(answer)).forEach(([name, value]) => text.setAttribute(name, value));
   const facts = h("div", { class: "facts" });
-  if (!answer) facts.append(h("p", { class: "note" }, "The model ended its answer without a word."));
+  if (!answer) facts.append(h("p", { class: "note" }, t("The model ended its answer without a word.")));
   facts.append(...[...notes(about)].map((note) => h("p", { class: "note" }, note)));
   if (about.verified?.corrected) facts.append(draft(about.verified.draft));
   if (chunks.length) facts.append(sources(chunks, about.citations ?? [], number));
-  facts.append(work(about, prefill, ask));
+  facts.append(work(about, prefill, ask), words(t("What do these words mean?"), WORDS));
   article.append(facts);
 }
 
 function* notes(about) {
-  if (about.retrieval === "none") yield "No passage has a word of the question: no document supports this answer.";
-  if (about.finish === "length") yield "The answer was cut off at its longest length.";
-  if (about.finish === "repeat") yield "The answer was ended because it repeated itself.";
+  if (about.retrieval === "none") yield t("No passage has a word of the question: no document supports this answer.");
+  if (about.finish === "length") yield t("The answer was cut off at its longest length.");
+  if (about.finish === "repeat") yield t("The answer was ended because it repeated itself.");
   const checked = about.verified;
   if (checked?.corrected)
-    yield `Full prefill checked the answer and corrected it after ${counted(checked.accepted)} of ${plural(checked.drafted, "token")}.`;
-  else if (checked) yield "Full prefill checked the answer: it gives the same.";
-  for (const warning of about.warnings ?? []) yield [warning.message, warning.hint].filter(Boolean).join(" – ");
+    yield t(
+      "Full prefill checked the answer and corrected it after {0} of {1} tokens.",
+      counted(checked.accepted),
+      counted(checked.drafted),
+    );
+  else if (checked) yield t("Full prefill checked the answer: it gives the same.");
+  for (const { message, hint } of about.warnings ?? [])
+    yield join([sentence(message), isForPeople(hint) && sentence(hint)]);
 }
 
 function draft(text) {
-  return h(
-    "details",
-    {},
-    h("summary", {}, "Answer before its correction"),
-    h("p", foreign(text, { class: "passage" }), text),
-  );
+  const shown = h("p", foreign(text, { class: "passage" }), text);
+  return h("details", {}, h("summary", {}, t("Answer before its correction")), shown);
 }
 
 // ---- citations and sources ----
@@ -61,44 +97,73 @@ function cited(answer, citations, number) {
 }
 
 const markId = (number, citation) => `a${number}-c${citation.number}`;
+const linkId = (number, citation) => `a${number}-l${citation.answer_end}`; // several sentences can cite one
+const cameFrom = new Map(); // the link by which the reader came to a mark
+
+/** Lead the reader to an element, which stays outlined until the next one. */
+function lead(id) {
+  const target = $(id);
+  for (let up = target; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
+  document.querySelector(".led")?.classList.remove("led");
+  target.classList.add("led");
+  target.scrollIntoView({ block: "center" });
+  target.focus({ preventScroll: true });
+}
 
 function link(one, number) {
-  const id = markId(number, one);
-  const label = `Citation ${one.number}: ${placeOf(one)}`;
+  const [mark, place] = [markId(number, one), placeOf(one)];
   const go = (event) => {
     event.preventDefault();
-    const mark = $(id);
-    for (let up = mark; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
-    mark.scrollIntoView({ block: "center" });
-    mark.focus();
+    cameFrom.set(mark, linkId(number, one));
+    lead(mark);
   };
-  return h(
-    "a",
-    { class: "cite", href: `#${id}`, "aria-label": label, title: placeOf(one), onclick: go },
-    `[${one.number}]`,
-  );
+  const label = t("Citation {0}: {1}", one.number, place);
+  const attributes = { id: linkId(number, one), href: `#${mark}`, "aria-label": label, title: place };
+  return h("a", { class: "cite", onclick: go, ...attributes }, `[${one.number}]`);
+}
+
+/** Return the link from a mark to the citation by which the reader came, else to the last one that has its number. */
+function back(one, number) {
+  const go = (event) => {
+    event.preventDefault();
+    lead(cameFrom.get(markId(number, one)) ?? linkId(number, one));
+  };
+  const label = t("Back to citation {0} in the answer", one.number);
+  const attributes = { href: `#${linkId(number, one)}`, "aria-label": label, title: label };
+  return h("a", { class: "cite", onclick: go, ...attributes }, `[${one.number}]\u00a0↩`);
 }
 
 const nameOf = (source) => source.split("/").pop();
 
 function placeOf(chunk) {
-  const place = chunk.label || (chunk.line == null ? "" : `line ${chunk.line}`);
-  return place ? `${nameOf(chunk.source)}, ${place}` : nameOf(chunk.source);
+  const place = chunk.label || (chunk.line == null ? "" : t("line {0}", chunk.line));
+  return place ? join([nameOf(chunk.source), place], ", ") : nameOf(chunk.source);
 }
 
 function sources(chunks, citations, number) {
   const items = chunks.map((chunk) => h("li", {}, source(chunk, citations, number)));
-  return h("details", { class: "sources" }, h("summary", {}, plural(chunks.length, "source")), h("ol", {}, ...items));
+  const proof =
+    citations.length > 0 &&
+    t(
+      "A number in the answer leads to the sentence that has most words in common with it. That is no proof: a made-up sentence gets a number, too.",
+    );
+  return h(
+    "details",
+    { class: "sources" },
+    h("summary", {}, plural(chunks.length, "{0} source", "{0} sources")),
+    proof && h("p", { class: "dim" }, proof),
+    h("ol", {}, ...items),
+  );
 }
 
 function source(chunk, citations, number) {
   const own = new Map(citations.filter((one) => one.chunk === chunk.id).map((one) => [one.number, one]));
   const about = [
-    own.size && `cited as ${[...own.keys()].map((each) => `[${each}]`).join(" ")}`,
-    chunk.since_ingest === "changed" && "the file has changed since",
-    chunk.since_ingest === "gone" && "the file is gone",
-    chunk.origin && `from ${chunk.origin}`,
-  ].filter(Boolean);
+    own.size && t("cited as {0}", [...own.keys()].map((each) => `[${each}]`).join(" ")),
+    chunk.since_ingest === "changed" && t("the file has changed since"),
+    chunk.since_ingest === "gone" && t("the file is gone"),
+    chunk.origin && t("from {0}", chunk.origin),
+  ];
   return h(
     "details",
     {},
@@ -107,7 +172,7 @@ function source(chunk, citations, number) {
       {},
       h("bdi", foreign(chunk.source), placeOf(chunk)),
       " ",
-      h("span", { class: "dim" }, about.join(", ")),
+      h("span", { class: "dim" }, join(about, ", ")),
     ),
     h("p", { class: "dim path" }, h("bdi", {}, chunk.source)),
     passage(chunk, [...own.values()], number),
@@ -126,10 +191,10 @@ function passage(chunk, citations, number) {
     const text = letters.slice(start, end).join("");
     const mark = (said) => h("mark", { id: markId(number, one), tabindex: "-1" }, said);
     if (start < done || plain(text) !== one.text) {
-      others.push(h("p", foreign(one.text, { class: "passage" }), `[${one.number}] `, mark(one.text)));
+      others.push(h("p", foreign(one.text, { class: "passage" }), mark(one.text), " ", back(one, number)));
       continue;
     }
-    nodes.push(letters.slice(done, start).join(""), mark(text), h("span", { class: "dim" }, ` [${one.number}]`));
+    nodes.push(letters.slice(done, start).join(""), mark(text), " ", back(one, number));
     done = end;
   }
   nodes.push(letters.slice(done).join(""));
@@ -143,24 +208,25 @@ function work(about, prefill, ask) {
   const kinds = KINDS.filter(([kind]) => tokens[kind]);
   const bar = h("span", { class: "bar", "aria-hidden": "true" });
   const legend = h("span", { class: "legend" });
-  for (const [kind, name, why] of kinds) {
-    const part = h("span", { class: kind });
+  for (const [kind, name, meaning] of kinds) {
+    const part = h("span", { class: kind, title: meaning });
     part.style.flexGrow = tokens[kind];
     bar.append(part);
-    legend.append(h("span", { title: why }, h("i", { class: `swatch ${kind}` }), `${counted(tokens[kind])} ${name} `));
+    const said = t("{0} {1}", counted(tokens[kind]), name);
+    legend.append(h("span", { title: meaning }, h("i", { class: `swatch ${kind}` }), said));
   }
-  const first = h("span", {});
+  const first = h("span", { class: "began" });
+  const waited = timing.queue >= 50 && t("The question waited {0} for its turn, in addition.", seconds(timing.queue));
+  const others =
+    timing.others >= 50 && t("Other answers took {0} of the time to the first token.", seconds(timing.others));
   return h(
     "details",
     { class: "work" },
     h("summary", {}, first, bar, legend),
-    times(about, prefill, ask, (text) => (first.textContent = text)),
-    timing.queue >= 50 &&
-      h("p", { class: "dim" }, `The question waited ${seconds(timing.queue)} for its turn, in addition.`),
-    timing.others >= 50 &&
-      h("p", { class: "dim" }, `Other answers took ${seconds(timing.others)} of the time to the first token.`),
-    h("p", {}, `The prompt has ${plural(tokens.prompt, "token")}; fusion mode: ${about.fusion}.`),
-    h("ul", {}, ...kinds.map(([kind, name, why]) => h("li", {}, `${counted(tokens[kind])} ${name}. ${why}`))),
+    times(about, prefill, ask, (text) => put(first, text)),
+    waited && h("p", { class: "dim" }, waited),
+    others && h("p", { class: "dim" }, others),
+    h("p", {}, t("The prompt has {0} tokens; fusion mode: {1}.", counted(tokens.prompt), about.fusion)),
     map(about),
   );
 }
@@ -169,119 +235,141 @@ function work(about, prefill, ask) {
  *  them in a line. */
 function times(about, prefill, ask, tell) {
   const { tokens, timing_ms: timing, verified } = about;
-  const box = h("div", { class: "times", role: "group", "aria-label": "Time to the first token" });
-  const draw = (full, how, kind) => {
+  const box = h("div", { class: "times", role: "group", "aria-label": t("Time to the first token") });
+  const draw = (full, how, isMeasured) => {
     const longest = Math.max(timing.ttft, full ?? 0, 1e-6);
     const row = (name, ms, colour) => {
       const bar = h("span", { class: `time ${colour}` });
       bar.style.width = `${(100 * ms) / longest}%`;
-      return [
-        h("span", {}, name),
-        h("span", { class: "track", "aria-hidden": "true" }, bar),
-        h("span", {}, seconds(ms)),
-      ];
+      const track = h("span", { class: "track", "aria-hidden": "true" }, bar);
+      return [h("span", {}, name), track, h("span", {}, seconds(ms))];
     };
-    box.replaceChildren(...row("this answer", timing.ttft, "reused"));
-    if (full != null) box.append(...row(`full prefill, ${kind}`, full, "fresh"));
-    const turns = full != null && tokens.standing ? " It computes earlier turns, too." : "";
-    box.append(h("p", { class: "dim" }, verdict(timing.ttft, full, how) + turns));
-    tell(
-      `First token after ${seconds(timing.ttft)}` + (full == null ? "" : `; full prefill: ${seconds(full)}, ${kind}`),
-    );
+    const rows = row(t("this answer"), timing.ttft, "reused");
+    if (full != null)
+      rows.push(...row(isMeasured ? t("full prefill, measured") : t("full prefill, estimated"), full, "fresh"));
+    const turns = full != null && tokens.standing && t("It computes earlier turns, too.");
+    put(box, ...rows, h("p", { class: "dim" }, join([verdict(timing.ttft, full), how, turns])));
+    tell(began(timing.ttft, full, isMeasured));
   };
   if (about.fusion === "full") {
-    draw(null, "This answer is full prefill’s: nothing was reused.");
+    draw(null, t("This answer is full prefill’s: nothing was reused."));
     return box;
   }
   const isMeasured = verified?.timing_ms.prefill > 0;
-  if (isMeasured)
-    draw(verified.timing_ms.prefill + timing.retrieve, "Measured, by the check of this answer.", "measured");
-  else if (prefill) draw(estimate(prefill, tokens.prompt) + timing.retrieve, HOW[prefill.source], "estimated");
-  else draw(null, "How long full prefill takes is not known here yet.");
+  if (isMeasured) draw(verified.timing_ms.prefill + timing.retrieve, t("Measured, by the check of this answer."), true);
+  else if (prefill) draw(estimate(prefill, tokens.prompt) + timing.retrieve, HOW[prefill.source], false);
+  else draw(null, t("How long full prefill takes is not known here yet."));
   return isMeasured ? box : h("div", {}, box, measuring(ask, draw));
 }
 
 const HOW = {
-  passes: "Estimated from the speed of passes that was measured on this machine.",
-  ingest: "Estimated: as many tokens at the speed of the last ingest, which is roughly right for long prompts.",
+  passes: t("Estimated from the speed of passes that was measured on this machine."),
+  ingest: t("Estimated: as many tokens at the speed of the last ingest, which is roughly right for long prompts."),
 };
 
 function estimate(prefill, rows) {
   return prefill.fixed + prefill.row * rows + (prefill.key * rows * (rows + 1)) / 2;
 }
 
-function verdict(ours, full, how) {
-  if (full == null) return how;
-  const ratio = full / ours;
-  const said = ratio > 1.1 ? `${ratio.toFixed(1)} times as long as this answer` : "no longer than this answer";
-  return `Full prefill: ${said}. ${how}`;
+function began(ours, full, isMeasured) {
+  if (full == null) return t("Began after {0}", seconds(ours));
+  const other = isMeasured
+    ? t("without the store {0} (measured)", seconds(full))
+    : t("without the store about {0}", seconds(full));
+  return t("Began after {0} · {1}", seconds(ours), other);
+}
+
+function verdict(ours, full) {
+  if (full == null) return null;
+  if (full / ours > 1.1)
+    return t("Full prefill takes {0} times as long as this answer took.", (full / ours).toFixed(1));
+  return t("Full prefill takes no longer here: a short prompt gains little from the store.");
 }
 
 const measuredHow = (kept) =>
   kept
-    ? `Measured just now; ${plural(kept, "token")} of earlier turns were kept.`
-    : "Measured just now, for the same question.";
+    ? plural(
+        kept,
+        "Measured just now; {0} token of earlier turns was kept.",
+        "Measured just now; {0} tokens of earlier turns were kept.",
+      )
+    : t("Measured just now, for the same question.");
 
 function measuring(ask, draw) {
   const said = h("span", { role: "status", class: "dim" });
   const measure = async () => {
     button.disabled = true;
-    said.textContent = " Full prefill runs…";
+    put(said, " ", t("Full prefill runs…"));
     try {
       for await (const event of events(await ask({ fusion: "full" }, { max_tokens: 1 }))) {
-        if (event.error) throw new Failure(event.error.message);
-        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.kept), "measured");
+        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.kept), true);
       }
-      said.textContent = "";
+      put(said);
       button.remove();
     } catch (error) {
-      said.textContent = ` ${error.message}`;
+      put(said, " ", why(error));
       button.disabled = false;
     }
   };
-  const button = h("button", { type: "button", class: "small", onclick: measure }, "Measure full prefill");
+  const button = h("button", { type: "button", class: "small", onclick: measure }, t("Measure full prefill"));
   return h("p", {}, button, said);
 }
 
 // ---- the map ----
+
+const length = (span) => span.token_end - span.token_start;
+const kindOf = (span) => (span.reason === "dropped" ? "dropped" : span.reason ? "recomputed" : "reused");
+const reasonOf = (span) => REASONS[span.reason] ?? span.reason;
 
 /** Return the passages in the order of the prompt, with the recomputed tokens marked. */
 function map(about) {
   const chunks = about.chunks.filter((chunk) => chunk.explained);
   if (!chunks.length) return false;
   const spans = chunks.flatMap((chunk) => chunk.explained.spans);
-  const length = (span) => span.token_end - span.token_start;
-  const total = spans.reduce((sum, span) => sum + length(span), 0);
-  const computed = spans
-    .filter((span) => span.reason && span.reason !== "dropped")
-    .reduce((sum, one) => sum + length(one), 0);
-  const label = `${counted(computed)} of the passages’ ${counted(total)} tokens were computed for this answer.`;
+  const sum = (some) => some.reduce((total, span) => total + length(span), 0);
+  const total = sum(spans);
+  const computed = sum(spans.filter((span) => kindOf(span) === "recomputed"));
+  const label = t("{0} of the passages’ {1} tokens were computed for this answer.", counted(computed), counted(total));
   const body = h("div", {});
-  const details = h("details", { class: "map" }, h("summary", {}, "Map of recomputed tokens"), body);
+  const details = h("details", { class: "map" }, h("summary", {}, t("Map of recomputed tokens")), body);
   details.addEventListener("toggle", () => {
     if (!details.open || body.firstChild) return;
-    body.append(
-      h("p", {}, `${label} Marked: `, h("mark", {}, "computed"), "; the instruction and the question are not shown."),
+    const chosen = h(
+      "p",
+      { class: "dim chosen", role: "status" },
+      t("Tap a mark for its reason. Your question is not shown."),
     );
-    body.append(strip(chunks, total, label));
+    body.append(h("p", {}, label), strip(chunks, total, label), legendOf(spans, sum), chosen);
     for (const chunk of chunks) {
-      const text = chunk.explained.spans.map((span) =>
-        span.reason
-          ? h(
-              "mark",
-              { class: kindOf(span), title: `tokens ${span.token_start + 1} to ${span.token_end}: ${why(span)}` },
-              span.text,
-            )
-          : span.text,
-      );
+      const text = chunk.explained.spans.map((span) => marked(span, placeOf(chunk), chosen));
       body.append(h("h3", {}, placeOf(chunk)), h("p", foreign(chunk.text, { class: "passage" }), ...text));
     }
   });
   return details;
 }
 
-const kindOf = (span) => (span.reason === "dropped" ? "dropped" : "recomputed");
-const why = (span) => REASONS[span.reason] ?? `recomputed (${span.reason})`;
+/** Return the colours of the map, with how many tokens each has and why. */
+function legendOf(spans, sum) {
+  const of = (reason) => sum(spans.filter((span) => span.reason === reason));
+  const reasons = [...new Set(spans.map((span) => span.reason))].sort();
+  const rows = reasons.map((reason) => {
+    const [count, why, kind] = [counted(of(reason)), reasonOf({ reason }), kindOf({ reason })];
+    const said = {
+      reused: t("{0} reused", count),
+      recomputed: t("{0} recomputed: {1}", count, why),
+      dropped: t("{0} {1}", count, why),
+    };
+    return h("li", {}, h("i", { class: `swatch ${kind}` }), said[kind]);
+  });
+  return h("ul", { class: "reasons" }, ...rows);
+}
+
+function marked(span, place, chosen) {
+  if (!span.reason) return span.text;
+  const why = t("tokens {0} to {1}: {2}", counted(span.token_start + 1), counted(span.token_end), reasonOf(span));
+  const tell = () => put(chosen, place, ", ", why);
+  return h("mark", { class: kindOf(span), title: why, onclick: tell }, span.text);
+}
 
 function strip(chunks, total, label) {
   const draw = (name, attributes) => {
@@ -296,16 +384,13 @@ function strip(chunks, total, label) {
     preserveAspectRatio: "none",
     class: "strip",
     role: "img",
-    "aria-label": label,
+    "aria-label": String(label),
   });
   let at = 0;
   for (const chunk of chunks) {
     for (const span of chunk.explained.spans) {
-      const tokens = span.token_end - span.token_start;
-      picture.append(
-        draw("rect", { x: at, y: 0, width: tokens, height: 1, class: span.reason ? kindOf(span) : "reused" }),
-      );
-      at += tokens;
+      picture.append(draw("rect", { x: at, y: 0, width: length(span), height: 1, class: kindOf(span) }));
+      at += length(span);
     }
     at += gap;
   }

@@ -1,12 +1,14 @@
 // The list of the store's documents: search, upload, removal.
 
-import { $, Failure, counted, foreign, h, plural, request, size, upload } from "./server.js";
+import { $, foreign, h, put, words } from "./elements.js";
+import { Failure, errorSaid, request, upload, why } from "./server.js";
+import { counted, join, plural, size, t } from "./text.js";
 
 const MOST = 200; // rows that are shown at once
 const WAIT = 5; // seconds before another try, while other documents are written
+const WAITING = "kvtool-waiting"; // where the tab keeps the names of files that are not stored yet
 let documents = [];
 let state = {};
-let busy = false;
 let isWanted = false; // the list of a store with many documents
 let reload = null; // shows the server's state anew
 
@@ -16,18 +18,21 @@ export async function showDocuments(found) {
   $("uploads").hidden = !state.uploads;
   $("no-uploads").hidden = state.uploads;
   $("many").hidden = !state.many || isWanted;
-  if (state.status === "empty") draw();
-  else if ($("many").hidden) await list();
+  if (state.status === "empty") {
+    documents = [];
+    draw();
+  } else if ($("many").hidden) await list();
+  if (state.ingest) void follow(1);
 }
 
 async function list() {
   try {
     documents = (await (await request("v1/documents")).json()).data;
-    documents.sort((a, b) => a.source.localeCompare(b.source));
+    documents.sort(byName);
     draw();
   } catch (error) {
     if (error.status !== 404) throw error;
-    $("count").textContent = error.message; // a shared store lists none
+    put($("count"), why(error)); // a shared store lists none
   }
 }
 
@@ -35,62 +40,122 @@ async function list() {
 async function listMany() {
   isWanted = true;
   $("many").hidden = true;
-  $("count").textContent = "Loading the list…";
-  await list().catch((error) => say(error.message, true));
+  put($("count"), t("Loading the list…"));
+  await list().catch((error) => say(why(error), true));
 }
+
+const WORDS = [
+  [t("token"), t("A short word or a part of one: models read and write texts in such pieces.")],
+  [
+    t("KV"),
+    t(
+      "The keys and values that the model computed for the document. They take much more space than the file, and save the time of computing them for each question.",
+    ),
+  ],
+];
 
 export function startDocuments(load) {
   reload = load;
+  $("list").after(words(t("What do these numbers mean?"), WORDS));
   $("filter").addEventListener("input", draw);
   $("many").addEventListener("click", () => void listMany());
   $("files").addEventListener("change", () => void send([...$("files").files]));
-  const drop = $("uploads");
-  for (const kind of ["dragover", "dragleave", "drop"]) {
-    drop.addEventListener(kind, (event) => {
-      event.preventDefault();
-      drop.classList.toggle("over", kind === "dragover");
-      if (kind === "drop") void send([...event.dataTransfer.files]);
-    });
-  }
+  $("close-sent").addEventListener("click", closeSent);
+  for (const kind of ["dragover", "dragleave", "drop"]) document.addEventListener(kind, dragged);
+  const lost = takeWaiting();
+  if (!lost.length) return;
+  say(
+    t(
+      "The page was closed before these files were stored: {0}. Add again what is missing in the list.",
+      lost.join(", "),
+    ),
+    true,
+  );
+  void follow(5);
 }
+
+/** Take files that are dropped anywhere: else the browser would leave the page and open them. */
+function dragged(event) {
+  if (!event.dataTransfer?.types.includes("Files")) return;
+  const takes = state.uploads && !document.querySelector("dialog[open]");
+  if (event.type !== "dragleave") event.preventDefault();
+  if (event.type === "dragover") event.dataTransfer.dropEffect = takes ? "copy" : "none";
+  document.body.classList.toggle("over", takes && event.type === "dragover");
+  if (event.type === "drop" && takes) void send([...event.dataTransfer.files]);
+}
+
+// ---- the list ----
 
 const nameOf = (source) => source.split("/").pop();
 const composed = (text) => text.normalize("NFC").toLowerCase();
+const byName = (a, b) => nameOf(a.source).localeCompare(nameOf(b.source)) || a.source.localeCompare(b.source);
 
 function draw() {
   const words = composed($("filter").value).split(/\s+/).filter(Boolean);
   const found = documents.filter(({ source }) => words.every((word) => composed(source).includes(word)));
-  const of = found.length === documents.length ? "" : ` of ${counted(documents.length)}`;
-  $("count").textContent = documents.length
-    ? `${counted(found.length)}${of} ${documents.length === 1 ? "document" : "documents"}`
-    : "No document yet.";
-  const rows = found.slice(0, MOST).map(row);
+  put($("count"), countOf(found.length, documents.length));
+  const folders = foldersOf(documents);
+  const rows = found.slice(0, MOST).map((document) => row(document, folders.get(document.source)));
   if (found.length > MOST)
-    rows.push(h("li", { class: "dim" }, `${counted(found.length - MOST)} more: search for them.`));
+    rows.push(h("li", { class: "dim" }, t("{0} more: search for them.", counted(found.length - MOST))));
   $("list").replaceChildren(...rows);
 }
 
-function row(document) {
+function countOf(found, all) {
+  if (!all) return t("No document yet.");
+  if (found < all) return t("{0} of {1} documents", counted(found), counted(all));
+  return plural(all, "{0} document", "{0} documents");
+}
+
+/** Return the end of the folder of each document that has its name in common with others: as much as tells them apart. */
+function foldersOf(all) {
+  const [groups, folders] = [new Map(), new Map()];
+  for (const one of all) groups.set(nameOf(one.source), [...(groups.get(nameOf(one.source)) ?? []), one]);
+  for (const same of groups.values()) {
+    if (same.length < 2) continue;
+    const parts = same.map(({ source }) => source.split("/").slice(0, -1));
+    const deepest = Math.max(...parts.map((one) => one.length));
+    const ends = (count) => parts.map((one) => one.slice(-count).join("/"));
+    let count = 1;
+    while (count < deepest && new Set(ends(count)).size < same.length) count++;
+    same.forEach(({ source }, at) => folders.set(source, ends(count)[at]));
+  }
+  return folders;
+}
+
+function row(document, folder) {
   const name = nameOf(document.source);
   const facts = [
-    plural(document.tokens, "token"),
-    size(document.bytes),
-    document.pinned && "pinned",
-    document.origin && `from ${document.origin}`,
+    plural(document.tokens, "{0} token", "{0} tokens"),
+    t("{0} of KV", size(document.bytes)),
+    document.pinned && t("pinned"),
+    document.origin && t("from {0}", document.origin),
   ];
   const remove = h(
     "button",
-    { type: "button", class: "small", "aria-label": `Remove ${name}`, onclick: () => void confirmRemoval(document) },
-    "Remove",
+    {
+      type: "button",
+      class: "small",
+      "aria-label": t("Remove {0}", name),
+      onclick: () => void confirmRemoval(document),
+    },
+    t("Remove"),
   );
+  const whole = h("p", { class: "dim path" }, h("bdi", {}, document.source)); // a phone shows no title
   return h(
     "li",
     {},
     h(
       "div",
-      {},
-      h("bdi", foreign(name, { class: "name", title: document.source }), name),
-      h("div", { class: "dim" }, facts.filter(Boolean).join(" · ")),
+      { class: "facts-of" },
+      h(
+        "details",
+        {},
+        h("summary", { title: document.source }, h("bdi", foreign(name, { class: "name" }), name)),
+        whole,
+      ),
+      folder && h("div", { class: "dim" }, t("in {0}", folder)),
+      h("div", { class: "dim" }, join(facts, " · ")),
     ),
     remove,
   );
@@ -108,63 +173,91 @@ async function confirmRemoval(document) {
   await new Promise((resolve) => (dialog.onclose = resolve));
   if (dialog.returnValue !== "remove") return;
   try {
-    say(`Removing ${name}…`);
+    say(t("Removing {0}…", name));
     const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, {
       method: "DELETE",
     });
     const { forgotten } = await reply.json();
     documents = documents.filter(({ source }) => !forgotten.includes(source));
     draw();
-    say(`${name} is removed.`);
+    say(t("{0} is removed.", name));
   } catch (error) {
-    say(`${name} is not removed. ${error.message}`, true);
+    say(join([t("{0} is not removed.", name), why(error)]), true);
   }
   $("filter").focus(); // the button that had the focus may be gone
 }
 
 function say(text, wrong = false) {
-  $("documents-said").textContent = text;
+  put($("documents-said"), text);
   $("documents-said").classList.toggle("wrong", wrong);
 }
 
 // ---- upload ----
 
+const queue = []; // lines of files that wait
+let now = null; // the line of the file that is sent
+let [sent, stored] = [0, 0]; // files since nothing waited
+
+/** Send files, one after the other. Those that come meanwhile are sent after them. */
 async function send(files) {
   $("files").value = "";
-  if (busy || !files.length) return;
-  busy = $("files").disabled = true;
-  const lines = files.map((file) => {
-    const line = {
-      file,
-      bar: h("progress", { max: 1, value: 0, "aria-label": `Progress of ${file.name}` }),
-      said: h("span", { class: "dim" }, "waits"),
-    };
-    line.item = h("li", {}, h("bdi", foreign(file.name, { class: "name" }), file.name), line.bar, line.said);
-    return line;
-  });
-  $("sent").replaceChildren(...lines.map((line) => line.item));
-  let sent = 0;
-  try {
-    for (const line of lines) sent += await sendOne(line);
-    await reload();
-    say(`${counted(sent)} of ${plural(files.length, "file")} stored.`, sent < files.length);
-  } catch (error) {
-    say(error.message, true);
-  } finally {
-    busy = $("files").disabled = false;
+  if (!files.length) return;
+  const lines = files.map(lineOf);
+  $("documents").open = true;
+  $("sending").hidden = false;
+  if (!now) $("sent").replaceChildren(); // what became of earlier files
+  $("sent").append(...lines.map((line) => line.item));
+  queue.push(...lines);
+  noteWaiting([now, ...queue]);
+  if (now) return;
+  [sent, stored] = [0, 0];
+  say("");
+  addEventListener("beforeunload", warn);
+  while ((now = queue.shift())) {
+    $("sent").scrollTop = now.item.offsetTop - $("sent").offsetTop;
+    const isStored = await sendOne(now);
+    sent += 1;
+    if (isStored) stored += 1;
+    noteWaiting(queue);
+    if (isStored || !queue.length) await reload();
   }
+  removeEventListener("beforeunload", warn);
+  say(
+    sent === 1 ? t("{0} of 1 file stored.", stored) : t("{0} of {1} files stored.", counted(stored), counted(sent)),
+    stored < sent,
+  );
 }
 
-/** Send one file; return 1 if it is stored. The server answers once all of it is computed, so its state is asked. */
+function lineOf(file) {
+  const line = {
+    file,
+    bar: h("progress", { max: 1, value: 0, "aria-label": t("Progress of {0}", file.name) }),
+    said: h("span", { class: "dim" }, t("waits")),
+  };
+  const name = h("bdi", foreign(file.name, { class: "name", title: file.name }), file.name);
+  line.item = h("li", {}, name, " ", line.said, line.bar);
+  return line;
+}
+
+/** Close the list of the files that were sent; files that wait stay in it. */
+function closeSent() {
+  const open = [...queue, now].filter(Boolean).map((line) => line.item);
+  $("sent").replaceChildren(...[...$("sent").children].filter((item) => open.includes(item)));
+  $("sending").hidden = !open.length;
+  if (!open.length) say("");
+  $("files").focus();
+}
+
+/** Send one file; return whether it is stored. The server answers once all of it is computed, so its state is asked. */
 async function sendOne(line) {
   const end = (text, wrong) => {
     line.bar.remove();
-    line.said.textContent = text;
+    put(line.said, text);
     line.said.classList.toggle("wrong", wrong);
-    return wrong ? 0 : 1;
+    return !wrong;
   };
   const { file } = line;
-  if (file.size * 1.4 > state.max_body) return end(`too large: at most ${size(state.max_body / 1.4)}`, true);
+  if (file.size * 1.4 > state.max_body) return end(t("too large: at most {0}", size(state.max_body / 1.4)), true);
   let timer = 0;
   try {
     const document = { name: file.name.normalize("NFC"), data: await base64(file) };
@@ -172,12 +265,12 @@ async function sendOne(line) {
       timer ||= setInterval(() => void watch(line), 1000);
       return upload("v1/documents", { documents: [document] }, (share) => {
         line.bar.value = share / 2;
-        line.said.textContent = share < 1 ? `sending, ${Math.round(share * 100)} %` : "reading";
+        put(line.said, share < 1 ? t("sending, {0} %", Math.round(share * 100)) : t("reading"));
       });
     });
     return end(...outcome(report));
   } catch (error) {
-    return end(error.message, true);
+    return end(error.error ? refusal(error.error, file.name.normalize("NFC")) : why(error), true);
   } finally {
     clearInterval(timer);
   }
@@ -192,39 +285,135 @@ async function patiently(line, work) {
         await request("page/state"); // asks for the key
       else if (error.status !== 429 || tries === 20) throw error;
       else {
-        line.said.textContent = "waits for other documents";
-        await new Promise((resolve) => setTimeout(resolve, 1000 * (error.retry || WAIT)));
+        put(line.said, t("waits for other documents"));
+        await pause(error.retry || WAIT);
       }
     }
   }
 }
 
-async function watch(line) {
-  const now = await request("page/state")
-    .then((reply) => reply.json())
-    .catch(() => ({}));
-  if (!now.ingest || !line.bar.isConnected) return;
-  const { step, done = 0, total = 0, unit } = now.ingest;
-  if (unit === "tokens") line.bar.value = 0.5 + 0.5 * Math.min(1, done / Math.max(1, total));
-  line.said.textContent = unit === "tokens" ? `${step}: ${counted(done)} of ${counted(total)} ${unit}` : `${step}…`;
-}
-
-/** Return what became of a file, and whether that is a failure. */
-function outcome(report) {
-  const { added, changed, unchanged } = report.documents;
-  const failed = [...report.failures, ...report.still_failing][0];
-  if (failed) return [failed.error, true];
-  if (added) return [`added, ${plural(report.tokens, "token")}`, false];
-  if (changed) return [`replaced, ${plural(report.tokens, "token")}`, false];
-  if (unchanged) return ["unchanged", false];
-  return ["not stored: no reader knows this kind of file", true];
-}
+const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
 function base64(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1));
-    reader.onerror = () => reject(new Failure(`${file.name} cannot be read.`));
+    reader.onerror = () => reject(new Failure(t("cannot be read: a folder is added by its files")));
     reader.readAsDataURL(file);
   });
+}
+
+// ---- what became of a file ----
+
+/** Return what became of a file, and whether that is a failure. */
+function outcome(report) {
+  const { added, changed, unchanged } = report.documents;
+  const failed = [...report.failures, ...report.still_failing][0];
+  if (failed) return [reasonOf(failed.error), true];
+  if (added && !report.tokens) return [t("added: the store had its text already"), false];
+  if (added) return [t("added"), false];
+  if (changed) return [t("replaced"), false];
+  if (unchanged) return [t("unchanged"), false];
+  return [t("not a document"), true];
+}
+
+const REASONS = [
+  [/^empty\b/, t("empty")],
+  [/^protected by a password/, t("protected by a password")],
+  [/^protected by its seller/, t("protected by its seller")],
+  [/^no text on its .* scanned/, t("only scanned pages, without text")],
+  [/^no text on its/, t("no text on its pages")],
+  [/^damaged: not? /, t("damaged, or not what its name says")],
+  [/^damaged/, t("damaged")],
+  [/^images? /, t("a picture: only text is read")],
+  [/^archives? /, t("an archive: add the files in it")],
+  [/^(binary\b|\.\S+ files are not read)/, t("not a document")],
+  [/^(unpacks to|holds more than)/, t("too long")],
+];
+
+/** Say in a few words why a file is not read. Other reasons are told as the server has them. */
+function reasonOf(error) {
+  return REASONS.find(([pattern]) => pattern.test(error))?.[1] ?? error;
+}
+
+/** Say why the server has refused a file, without its own path and advice for a shell. */
+function refusal(error, name) {
+  if (error.code === "wrong_name") return t("a file cannot have this name here");
+  const { message, hint } = error;
+  const bare = (hint && message.endsWith(` (${hint})`) ? message.slice(0, -hint.length - 3) : message).normalize("NFC");
+  const at = bare.indexOf(`${name}: `);
+  return at < 0 ? errorSaid(error) : reasonOf(bare.slice(at + name.length + 2));
+}
+
+// ---- files that wait, and an ingest that runs ----
+
+const warn = (event) => event.preventDefault(); // the browser asks whether to leave the page
+
+/** Keep the names of the files that are not stored yet, for this page when it is opened again. */
+function noteWaiting(lines) {
+  const names = lines.filter(Boolean).map((line) => line.file.name);
+  try {
+    if (names.length) sessionStorage.setItem(WAITING, JSON.stringify(names));
+    else sessionStorage.removeItem(WAITING);
+  } catch {} // a browser that keeps nothing
+}
+
+function takeWaiting() {
+  try {
+    const names = JSON.parse(sessionStorage.getItem(WAITING) ?? "[]");
+    sessionStorage.removeItem(WAITING);
+    return names;
+  } catch {
+    return [];
+  }
+}
+
+/** Return the progress of the ingest that the server runs; null if none. */
+async function ingest() {
+  return (await (await request("page/state")).json()).ingest;
+}
+
+const STEPS = { "reading files": t("reading files") };
+
+/** Return how much of an ingest is done, from 0 to 1 or undefined, and what to say. */
+function progressOf({ step, done = 0, total = 0, unit }) {
+  if (unit !== "tokens") return [undefined, STEPS[step] ?? step];
+  return [Math.min(1, done / Math.max(1, total)), t("computing: {0} of {1} tokens", counted(done), counted(total))];
+}
+
+async function watch(line) {
+  const running = await ingest().catch(() => null);
+  if (!running || !line.bar.isConnected) return;
+  const [share, text] = progressOf(running);
+  if (share !== undefined) line.bar.value = 0.5 + 0.5 * share;
+  put(line.said, text);
+}
+
+let isFollowing = false;
+
+/** Show an ingest that this page has not begun, until none runs for some seconds; then list its documents. */
+async function follow(patience) {
+  if (isFollowing || now) return;
+  isFollowing = true;
+  try {
+    for (let quiet = 0; quiet < patience && !now;) {
+      const running = await ingest();
+      quiet = running ? 0 : quiet + 1;
+      $("ingest").hidden = !running;
+      if (running) showIngest(running);
+      await pause(1);
+    }
+  } catch {
+    return; // the page tells that the server is gone, or that it has no key
+  } finally {
+    $("ingest").hidden = true;
+    isFollowing = false;
+  }
+  await reload();
+}
+
+function showIngest(running) {
+  const [share, text] = progressOf(running);
+  const bar = h("progress", { max: 1, value: share, "aria-label": t("The server is adding documents.") });
+  put($("ingest"), t("The server is adding documents."), " ", text, bar);
 }

@@ -1,20 +1,25 @@
-// The server: requests with the key, events of a stream, and errors for people. Below them, helpers for all elements.
+// The server: requests with the key, events of a stream, and its errors for people.
+
+import { $, put } from "./elements.js";
+import { join, sentence, t } from "./text.js";
 
 const KEY = "kvtool-key";
 let memory = ""; // the key where the browser has no storage for this page
 let asking = null; // the key's dialog, while it is open
+let isLocked = false; // the reader has closed that dialog, and no key has worked since
 let timer = 0;
 
-export const $ = (id) => document.getElementById(id);
-
+/** What went wrong. `said`: the message in the language of the page, where it has one. */
 export class Failure extends Error {
-  constructor(message, { status = 0, code = "", retry = 0 } = {}) {
-    super(message);
-    Object.assign(this, { status, code, retry });
+  constructor(said, { status = 0, code = "", retry = 0 } = {}) {
+    super(String(said));
+    Object.assign(this, { said, status, code, retry });
   }
 }
 
-// ---- requests ----
+export const why = (error) => error.said ?? error.message;
+
+// ---- the key ----
 
 function readKey() {
   try {
@@ -31,11 +36,29 @@ function keepKey(key) {
   } catch {} // a browser that keeps nothing: the key lasts as long as the page
 }
 
+/** Take the key from an address that ends with `#key=…`, and remove it there. Returns whether there was one. */
+export function takeKey() {
+  const found = /^#key=(.*)$/.exec(location.hash);
+  if (!found) return false;
+  history.replaceState(null, "", location.pathname + location.search);
+  let key = found[1];
+  try {
+    key = decodeURIComponent(key);
+  } catch {} // a key with a percent sign of its own
+  if (!/^[!-~]+$/.test(key)) return false;
+  keepKey(key);
+  if (asking) {
+    $("key-text").value = key;
+    $("key").close("use");
+  }
+  return true;
+}
+
 /** Ask for the key until the dialog is closed; all requests wait for one dialog. */
 function askKey(wrong) {
   if (asking) return asking;
   const dialog = $("key");
-  $("key-wrong").textContent = wrong ? "The server does not know this key." : "";
+  put($("key-wrong"), wrong && t("The server does not know this key."));
   $("key-text").value = "";
   asking = new Promise((resolve, reject) => {
     dialog.onclose = () => {
@@ -43,7 +66,8 @@ function askKey(wrong) {
       const key = $("key-text").value.trim();
       $("key-text").value = "";
       if (dialog.returnValue !== "use") {
-        reject(new Failure("Without the API key this server answers nothing.", { status: 401 }));
+        isLocked = true;
+        reject(new Failure(t("Without the API key this server answers nothing."), { status: 401 }));
         return;
       }
       keepKey(key);
@@ -54,6 +78,14 @@ function askKey(wrong) {
   dialog.showModal();
   return asking;
 }
+
+function unlock() {
+  if (!isLocked) return;
+  isLocked = false;
+  document.dispatchEvent(new Event("unlocked"));
+}
+
+// ---- requests ----
 
 /** Send a request, with the key; ask for the key if the server wants one. Throws Failure. */
 export async function request(path, init = {}) {
@@ -68,9 +100,12 @@ export async function request(path, init = {}) {
       throw gone();
     }
     back();
+    if (reply.status !== 401) unlock();
     if (reply.ok) return reply;
     if (reply.status !== 401) throw await failureOf(reply.status, await reply.text(), reply.headers.get("Retry-After"));
-    if (key === readKey()) await askKey(key !== "");
+    if (key !== readKey()) continue; // another request has asked meanwhile
+    if (key) keepKey(""); // a wrong one is not kept
+    await askKey(key !== "");
   }
 }
 
@@ -92,14 +127,40 @@ export function upload(path, value, progress) {
   });
 }
 
+// ---- errors ----
+
+const NO_DOCUMENTS = t("No documents yet: add some under “Documents”.");
+const SAID = {
+  no_store: NO_DOCUMENTS,
+  no_documents: NO_DOCUMENTS,
+  busy: t("The server is busy. Try again in a moment."),
+  timeout: t("The answer took too long, and the server ended it."),
+  ending: t("The server is being shut down."),
+  no_space: t("The server has no space left for it."),
+  nothing_found: t("No passage matches the question."),
+  not_sent: t("A file of this name is there already, and no client has sent it: choose another name."),
+};
+
+/** Say an error of the server: what happened, and its hint unless that is for a shell or a program. */
+export function errorSaid({ message, hint, code }) {
+  if (SAID[code]) return SAID[code];
+  const end = ` (${hint})`;
+  const what = hint && message.endsWith(end) ? message.slice(0, -end.length) : message;
+  return join([sentence(what), isForPeople(hint) && sentence(hint)]);
+}
+
+export const isForPeople = (hint) => Boolean(hint) && !/`kvtool\b|\/v1\/|\boption `/.test(hint);
+
 function failureOf(status, text, retry) {
   let error = {};
   try {
     error = JSON.parse(text).error ?? {};
   } catch {} // of a proxy
-  const message = error.message ?? `The server answered with status ${status}.`;
-  return new Failure(sentence(message), { status, code: error.code, retry: Number(retry) || 0 });
+  const said = error.message ? errorSaid(error) : t("The server answered with status {0}.", status);
+  return Object.assign(new Failure(said, { status, code: error.code, retry: Number(retry) || 0 }), { error });
 }
+
+// ---- streams ----
 
 /** Yield the objects of a stream of events. Throws Failure if it breaks off. */
 export async function* events(reply) {
@@ -117,16 +178,23 @@ export async function* events(reply) {
     rest = lines.pop();
     for (const line of lines) {
       if (line === "data: [DONE]") return;
-      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
+      if (line.startsWith("data: ")) yield checked(JSON.parse(line.slice(6)));
     }
   }
 }
+
+function checked(event) {
+  if (event.error) throw new Failure(errorSaid(event.error), { code: event.error.code });
+  return event;
+}
+
+// ---- a server that is gone ----
 
 /** Show that the server is gone, and look for it every few seconds. Returns the Failure. */
 function gone() {
   $("gone").hidden = false;
   timer ||= setInterval(look, 3000);
-  return new Failure("The server does not answer.", { code: "gone" });
+  return new Failure(t("The server does not answer."), { code: "gone" });
 }
 
 export async function look() {
@@ -144,43 +212,4 @@ function back() {
   timer = 0;
   $("gone").hidden = true;
   document.dispatchEvent(new Event("server-back"));
-}
-
-// ---- elements ----
-
-/** Make an element. `attributes`: `onclick` and the like are listeners, `true` is one without a value. */
-export function h(name, attributes, ...children) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes ?? {})) {
-    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== false && value != null) node.setAttribute(key, value === true ? "" : value);
-  }
-  node.append(...children.filter((child) => child != null && child !== false));
-  return node;
-}
-
-/** Return the language of a text as far as its script tells it; "" if it may be any. */
-export function langOf(text) {
-  if (/\p{Script=Hangul}/u.test(text)) return "ko";
-  if (/[\p{Script=Hiragana}\p{Script=Katakana}]/u.test(text)) return "ja";
-  if (/\p{Script=Han}/u.test(text)) return "zh";
-  return "";
-}
-
-/** Return the attributes of an element for foreign text. */
-export const foreign = (text, more) => ({ lang: langOf(text), dir: "auto", ...more });
-
-export const counted = (number) => Math.round(number).toLocaleString("en");
-export const plural = (number, word) => `${counted(number)} ${word}${number === 1 ? "" : "s"}`;
-export const sentence = (text) => {
-  const [first = "", ...rest] = text;
-  const said = first.toUpperCase() + rest.join("");
-  return /[.!?)]$/.test(said) ? said : `${said}.`;
-};
-export const seconds = (ms) =>
-  ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
-export function size(bytes) {
-  const units = ["bytes", "kB", "MB", "GB", "TB"];
-  const power = Math.min(units.length - 1, Math.floor(Math.log10(Math.max(bytes, 1)) / 3));
-  return `${(bytes / 1000 ** power).toFixed(power && bytes / 1000 ** power < 10 ? 1 : 0)} ${units[power]}`;
 }
