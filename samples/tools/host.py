@@ -64,6 +64,7 @@ SHAPES = {  # layers, and keys and values of each
 CHUNKS_A_FILE, QUESTION, VOCABULARY, SEED = 8, 32, 50_000, 0
 LEAST, BLOCK = 1 << 28, 48 << 20  # bytes that a limit is measured with, and of a write
 _LOOK_S = 0.002
+_UNUSED = 3  # references to memory that only the list of it has, as a look at it counts them
 
 
 # ---- the null device ----
@@ -98,6 +99,7 @@ class NullDevice:
     ----------
     prefill : tokens a second; None: no time at all.
     taken : bytes of keys and values that were handed over.
+    asked : bytes of memory that they were taken over into.
     """
 
     layer_count: int
@@ -106,6 +108,7 @@ class NullDevice:
     prefill: float | None = None
     device: str = NULL
     taken: int = 0
+    asked: int = 0
     kv_dtype: torch.dtype = torch.bfloat16
     context: int = 1 << 20
     layers: tuple[torch.nn.Module, ...] = ()
@@ -120,6 +123,7 @@ class NullDevice:
         self.shapes = (self.shape,) * self.layer_count
         self.stored_layers = self.layer_count
         self.base = self
+        self._memory: list[np.ndarray[Any, Any]] = []
         self.loaded = SimpleNamespace(arithmetic=Arithmetic("bfloat16", "cuda"))
 
     @classmethod
@@ -129,6 +133,15 @@ class NullDevice:
     @property
     def token_bytes(self) -> int:
         return self.layer_count * self.shape.numbers * self.kv_dtype.itemsize
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Memory that nothing uses any more, as torch keeps it pinned for a GPU; else new."""
+        self.asked += size
+        for held in self._memory:
+            if held.size == size and sys.getrefcount(held) == _UNUSED:
+                return torch.from_numpy(held)
+        self._memory.append(np.empty(size, np.uint8))
+        return torch.from_numpy(self._memory[-1])
 
     def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(tokens))
@@ -162,7 +175,8 @@ def files_of(tokens: int, chunk_tokens: int) -> list[PreparedFile]:
     draw = np.random.default_rng(SEED)
     chunks = [_chunk(draw, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return [
-        _file(f"file-{at}", chunks[at : at + CHUNKS_A_FILE], chunk_tokens) for at in range(0, len(chunks), CHUNKS_A_FILE)
+        _file(f"file-{at}", chunks[at : at + CHUNKS_A_FILE], chunk_tokens)
+        for at in range(0, len(chunks), CHUNKS_A_FILE)
     ]
 
 
@@ -213,7 +227,10 @@ def load(store: Store, device: NullDevice, plan: Plan, cache: PromptCache, worke
     """Load all records of a plan into a cache, as a question does; returns their bytes."""
     decoder: Decoder = device  # type: ignore[assignment]
     read = ReadSet.whole(plan, device.layer_count).read
-    with store.view(), Loader(decoder, read, cache, StoreSource(store, decoder, _profiles(store)), None, workers) as loader:
+    with (
+        store.view(),
+        Loader(decoder, read, cache, StoreSource(store, decoder, _profiles(store)), None, workers) as loader,
+    ):
         for layer in range(device.layer_count):
             loader.wait(layer)
         return loader.stats.bytes_read
@@ -375,7 +392,9 @@ def show(found: dict[str, Any]) -> None:
     for name in ("limits", "limits after"):
         print(f"  {name}, GB/s:", ", ".join(f"{key} {value:.2f}" for key, value in found[name].items()))
     for row in found["rows"]:
-        print(f"  {row['what']}: {row['tokens_s']:,.0f} tokens/s, {row['gb_s']:.2f} GB/s, CPU {row['cpu_s_gb']:.2f} s/GB")
+        print(
+            f"  {row['what']}: {row['tokens_s']:,.0f} tokens/s, {row['gb_s']:.2f} GB/s, CPU {row['cpu_s_gb']:.2f} s/GB"
+        )
         for place, share in row["places"].items():
             print(f"      {share:6.1%}  {place}")
 

@@ -15,6 +15,7 @@ from kvtool.core.cache.access_log import combine_scores, latest, lrfu_scores, ta
 from kvtool.core.cache.commit import Commits, compact
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import ID_BYTES, Origin
+from kvtool.core.cache.record import Bytes
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
 from kvtool.core.cache.tables import (
     BY_CHUNK,
@@ -47,7 +48,7 @@ Referred = Callable[[Collection[bytes]], Iterable[bytes]]
 @dataclass(frozen=True, slots=True)
 class _Pending:
     info: ChunkInfo
-    layers: tuple[bytes, ...]
+    layers: tuple[Bytes, ...]
     replace: bool = False
     origin: Origin | None = None
 
@@ -148,7 +149,7 @@ class Writer:
         chunk_id: bytes,
         info: ChunkInfo,
         level: str,
-        layers: Sequence[bytes],
+        layers: Sequence[Bytes],
         *,
         replace: bool = False,
         origin: Origin | None = None,
@@ -157,7 +158,8 @@ class Writer:
 
         Parameters
         ----------
-        layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order.
+        layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order; their
+            memory must not change before they are durable.
         replace : also records that are stored and sound; else these stay as they are.
         origin : where the records were made. HERE, or a trusted source, replaces all that a foreign one has put.
             None: the chunk stays of the origin that it has, as when a level of it is made from another.

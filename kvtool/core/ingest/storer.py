@@ -196,13 +196,12 @@ class ChunkStorer(Storer):
         return made
 
     def _write(self, batch: Sequence[PrefilledChunk], level: str, unfinished: Sequence[PreparedFile] = ()) -> None:
-        # Verbatim records are copies: one at a time is as fast, and needs less memory.
-        several = map if level_of(level).verbatim else self._encoders.map
+        one = partial(encode, level=level, profile=self._profile, in_place=True)
 
         def work() -> None:
             for file in unfinished:
                 self._writer.begin_file(file.entry.path, file.chunk_ids)
-            for records in several(partial(encode, level=level, profile=self._profile), batch):
+            for records in self._encoders.map(one, batch):
                 self._put(records)
 
         self._submit(work)
