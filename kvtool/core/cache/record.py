@@ -173,6 +173,12 @@ def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
     return _kv_header(fields, payload.nbytes), payload
 
 
+def header_of(data: Bytes) -> KVHeader:
+    """Return the header of a KV record, **without** checking the digest; raises DamagedError."""
+    fields = _parse_header(_flat(data), Kind.KV)
+    return _kv_header(fields, fields.length)
+
+
 def payload_part(data: Bytes, part: slice) -> bytes:
     """Return a part of a value's payload, **without** checking the digest, from the value or its beginning."""
     return bytes(_flat(data)[HEADER_BYTES + part.start : HEADER_BYTES + part.stop])

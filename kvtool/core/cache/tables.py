@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
 from kvtool.core.cache.identity import HERE, ID_BYTES, UNKNOWN, Origin, seal_origin, unseal_origin
-from kvtool.core.cache.record import Bytes, Kind, check_level, decode_record, seal, unseal
+from kvtool.core.cache.record import Bytes, Kind, check_level, decode_record, header_of, seal, unseal
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError
 
@@ -211,14 +211,19 @@ def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
     return record_key(chunk_id, header.level, header.layer) == key
 
 
-def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[Bytes]) -> None:
-    """Raise ValueError where these are not the records of this chunk at this level, one a layer."""
+def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[Bytes], sealed: bool = False) -> None:
+    """Raise ValueError where these are not the records of this chunk at this level, one a layer.
+
+    Parameters
+    ----------
+    sealed : only read their headers; else their digests are compared, too.
+    """
     check_chunk_id(chunk_id)
     if len(layers) != info.layers or not layers:
         raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
     for number, record in enumerate(layers):
         try:
-            header, _ = decode_record(chunk_id, record)
+            header = header_of(record) if sealed else decode_record(chunk_id, record)[0]
         except DamagedError as error:
             raise ValueError(f"layer {number} is no record of this chunk: {error.message}") from error
         if (header.level, header.layer, header.tokens) != (level, number, len(info.token_ids)):

@@ -153,6 +153,7 @@ class Writer:
         *,
         replace: bool = False,
         origin: Origin | None = None,
+        made_here: bool = False,
     ) -> None:
         """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
 
@@ -163,6 +164,7 @@ class Writer:
         replace : also records that are stored and sound; else these stay as they are.
         origin : where the records were made. HERE, or a trusted source, replaces all that a foreign one has put.
             None: the chunk stays of the origin that it has, as when a level of it is made from another.
+        made_here : this process has just computed the digests, which are not compared again.
 
         Raises
         ------
@@ -170,7 +172,7 @@ class Writer:
         NoSpaceError : a batch was full and could not be written.
         """
         self._check_open()
-        check_layers(chunk_id, info, level, layers)
+        check_layers(chunk_id, info, level, layers, made_here)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
             self._pending[place] = _Pending(info, tuple(layers), replace, origin)

@@ -21,7 +21,7 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
-QUEUED = 4  # batches and commits that may wait to be written: limits their memory
+QUEUED = 4  # writes of batches and commits of their files that may wait: limits their memory
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -128,11 +128,14 @@ class Storer(ABC):
 
     def _put(self, records: ChunkRecords) -> None:
         self._account.report.kv_bytes += sum(map(len, records.layers))
-        self._writer.put_chunk(records.chunk_id, records.info, records.level, records.layers, origin=HERE)
+        self._writer.put_chunk(
+            records.chunk_id, records.info, records.level, records.layers, origin=HERE, made_here=True
+        )
 
-    def _commit(self, file: PreparedFile) -> None:
-        """Commit a file whose chunks are all written."""
-        self._writer.commit_file(file.entry, file.documents)
+    def _commit(self, files: Sequence[PreparedFile]) -> None:
+        """Commit files whose chunks are all written, one by one: what is stopped has lost one document."""
+        for file in files:
+            self._writer.commit_file(file.entry, file.documents)
 
     def _complete(self, batch: Batch) -> None:
         """Commit the files that waited for nothing else, in their order."""
@@ -145,8 +148,8 @@ class Storer(ABC):
         self._commit_all(sorted(whole, key=lambda waiting: waiting.number))
 
     def _commit_all(self, whole: Sequence[_Waiting]) -> None:
+        self._commit([waiting.file for waiting in whole])
         for waiting in whole:
-            self._commit(waiting.file)
             self._account.count_file(waiting.file)
 
 
@@ -206,8 +209,12 @@ class ChunkStorer(Storer):
 
         self._submit(work)
 
-    def _commit(self, file: PreparedFile) -> None:
-        self._submit(partial(self._writer.commit_file, file.entry, file.documents))
+    def _commit(self, files: Sequence[PreparedFile]) -> None:
+        """See Storer; files of a GPU's batch are computed at once, and committed at once."""
+        if self._pool is None:
+            super()._commit(files)
+        elif files:
+            self._submit(partial(self._writer.commit_files, [(file.entry, file.documents) for file in files]))
 
     def _submit(self, work: Callable[[], None]) -> None:
         if self._pool is None:
