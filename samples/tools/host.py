@@ -138,6 +138,12 @@ class NullDevice:
     def token_bytes(self) -> int:
         return self.layer_count * self.shape.numbers * self.kv_dtype.itemsize
 
+    def keep(self, batches: int, chunk_tokens: int) -> None:
+        """Have the memory of so many batches from the start."""
+        room = self.token_bytes // self.layer_count * self.batch + 1024 * (self.batch // chunk_tokens + 2)
+        kept = [self.host_memory(room) for _ in range(batches * self.layer_count)]
+        del kept
+
     def host_memory(self, size: int) -> torch.Tensor:
         """Memory that nothing uses any more, as torch keeps it pinned for a GPU; else new."""
         self.asked += size
@@ -273,11 +279,12 @@ def limits(folder: Path, total: int) -> dict[str, float]:
     path = folder / "limit"
     try:
         once = max(total // BLOCK, 1)
+        _write(path, source[:BLOCK], once, each=False)  # a virtual machine's memory may come late: not timed
         disk = _speed(once * BLOCK, lambda: _write(path, source[:BLOCK], once, each=True), 1)
         disk_once = _speed(once * BLOCK, lambda: _write(path, source[:BLOCK], once, each=False), 1)
         with path.open("rb", buffering=0) as file:
             block = memoryview(target)[:BLOCK]
-            cached = _speed(BLOCK, lambda: os.preadv(file.fileno(), [block], 0))
+            cached = _speed(BLOCK, lambda: os.preadv(file.fileno(), [block], 0), 9)
     finally:
         path.unlink(missing_ok=True)
     return {
@@ -355,60 +362,72 @@ def _place(frame: Any) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Ingest and load; rows of GB/s (of raw keys and values) with what they stand next to."""
+    """Ingest and load; rows of GB/s (of raw keys and values) with the limits before and after."""
     keep_freed_memory()  # as a process does that loads a model
     device = NullDevice.of(options.shape, options.batch, options.prefill)
+    device.keep(AHEAD, options.chunk_tokens)
     files = files_of(options.tokens, options.chunk_tokens)
-    tokens = sum(len(chunk.ids) for file in files for chunk in file.chunks)
-    kv = tokens * device.token_bytes
+    profile = device.profile(min(1024, options.batch)) if level_of(options.level).nested else None
+    timer = Timer(device, sum(len(chunk.ids) for file in files for chunk in file.chunks), options.profile)
     folder = Path(options.store)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    path = folder / "store"
-    profile = device.profile(min(1024, options.batch)) if level_of(options.level).nested else None
-    found = {"limits": limits(folder, min(kv, 1 << 30))}
+    path, plan = folder / "store", plan_of(files, options.level)
+    before = limits(folder, timer.size)
     try:
         with Store.create_or_open(path) as store:
-            kept = [
-                device.host_memory(kv * options.batch // tokens // device.layer_count + (1 << 20))
-                for _ in range(AHEAD * device.layer_count)
-            ]
-            del kept
-            with timed("ingest", options.profile, rows, tokens, kv, device):
+            with timer.timed("ingest"):
                 ingest(store, device, files, options.level, profile)
-            plan = plan_of(files, options.level)
-            for there in (NULL, "cpu"):
-                device.device = there
+            for device.device, name in ((NULL, "load for a device"), ("cpu", "load, placed in main memory")):
                 cache = device.cache(plan.length)
                 for number in range(options.repeat + 1):
-                    ignored: list[Any] = []
-                    name = "load for a device" if there == NULL else "load, placed in main memory"
-                    with timed(name, options.profile, rows if number else ignored, tokens, kv, device):
+                    with timer.timed(name if number else ""):
                         load(store, device, plan, cache, options.workers)
     finally:
         shutil.rmtree(path, ignore_errors=True)
-    found["limits after"] = limits(folder, min(kv, 1 << 30))
-    return {"shape": options.shape, "level": options.level, "tokens": tokens, "gb": kv / 1e9, **found, "rows": rows}
+    about = {"shape": options.shape, "level": options.level, "tokens": timer.tokens, "gb": timer.size / 1e9}
+    return about | {"limits": before, "limits after": limits(folder, timer.size), "rows": timer.rows}
 
 
-@contextmanager
-def timed(what: str, profile: bool, rows: list[Any], tokens: int, size: int, device: NullDevice) -> Iterator[None]:
-    with sampled(profile) as seconds:
-        device.seconds = 0.0
-        started, spent = time.perf_counter(), time.process_time()
-        yield
-        took, spent = time.perf_counter() - started, time.process_time() - spent - device.seconds
-    row = {"what": what, "tokens_s": tokens / took, "gb_s": size / took / 1e9, "cpu_s_gb": spent / size * 1e9}
-    rows.append(row | {"places": {place: of / spent for place, of in seconds.most_common(16)}})
+@dataclass
+class Timer:
+    """Rows of what was timed, for so many tokens; `sampled`: with the functions in which CPU time was spent."""
+
+    device: NullDevice
+    tokens: int
+    sampled: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.tokens * self.device.token_bytes
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Time what is done inside; "": without a row."""
+        self.device.seconds = 0.0
+        with sampled(self.sampled) as seconds:
+            started, spent = time.perf_counter(), time.process_time()
+            yield
+            took, spent = time.perf_counter() - started, time.process_time() - spent
+        row = {"what": what, "tokens_s": self.tokens / took, "gb_s": self.size / took / 1e9}
+        row["cpu_s_gb"] = (spent - self.device.seconds) / self.size * 1e9
+        row["places"] = {place: of / spent for place, of in seconds.most_common(16)}
+        self.rows += [row] if what else []
 
 
 def show(found: dict[str, Any]) -> None:
     print(f"{found['shape']}, level {found['level']}: {found['tokens']} tokens, {found['gb']:.2f} GB")
-    for name in ("limits", "limits after"):
-        print(f"  {name}, GB/s:", ", ".join(f"{key} {value:.2f}" for key, value in found[name].items()))
+    either = [found["limits"], found["limits after"]]
+    for name, limit in zip(("before", "after"), either, strict=True):
+        print(f"  limits {name}, GB/s:", ", ".join(f"{key} {value:.2f}" for key, value in limit.items()))
+    mean = {key: (either[0][key] + either[1][key]) / 2 for key in either[0]}
     for row in found["rows"]:
+        limit = (
+            min(mean["memcpy"], mean["disk_once"]) if row["what"] == "ingest" else min(mean["memcpy"], mean["cached"])
+        )
         print(
-            f"  {row['what']}: {row['tokens_s']:,.0f} tokens/s, {row['gb_s']:.2f} GB/s, CPU {row['cpu_s_gb']:.2f} s/GB"
+            f"  {row['what']}: {row['tokens_s']:,.0f} tokens/s, {row['gb_s']:.2f} GB/s, {row["gb_s"] / limit:.0%} "
+            f"of the limit, CPU {row['cpu_s_gb']:.2f} s/GB"
         )
         for place, share in row["places"].items():
             print(f"      {share:6.1%}  {place}")

@@ -39,7 +39,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 if TYPE_CHECKING:
     from kvtool.core.cache.reader import StoreReader
 
-BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
+BATCH_BYTES = 48 * 2**20
 BATCH_SECONDS = 5.0
 _CHUNKS_AT_ONCE = 2000  # deleted in one transaction
 Referred = Callable[[Collection[bytes]], Iterable[bytes]]
@@ -60,6 +60,7 @@ class Writer:
 
     Attributes
     ----------
+    batch_bytes : of records that wait before they are written in one transaction, which holds its pages in memory.
     needed : gives the chunks that this run counts on. Where it is set, those of unfinished files that are not among
         them go before a commit is refused for lack of room.
     """
@@ -78,6 +79,7 @@ class Writer:
         self._unfinished: dict[str, tuple[bytes, ...]] | None = None  # as in the store; read when it is first needed
         self._unsaved = False  # whether these were changed since
         self._own: set[str] = set()  # those of this writer
+        self.batch_bytes = BATCH_BYTES
         self.needed: Callable[[], set[bytes]] | None = None
 
     # ---- putting -------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class Writer:
             self._pending[place] = _Pending(info, tuple(layers), replace, origin)
             self._pending_bytes += sum(map(len, layers))
             self._fresh.add(place[0])
-        if self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at > BATCH_SECONDS:
+        if self._pending_bytes >= self.batch_bytes or time.monotonic() - self._flushed_at > BATCH_SECONDS:
             self.flush()
 
     def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:

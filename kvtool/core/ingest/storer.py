@@ -22,6 +22,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
 QUEUED = 4  # writes of batches and commits of their files that may wait: limits their memory
+WRITE_BYTES = 192 * 2**20  # of a transaction beside a GPU: a disk waits at the end of each
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -166,6 +167,8 @@ class ChunkStorer(Storer):
         super().__init__(writer, account, decoder.device, decoder.context, len(lead_ins.own))
         self._decoder, self._lead_ins, self._level, self._profile = decoder, lead_ins, level, profile
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
+        if self._pool is not None:
+            writer.batch_bytes = WRITE_BYTES
         self._encoders = encoder_threads()
         self._pending: deque[Future[None]] = deque()
 
