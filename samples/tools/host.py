@@ -426,7 +426,7 @@ def show(found: dict[str, Any]) -> None:
             min(mean["memcpy"], mean["disk_once"]) if row["what"] == "ingest" else min(mean["memcpy"], mean["cached"])
         )
         print(
-            f"  {row['what']}: {row['tokens_s']:,.0f} tokens/s, {row['gb_s']:.2f} GB/s, {row["gb_s"] / limit:.0%} "
+            f"  {row['what']}: {row['tokens_s']:,.0f} tokens/s, {row['gb_s']:.2f} GB/s, {row['gb_s'] / limit:.0%} "
             f"of the limit, CPU {row['cpu_s_gb']:.2f} s/GB"
         )
         for place, share in row["places"].items():

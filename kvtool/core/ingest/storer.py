@@ -23,7 +23,7 @@ from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, en
 
 QUEUED = 4  # writes of batches and commits of their files that may wait: limits their memory
 WRITE_BYTES = 192 * 2**20  # of a transaction beside a GPU: a disk waits at the end of each
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16000}  # a power of two and what is between its chunks would pin twice as much
 
 
 def batch_tokens(device: str) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -109,7 +110,7 @@ def prefill_chunks(
     """
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
-    tokens = [*(token for item in items for token in item.before + item.ids), *[0] * spare]
+    tokens = [*chain.from_iterable(item.before + item.ids for item in items), *[0] * spare]
     rows = PackedChunks.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
@@ -204,12 +205,9 @@ class _Brought:
         shape, span = self._shapes[layer], self._spans[number]
         before, behind = MARGINS
         flat = self._rooms[layer][number][before:-behind].view(self._dtype)
-        sizes = (
-            [shape.heads, span.stop - span.start, shape.key_dim],
-            [shape.heads, span.stop - span.start, shape.value_dim],
-        )
-        keys, values = flat.split([math.prod(size) for size in sizes])
-        return keys.view(sizes[0]), values.view(sizes[1])
+        rows = shape.heads, span.stop - span.start
+        keys, values = flat.split([math.prod(rows) * dim for dim in (shape.key_dim, shape.value_dim)])
+        return keys.view(*rows, shape.key_dim), values.view(*rows, shape.value_dim)
 
     def chunk(self, number: int) -> ChunkKV:
         """Return a chunk of the batch."""
