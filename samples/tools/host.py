@@ -36,6 +36,7 @@ from kvtool.bench.prompts import fit_to
 from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.base import Profiles, no_profiles
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
@@ -55,6 +56,7 @@ from kvtool.core.model.prefill import ChunkKV, LeadIn
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.stack import Turns
 from kvtool.core.records.encode import LeadIns
+from kvtool.core.session.identity import ProfileCache
 
 NULL = "meta"  # the device of torch that has neither memory nor arithmetic
 SHAPES = {  # layers, and keys and values of each
@@ -237,26 +239,24 @@ def plan_of(files: Sequence[PreparedFile], level: str = RAW) -> Plan:
     return build_plan(empty, chunks, range(QUESTION))
 
 
-def load(store: Store, device: NullDevice, plan: Plan, cache: PromptCache, workers: int | None = None) -> int:
+def load(
+    store: Store,
+    device: NullDevice,
+    plan: Plan,
+    cache: PromptCache,
+    profiles: Profiles = no_profiles,
+    workers: int | None = None,
+) -> int:
     """Load all records of a plan into a cache, as a question does; returns their bytes."""
     decoder: Decoder = device  # type: ignore[assignment]
     read = ReadSet.whole(plan, device.layer_count).read
     with (
         store.view(),
-        Loader(decoder, read, cache, StoreSource(store, decoder, _profiles(store)), None, workers) as loader,
+        Loader(decoder, read, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
     ):
         for layer in range(device.layer_count):
             loader.wait(layer)
         return loader.stats.bytes_read
-
-
-def _profiles(store: Store) -> Callable[[bytes], Profile]:
-    def profile(digest: bytes) -> Profile:
-        data = store.profile(digest)
-        assert data is not None
-        return Profile.from_bytes(bytes(data))
-
-    return profile
 
 
 # ---- what the machine can ----
@@ -322,17 +322,19 @@ def _speed(size: int, work: Callable[[], object], times: int = 3) -> float:
 
 @contextmanager
 def sampled(wanted: bool) -> Iterator[Counter[str]]:
-    """Count seconds of CPU time by the innermost function of kvtool that each thread is in.
+    """Count seconds of CPU time by the innermost function of kvtool that each thread is in, and by thread, in brackets.
 
     A function that keeps Python's lock is looked at when it gives it back, and counts for all of the time until then.
     """
     seconds, spent, ended = Counter[str](), dict[int, float](), threading.Event()
 
     def look() -> None:
+        names = {thread.ident: thread.name.rstrip("0123456789_-") for thread in threading.enumerate()}
         for thread, frame in sys._current_frames().items():
             if thread != threading.get_ident():
                 now = time.clock_gettime(time.pthread_getcpuclockid(thread))
-                seconds[_place(frame)] += now - spent.get(thread, now)  # type: ignore[assignment]
+                for key in (_place(frame), f"[{names.get(thread, 'another thread')}]"):
+                    seconds[key] += now - spent.get(thread, 0.0)  # type: ignore[assignment]
                 spent[thread] = now
 
     def looks() -> None:
@@ -342,7 +344,7 @@ def sampled(wanted: bool) -> Iterator[Counter[str]]:
 
     thread = threading.Thread(target=looks, daemon=True)
     if wanted:
-        look()
+        spent |= {one: time.clock_gettime(time.pthread_getcpuclockid(one)) for one in sys._current_frames()}
         thread.start()
     try:
         yield seconds
@@ -377,11 +379,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with Store.create_or_open(path) as store:
             with timer.timed("ingest"):
                 ingest(store, device, files, options.level, profile)
+            profiles = ProfileCache(store)
             for device.device, name in ((NULL, "load for a device"), ("cpu", "load, placed in main memory")):
                 cache = device.cache(plan.length)
                 for number in range(options.repeat + 1):
                     with timer.timed(name if number else ""):
-                        load(store, device, plan, cache, options.workers)
+                        load(store, device, plan, cache, profiles, options.workers)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     about = {"shape": options.shape, "level": options.level, "tokens": timer.tokens, "gb": timer.size / 1e9}
