@@ -8,13 +8,16 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.pages import newest_meta
 from kvtool.core.cache.store import Store
+from kvtool.core.errors import NoSpaceError
 from samples.tools import host
 
 CHUNKS, TOKENS = 256, 64
@@ -111,6 +114,19 @@ def test_what_is_loaded_is_what_the_device_gave(store: Store, device: host.NullD
 
     device.forward(torch.zeros(1, 8 * TOKENS), _Noting(note))
     assert len(given) == device.layer_count
+
+
+def test_a_full_store_keeps_whole_documents(store: Store, device: host.NullDevice) -> None:
+    """Files that are committed together fit together, or none of them is there."""
+    files = host.files_of(CHUNKS * TOKENS, TOKENS)
+    with store.writer() as writer:
+        writer.set_budget(CHUNKS * TOKENS * device.token_bytes // 2)
+    with pytest.raises(NoSpaceError):
+        host.ingest(store, device, files)
+    documents = [*store.documents()]
+    assert 0 < len(documents) < len(files)
+    assert all(store.has_chunk(ref.chunk_id) for document in documents for ref in document.chunks)
+    assert [*find_damage(store, Fraction(1))] == []
 
 
 class _Noting(host.CacheProxy):
