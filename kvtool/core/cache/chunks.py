@@ -220,10 +220,11 @@ class ChunkReader(StoreConnection):
         -------
         For each chunk its header and payload, None if it is not stored, or the error of its record or place.
         """
-        wanted = [tables.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
-        with self.snapshot() as snapshot:
+        asked = [(chunk_id, level, layer) for chunk_id in chunk_ids]
+        wanted = [tables.record_key(*one) for one in asked]
+        with self.snapshot() as snapshot:  # each is checked while it is in the core's cache
             copies = snapshot.copies(tables.RECORDS, wanted, before, allocate)
-        reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
+            reads = [read_record(*one, data) for one, data in zip(asked, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before, ahead)
         lacking = [number for number, read in enumerate(reads) if read is None] if self.more is not None else []

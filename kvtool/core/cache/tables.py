@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
 from kvtool.core.cache.identity import HERE, ID_BYTES, UNKNOWN, Origin, seal_origin, unseal_origin
-from kvtool.core.cache.record import Bytes, Kind, check_level, decode_record, seal, unseal
+from kvtool.core.cache.record import Bytes, Kind, check_level, decode_record, header_of, seal, unseal
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError
 
@@ -26,7 +26,7 @@ META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHE
 _NAMES = "meta files documents chunks levels records used profiles added stretches warm origins".split()
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
 BY_CHUNK = (CHUNKS, LEVELS, RECORDS, USED, WARM, ADDED, ORIGINS)
-Row = tuple[bytes, bytes, bytes]  # table, key, value
+Row = tuple[bytes, bytes, Bytes]  # table, key, value
 RowKey = tuple[bytes, bytes]  # table, key
 
 STORE_KEY, MANIFEST_KEY, REVISION_KEY, CODEC_KEY = b"store", b"manifest", b"revision", b"codec"
@@ -138,7 +138,7 @@ def level_rows(
     chunk_id: bytes,
     info: ChunkInfo,
     level: str,
-    layers: Sequence[bytes],
+    layers: Sequence[Bytes],
     replace: bool,
     origin: Origin | None = None,
 ) -> list[Row]:
@@ -172,10 +172,10 @@ def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Orig
             raise ValueError(f"chunk {chunk_id.hex()} is stored with other tokens, lead-in or layers")
         if info.arithmetic in (None, stored.arithmetic) and info.sensitivity in (b"", stored.sensitivity):
             return []
-    row = (CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
+    row: Row = (CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
     if stored is not None:
         return [row]
-    rows = [row, (ADDED, chunk_id, seal_number(chunk_id, int(time.time())))]
+    rows: list[Row] = [row, (ADDED, chunk_id, seal_number(chunk_id, int(time.time())))]
     if origin is not None and origin != HERE:
         rows.append((ORIGINS, chunk_id, seal_origin(chunk_id, origin)))
     return rows
@@ -211,14 +211,19 @@ def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
     return record_key(chunk_id, header.level, header.layer) == key
 
 
-def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
-    """Raise ValueError where these are not the records of this chunk at this level, one a layer."""
+def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[Bytes], sealed: bool = False) -> None:
+    """Raise ValueError where these are not the records of this chunk at this level, one a layer.
+
+    Parameters
+    ----------
+    sealed : only read their headers; else their digests are compared, too.
+    """
     check_chunk_id(chunk_id)
     if len(layers) != info.layers or not layers:
         raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
     for number, record in enumerate(layers):
         try:
-            header, _ = decode_record(chunk_id, record)
+            header = header_of(record) if sealed else decode_record(chunk_id, record)[0]
         except DamagedError as error:
             raise ValueError(f"layer {number} is no record of this chunk: {error.message}") from error
         if (header.level, header.layer, header.tokens) != (level, number, len(info.token_ids)):

@@ -137,8 +137,9 @@ class Snapshot:
 
     def copies(
         self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], allocate: Allocator
-    ) -> list[memoryview | DamagedError | None]:
-        """Copy many values: each is looked up once, and read ahead while others are copied if it is not in memory.
+    ) -> Iterator[memoryview | DamagedError | None]:
+        """Yield copies of many values: each is looked up once, and read ahead while others are copied if it is not in
+        memory.
 
         Parameters
         ----------
@@ -162,7 +163,7 @@ class Snapshot:
             except DamagedError as error:
                 return error
 
-        return [copied(number) for number in range(len(keys))]
+        return map(copied, range(len(keys)))
 
     def _found(self, key: bytes) -> Found | DamagedError | None:
         try:

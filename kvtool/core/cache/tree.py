@@ -43,6 +43,7 @@ class DataFile:
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._tree: Tree | None = None
+        self._length = 0  # as it was last looked at
 
     def close(self) -> None:
         """Close the file."""
@@ -86,7 +87,9 @@ class DataFile:
         ----------
         waits : called before it is read from the disk, if the system reports that it is not in memory.
         """
-        if at + head + size > self.size():
+        if at + head + size > self._length:
+            self._length = self.size()
+        if at + head + size > self._length:
             raise DamagedError("the index points outside the file")
         before, target = bytearray(head), allocate(size)
         done = 0 if waits is None else self._copy_cached(before, target, at)

@@ -15,6 +15,7 @@ from kvtool.core.cache.access_log import combine_scores, latest, lrfu_scores, ta
 from kvtool.core.cache.commit import Commits, compact
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import ID_BYTES, Origin
+from kvtool.core.cache.record import Bytes
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
 from kvtool.core.cache.tables import (
     BY_CHUNK,
@@ -38,7 +39,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 if TYPE_CHECKING:
     from kvtool.core.cache.reader import StoreReader
 
-BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
+BATCH_BYTES = 48 * 2**20
 BATCH_SECONDS = 5.0
 _CHUNKS_AT_ONCE = 2000  # deleted in one transaction
 Referred = Callable[[Collection[bytes]], Iterable[bytes]]
@@ -47,7 +48,7 @@ Referred = Callable[[Collection[bytes]], Iterable[bytes]]
 @dataclass(frozen=True, slots=True)
 class _Pending:
     info: ChunkInfo
-    layers: tuple[bytes, ...]
+    layers: tuple[Bytes, ...]
     replace: bool = False
     origin: Origin | None = None
 
@@ -59,6 +60,7 @@ class Writer:
 
     Attributes
     ----------
+    batch_bytes : of records that wait before they are written in one transaction, which holds its pages in memory.
     needed : gives the chunks that this run counts on. Where it is set, those of unfinished files that are not among
         them go before a commit is refused for lack of room.
     """
@@ -77,6 +79,7 @@ class Writer:
         self._unfinished: dict[str, tuple[bytes, ...]] | None = None  # as in the store; read when it is first needed
         self._unsaved = False  # whether these were changed since
         self._own: set[str] = set()  # those of this writer
+        self.batch_bytes = BATCH_BYTES
         self.needed: Callable[[], set[bytes]] | None = None
 
     # ---- putting -------------------------------------------------------------------------------------------------
@@ -148,19 +151,22 @@ class Writer:
         chunk_id: bytes,
         info: ChunkInfo,
         level: str,
-        layers: Sequence[bytes],
+        layers: Sequence[Bytes],
         *,
         replace: bool = False,
         origin: Origin | None = None,
+        made_here: bool = False,
     ) -> None:
         """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
 
         Parameters
         ----------
-        layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order.
+        layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order; their
+            memory must not change before they are durable.
         replace : also records that are stored and sound; else these stay as they are.
         origin : where the records were made. HERE, or a trusted source, replaces all that a foreign one has put.
             None: the chunk stays of the origin that it has, as when a level of it is made from another.
+        made_here : this process has just computed the digests, which are not compared again.
 
         Raises
         ------
@@ -168,13 +174,13 @@ class Writer:
         NoSpaceError : a batch was full and could not be written.
         """
         self._check_open()
-        check_layers(chunk_id, info, level, layers)
+        check_layers(chunk_id, info, level, layers, made_here)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
             self._pending[place] = _Pending(info, tuple(layers), replace, origin)
             self._pending_bytes += sum(map(len, layers))
             self._fresh.add(place[0])
-        if self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at > BATCH_SECONDS:
+        if self._pending_bytes >= self.batch_bytes or time.monotonic() - self._flushed_at > BATCH_SECONDS:
             self.flush()
 
     def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:

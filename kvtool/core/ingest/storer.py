@@ -21,8 +21,9 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
-QUEUED = 4  # batches and commits that may wait to be written: limits their memory
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+QUEUED = 4  # writes of batches and commits of their files that may wait: limits their memory
+WRITE_BYTES = 192 * 2**20  # of a transaction beside a GPU: a disk waits at the end of each
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16000}  # a power of two and what is between its chunks would pin twice as much
 
 
 def batch_tokens(device: str) -> int:
@@ -128,11 +129,14 @@ class Storer(ABC):
 
     def _put(self, records: ChunkRecords) -> None:
         self._account.report.kv_bytes += sum(map(len, records.layers))
-        self._writer.put_chunk(records.chunk_id, records.info, records.level, records.layers, origin=HERE)
+        self._writer.put_chunk(
+            records.chunk_id, records.info, records.level, records.layers, origin=HERE, made_here=True
+        )
 
-    def _commit(self, file: PreparedFile) -> None:
-        """Commit a file whose chunks are all written."""
-        self._writer.commit_file(file.entry, file.documents)
+    def _commit(self, files: Sequence[PreparedFile]) -> None:
+        """Commit files whose chunks are all written, one by one: what is stopped has lost one document."""
+        for file in files:
+            self._writer.commit_file(file.entry, file.documents)
 
     def _complete(self, batch: Batch) -> None:
         """Commit the files that waited for nothing else, in their order."""
@@ -145,8 +149,8 @@ class Storer(ABC):
         self._commit_all(sorted(whole, key=lambda waiting: waiting.number))
 
     def _commit_all(self, whole: Sequence[_Waiting]) -> None:
+        self._commit([waiting.file for waiting in whole])
         for waiting in whole:
-            self._commit(waiting.file)
             self._account.count_file(waiting.file)
 
 
@@ -163,6 +167,8 @@ class ChunkStorer(Storer):
         super().__init__(writer, account, decoder.device, decoder.context, len(lead_ins.own))
         self._decoder, self._lead_ins, self._level, self._profile = decoder, lead_ins, level, profile
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
+        if self._pool is not None:
+            writer.batch_bytes = WRITE_BYTES
         self._encoders = encoder_threads()
         self._pending: deque[Future[None]] = deque()
 
@@ -196,19 +202,22 @@ class ChunkStorer(Storer):
         return made
 
     def _write(self, batch: Sequence[PrefilledChunk], level: str, unfinished: Sequence[PreparedFile] = ()) -> None:
-        # Verbatim records are copies: one at a time is as fast, and needs less memory.
-        several = map if level_of(level).verbatim else self._encoders.map
+        one = partial(encode, level=level, profile=self._profile, in_place=True)
 
         def work() -> None:
             for file in unfinished:
                 self._writer.begin_file(file.entry.path, file.chunk_ids)
-            for records in several(partial(encode, level=level, profile=self._profile), batch):
+            for records in self._encoders.map(one, batch):
                 self._put(records)
 
         self._submit(work)
 
-    def _commit(self, file: PreparedFile) -> None:
-        self._submit(partial(self._writer.commit_file, file.entry, file.documents))
+    def _commit(self, files: Sequence[PreparedFile]) -> None:
+        """See Storer; files of a GPU's batch are computed at once, and committed at once."""
+        if self._pool is None:
+            super()._commit(files)
+        elif files:
+            self._submit(partial(self._writer.commit_files, [(file.entry, file.documents) for file in files]))
 
     def _submit(self, work: Callable[[], None]) -> None:
         if self._pool is None:

@@ -58,9 +58,9 @@ class KVShape:
         """Return True if keys are as wide as values and separate from them, as fast paths expect."""
         return self.key_dim == self.value_dim and not self.joint
 
-    def empty(self, tokens: int, dtype: torch.dtype, pinned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate keys and values of so many tokens, in one piece on the CPU, undefined."""
-        buffer = torch.empty(self.numbers * tokens, dtype=dtype, pin_memory=pinned)
+        buffer = torch.empty(self.numbers * tokens, dtype=dtype)
         keys, values = buffer.split([self.heads * tokens * dim for dim in (self.key_dim, self.value_dim)])
         return keys.view(self.heads, tokens, self.key_dim), values.view(self.heads, tokens, self.value_dim)
 

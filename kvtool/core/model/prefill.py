@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -12,9 +14,11 @@ from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.params import KV
 from kvtool.core.model.attention import ChunkWatch, PackedChunks, rows_of_pass
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.modules import CacheProxy, ForwardEnded, cache_name
 from kvtool.core.model.preemption import preemptible
 
+MARGINS = 64, 16  # bytes before and behind a chunk's keys and values at a layer, for a record's header and digest
 _LEAST_ROWS = 16  # a single row would take a matrix-vector kernel, whose sums round otherwise
 
 
@@ -31,10 +35,16 @@ class ChunkKV:
     """Keys (un-rotated) and values of a chunk: for each layer `[kv_heads, tokens, head_dim]` on the CPU.
 
     They may be views into the memory of their batch. Layers may differ in heads and head_dim.
+
+    Attributes
+    ----------
+    rooms : for each layer the memory of its keys and then its values, with `MARGINS` around them; none where they lie
+        elsewhere.
     """
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
+    rooms: Sequence[memoryview] = field(default=(), kw_only=True)
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -100,22 +110,20 @@ def prefill_chunks(
     """
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
-    tokens = [*(token for item in items for token in item.before + item.ids), *[0] * spare]
+    tokens = [*chain.from_iterable(item.before + item.ids for item in items), *[0] * spare]
     rows = PackedChunks.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
     wanted = decoder.stored_layers if layers is None else min(layers, decoder.stored_layers)
     on_gpu = decoder.device.startswith("cuda")
-    # Pinned: a layer's copy then runs while the next ones compute, and nothing waits for it before the end.
-    made = [shape.empty(len(tokens), decoder.kv_dtype, on_gpu) for shape in decoder.shapes[:wanted]]
+    spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
+    brought = _Brought(decoder, wanted, spans)
 
     def collect(keys: torch.Tensor, values: torch.Tensor, layer: int) -> KV:
         if not going():
             raise PrefillStopped
-        to_keys, to_values = made[layer]
-        to_keys.copy_(decoder.rotary.rotate(keys, undo, layer)[0], non_blocking=True)
-        to_values.copy_(values[0], non_blocking=True)
+        brought.bring(layer, decoder.rotary.rotate(keys, undo, layer)[0], values[0])
         if layer == wanted - 1:
             raise ForwardEnded
         return keys, values
@@ -135,5 +143,74 @@ def prefill_chunks(
         )
     if on_gpu:
         torch.cuda.current_stream(decoder.device).synchronize()
-    spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
-    return [ChunkKV(*zip(*((k[:, span], v[:, span]) for k, v in made), strict=True)) for span in spans]
+    return [brought.chunk(number) for number in range(len(items))]
+
+
+class _Brought:
+    """Memory on the CPU for a batch's keys and values, chunk by chunk, so that records can be made where they lie.
+
+    One copy fills a layer's from a GPU. On a CPU each chunk has its own, which others do not retain.
+    """
+
+    def __init__(self, decoder: Decoder, layers: int, spans: Sequence[slice]) -> None:
+        self._shapes, self._dtype, self._spans = decoder.shapes[:layers], decoder.kv_dtype, spans
+        self._orders: dict[KVShape, torch.Tensor] = {}
+        counts = [span.stop - span.start for span in spans]
+        each = [[(shape, count) for count in counts] for shape in self._shapes]
+        if decoder.device == "cpu":
+            of_chunks = [self._laid(decoder, blocks)[1] for blocks in zip(*each, strict=True)]
+            self._rooms = tuple(zip(*of_chunks, strict=True))
+        else:
+            self._whole, self._rooms = zip(*(self._laid(decoder, blocks) for blocks in each), strict=True)
+
+    def _laid(
+        self, decoder: Decoder, blocks: Sequence[tuple[KVShape, int]]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Allocate memory for blocks of so many tokens each; returns all of it, and each block's with its margins."""
+        places, end, (before, behind) = [], 0, MARGINS
+        for shape, count in blocks:
+            start = end + self._gap(shape)
+            end = start + shape.numbers * count * self._dtype.itemsize
+            places.append(slice(start - before, end + behind))
+        memory = decoder.host_memory(end + self._gap(blocks[-1][0]))
+        return memory, tuple(memory[place] for place in places)
+
+    def _gap(self, shape: KVShape) -> int:
+        """Return the bytes between two blocks: whole rows, so that one copy may fill blocks and gaps."""
+        row = shape.key_dim * self._dtype.itemsize
+        return -(-sum(MARGINS) // row) * row
+
+    def bring(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take over a layer's keys and values `[kv_heads, rows, head_dim]`; from a GPU they come later."""
+        shape = self._shapes[layer]
+        if keys.is_cuda and shape.key_dim == shape.value_dim:
+            if shape not in self._orders:
+                self._orders[shape] = self._order(shape, keys.shape[1]).to(keys.device)
+            rows = torch.cat([keys.to(self._dtype), values.to(self._dtype)]).flatten(0, 1)
+            whole = self._whole[layer].view(self._dtype).view(-1, shape.key_dim)
+            whole.copy_(rows.index_select(0, self._orders[shape]), non_blocking=True)
+            return
+        for number, span in enumerate(self._spans):
+            for to, side in zip(self._sides(layer, number), (keys, values), strict=True):
+                to.copy_(side[:, span], non_blocking=True)
+
+    def _order(self, shape: KVShape, rows: int) -> torch.Tensor:
+        """Return the row of keys and values, these below those, that each row of a layer's memory takes."""
+        gap = torch.zeros(self._gap(shape) // (shape.key_dim * self._dtype.itemsize), dtype=torch.int64)
+        heads = torch.arange(2 * shape.heads)[:, None] * rows
+        each = [(heads + torch.arange(span.start, span.stop)).flatten() for span in self._spans]
+        return torch.cat([part for of_chunk in each for part in (gap, of_chunk)] + [gap])
+
+    def _sides(self, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, span = self._shapes[layer], self._spans[number]
+        before, behind = MARGINS
+        flat = self._rooms[layer][number][before:-behind].view(self._dtype)
+        rows = shape.heads, span.stop - span.start
+        keys, values = flat.split([math.prod(rows) * dim for dim in (shape.key_dim, shape.value_dim)])
+        return keys.view(*rows, shape.key_dim), values.view(*rows, shape.value_dim)
+
+    def chunk(self, number: int) -> ChunkKV:
+        """Return a chunk of the batch."""
+        layers = range(len(self._shapes))
+        rooms = [self._rooms[layer][number].numpy().data for layer in layers]
+        return ChunkKV(*zip(*(self._sides(layer, number) for layer in layers), strict=True), rooms=rooms)

@@ -118,6 +118,10 @@ class DecoderStack:
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
         return PromptCache([BufferLayer(shape, capacity, self.dtype, self.device) for shape in self.shapes])
 
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Allocate uint8 on the CPU for what a pass gives: pinned where a GPU does, whose copies then do not wait."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.startswith("cuda"))
+
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the raw keys and values of `tokens` tokens over all layers."""
         return sum(shape.numbers for shape in self.shapes) * self.kv_dtype.itemsize * tokens

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.cache.entries import ChunkInfo, ChunkSpec
-from kvtool.core.cache.record import KVHeader, encode_record
+from kvtool.core.cache.record import Bytes, KVHeader, encode_record, seal_room
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, LayerKV, Payload
-from kvtool.core.codec.levels import RAW
+from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
@@ -64,7 +64,7 @@ class ChunkRecords:
     chunk_id: bytes
     info: ChunkInfo
     level: str
-    layers: list[bytes]
+    layers: Sequence[Bytes]
 
 
 def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) -> list[PrefilledChunk]:
@@ -81,8 +81,22 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) ->
     return [PrefilledChunk(*made, own) for made in zip(chunks, kvs, values, strict=True)]
 
 
-def encode(made: PrefilledChunk, level: str = RAW, profile: Profile | None = None) -> ChunkRecords:
-    layers = encode_layers(made.chunk.chunk_id, made.kv, level, profile)
+def encode(
+    made: PrefilledChunk, level: str = RAW, profile: Profile | None = None, in_place: bool = False
+) -> ChunkRecords:
+    """Make the records of a chunk.
+
+    Parameters
+    ----------
+    in_place : where these are the numbers as they lie, let the records be that memory, which nothing else may write to.
+    """
+    chunk_id, kv = made.chunk.chunk_id, made.kv
+    layers: Sequence[Bytes]
+    if in_place and kv.rooms and level_of(level).verbatim:
+        headers = [_header(of, level, layer) for layer, of in enumerate(kv.layers)]
+        layers = [seal_room(chunk_id, *pair) for pair in zip(headers, kv.rooms, strict=True)]
+    else:
+        layers = encode_layers(chunk_id, kv, level, profile)
     return ChunkRecords(
         made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity, made.arithmetic), level, layers
     )
@@ -107,10 +121,13 @@ def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | N
 
 def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
     """Put one layer's record around a codec's payload."""
+    return encode_record(chunk_id, _header(kv, level, layer), payload)
+
+
+def _header(kv: LayerKV, level: str, layer: int) -> KVHeader:
     keys, values = kv
     kv_heads, tokens, head_dim = keys.shape
-    header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, values.shape[2], level, layer)
-    return encode_record(chunk_id, header, payload)
+    return KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, values.shape[2], level, layer)
 
 
 def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> list[bytes]:

@@ -1,0 +1,145 @@
+"""The host's own path of ingest and loading, over a null device: how often it touches bytes and Python, and no time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.cache.integrity import find_damage
+from kvtool.core.cache.pages import newest_meta
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import NoSpaceError
+from samples.tools import host
+
+CHUNKS, TOKENS = 256, 64
+MOST_TRANSACTIONS = 30  # for 1,000 chunks of 125 files: one a batch of 64 chunks, and some of the beginning
+MOST_CALLS = 320  # of functions in Python for a chunk of two layers that is ingested
+MOST_READ_CALLS = 66  # for a record that is loaded
+
+
+@pytest.fixture
+def device() -> host.NullDevice:
+    made = host.NullDevice.of("tiny", batch=64 * TOKENS)
+    made.keep(8, TOKENS)
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create_or_open(tmp_path / "store") as made:
+        yield made
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count calls of functions in Python, by whether they are kvtool's, in this thread and in those that it starts."""
+    calls = Counter[str]()
+
+    def note(frame: object, event: str, _: object) -> None:
+        if event == "call" and "kvtool/core" in frame.f_code.co_filename:  # type: ignore[attr-defined]
+            calls["all"] += 1
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def transactions(store: Store) -> int:
+    path = store.environment.generation / "data.mdb"
+    with path.open("rb") as file:
+        return newest_meta(path, file).transaction
+
+
+def test_a_batch_is_one_transaction(store: Store, device: host.NullDevice) -> None:
+    files, before = host.files_of(CHUNKS * TOKENS, TOKENS), transactions(store)
+    host.ingest(store, device, files)
+    assert (transactions(store) - before) * 1000 <= MOST_TRANSACTIONS * CHUNKS
+    assert store.stats()["documents"] == len(files)
+
+
+def test_a_byte_is_taken_over_once_and_copied_by_lmdb_only(store: Store, device: host.NullDevice) -> None:
+    """Records are the memory that a pass has put the numbers in. Copies of them in Python or numpy would be traced."""
+    files, size = host.files_of(CHUNKS * TOKENS, TOKENS), CHUNKS * TOKENS * device.token_bytes
+    device.asked = 0
+    tracemalloc.start()
+    try:
+        host.ingest(store, device, files)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert device.taken == 2 * size  # for the sensitivities once more: of two layers, which are all
+    assert device.asked <= 1.1 * device.taken  # with the room for headers and digests
+    assert peak < size / 2
+
+
+def test_calls_of_python(store: Store, device: host.NullDevice) -> None:
+    files = host.files_of(CHUNKS * TOKENS, TOKENS)
+    with counted() as calls:
+        host.ingest(store, device, files)
+    assert 100 < calls["all"] / CHUNKS <= MOST_CALLS
+    plan, cache = host.plan_of(files), device.cache(CHUNKS * TOKENS + host.QUESTION)
+    with counted() as calls:
+        host.load(store, device, plan, cache, workers=1)
+    assert 10 < calls["all"] / (CHUNKS * device.layer_count) <= MOST_READ_CALLS
+
+
+@pytest.mark.parametrize("level", ["raw", "lossless"])
+def test_what_is_loaded_is_what_the_device_gave(store: Store, device: host.NullDevice, level: str) -> None:
+    files = host.files_of(8 * TOKENS, TOKENS)
+    host.ingest(store, device, files, level)
+    device.device = "cpu"
+    plan = host.plan_of(files, level)
+    cache = device.cache(plan.length)
+    assert host.load(store, device, plan, cache) > 0
+    given = Counter[int]()
+
+    def note(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        buffer, rows = cache.buffers[layer], slice(0, keys.shape[2])
+        assert torch.equal(buffer.keys[:, :, rows], keys)
+        assert torch.equal(buffer.values[:, :, rows], values)
+        given[layer] += 1
+
+    device.forward(torch.zeros(1, 8 * TOKENS), _Noting(note))
+    assert len(given) == device.layer_count
+
+
+def test_a_full_store_keeps_whole_documents(store: Store, device: host.NullDevice) -> None:
+    """Files that are committed together fit together, or none of them is there."""
+    files = host.files_of(CHUNKS * TOKENS, TOKENS)
+    with store.writer() as writer:
+        writer.set_budget(CHUNKS * TOKENS * device.token_bytes // 2)
+    with pytest.raises(NoSpaceError):
+        host.ingest(store, device, files)
+    documents = [*store.documents()]
+    assert 0 < len(documents) < len(files)
+    assert all(store.has_chunk(ref.chunk_id) for document in documents for ref in document.chunks)
+    assert [*find_damage(store, Fraction(1))] == []
+
+
+class _Noting(host.CacheProxy):
+    """A cache that notes what it is given."""
+
+    def __init__(self, note: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
+        super().__init__(note)  # type: ignore[arg-type]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host.main(["--shape", "tiny", "--tokens", "512", "--batch", "256", "--store", str(tmp_path), "--profile"])
+    out = capsys.readouterr().out
+    assert [
+        name for name in ("limits before", "limits after", "ingest:", "load for a device:") if name not in out
+    ] == []
+    assert not (tmp_path / "store").exists()
