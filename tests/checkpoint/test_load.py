@@ -164,7 +164,7 @@ def test_a_named_dtype_is_taken(files: ModelFiles, dtype: str) -> None:
     assert resolve_dtype(dtype, "cpu", files) == dtype
 
 
-@pytest.mark.parametrize("dtype", ["", "int8", "float64", "FP32", "bf16", "8"])
+@pytest.mark.parametrize("dtype", ["", "int4", "float64", "FP32", "bf16", "8"])
 def test_no_such_dtype(files: ModelFiles, dtype: str) -> None:
     with pytest.raises(UsageError):
         resolve_dtype(dtype, "cpu", files)

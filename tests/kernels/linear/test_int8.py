@@ -1,0 +1,98 @@
+"""Products of rows in 8-bit integers with packed weights: what they round, and that they lose nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
+from kvtool.core.kernels.linear.quantized import has_int8, int8_gemm
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, NEON, SCALAR, Isa, multiplies_int8, runnable
+from tests.kernels.linear.matrices import random_matrix
+
+HERE = {name: multiplies_int8(isa) for name, isa in (("avx2", AVX2), ("avx512", AVX512)) if name in runnable()}
+SETS = sorted({isa for isa in (*HERE.values(), AVX512 if "avx512" in HERE else None) if isa}, key=str)
+CASES = [(isa, kind) for isa in SETS for kind in LAYOUTS if has_int8(random_matrix(kind, 16, 256), isa)]
+pytestmark = pytest.mark.skipif(not SETS, reason="the CPU has no AVX2")
+
+
+def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
+    """X as it is multiplied: 127 steps on each side of 0 for the largest of a group."""
+    groups = x.view(len(x), -1, group)
+    most = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(most > 0, 127 / most, 0.0)
+    return ((groups * factor).round().double() * (most.double() / 127)).view_as(x)
+
+
+def close(found: torch.Tensor, x: torch.Tensor, matrix: QuantizedTensor, bias: torch.Tensor | None = None) -> None:
+    weights, own = dequantize(matrix).double(), rounded(x, matrix.layout.group)
+    layout, size = matrix.layout, own.abs() @ weights.abs().T
+    if layout.is_shifted or layout.bits == 8:  # codes and mins are multiplied apart, and cancel each other
+        size = own.abs() @ (weights.abs() + 256 * weights.abs().max()).T
+    wanted = own @ weights.T + (0 if bias is None else bias.double())
+    assert ((found.double() - wanted).abs() <= 1e-6 * size + 1e-6).all()
+
+
+@pytest.mark.parametrize(("isa", "kind"), CASES, ids=str)
+def test_it_is_the_product_of_the_rounded_rows(isa: Isa, kind: str) -> None:
+    for outputs, columns, rows in ((16, 256, 9), (48, 768, 33), (32, 288, 5)):
+        if columns % LAYOUTS[kind].multiple == 0:
+            matrix = random_matrix(kind, outputs, columns)
+            x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 10
+            x[2], x[3, :40] = 0, 1e-20
+            bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))
+            close(int8_gemm(matrix, x, isa=isa), x, matrix)
+            close(int8_gemm(matrix, x, bias, isa), x, matrix, bias)
+
+
+@pytest.mark.parametrize(("isa", "kind"), CASES, ids=str)
+def test_no_sum_is_too_large_for_its_bits(isa: Isa, kind: str) -> None:
+    """Every code and every q the largest there is."""
+    random = random_matrix(kind, 16, 512)
+    matrix = QuantizedTensor(
+        kind, 16, 512, torch.full_like(random.data, 127 if kind == "q8_0" else 255), random.scales, random.group_mins
+    )
+    for sign in (1, -1):
+        x = torch.full((8, 512), sign * 3.0)
+        close(int8_gemm(matrix, x, isa=isa), x, matrix)
+
+
+@pytest.mark.parametrize("isa", SETS, ids=str)
+def test_a_row_is_the_same_whatever_stands_beside_it(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever the number of threads, also where there are fewer rows than a tile has, and on every set."""
+    matrix, x = random_matrix("q4_k", 48, 512), torch.randn(600, 512, generator=torch.Generator().manual_seed(0))
+    whole = int8_gemm(matrix, x, isa=isa)
+    assert torch.equal(whole, int8_gemm(matrix, x, isa=SETS[0]))
+    for first, stop in ((5, 17), (40, 41), (597, 600)):
+        assert torch.equal(int8_gemm(matrix, x[first:stop].contiguous(), isa=isa), whole[first:stop])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(int8_gemm(matrix, x, isa=isa), whole)
+
+
+def test_a_layer_rounds_rows_and_no_single_one() -> None:
+    matrix, x = random_matrix("q4_1", 32, 64), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    bias = torch.ones(32)
+    layer, plain = (PackedLinear(matrix, bias, torch.float32, int8) for int8 in (True, False))
+    wanted = int8_gemm(matrix, x.view(10, 64), bias).view(2, 5, 32)
+    assert layer.in_team(1, torch.float32)
+    assert torch.equal(layer(x), wanted)
+    assert torch.equal(layer.rows_product(x[:, ::2]), wanted[:, ::2])
+    assert torch.equal(layer(x[0, 0]), plain(x[0, 0]))
+    assert not torch.equal(plain(x), wanted)
+    odd = PackedLinear(random_matrix("q4_1", 6, 64), None, torch.float32, int8=True)  # not of a register's lanes
+    assert not odd.int8
+    assert torch.equal(odd(x), PackedLinear(odd.matrix, None, torch.float32)(x))
+
+
+def test_machine_code_sees_no_wrong_sizes() -> None:
+    matrix, x = random_matrix("q4_1", 32, 64), torch.randn(8, 64)
+    for wrong in (x[:, :32].contiguous(), x.bfloat16(), x[:, :64:2], x.t()):
+        with pytest.raises(ValueError, match="no product of"):
+            int8_gemm(matrix, wrong)
+    with pytest.raises(ValueError, match="no product of"):
+        int8_gemm(matrix, x, torch.ones(31))
+    with pytest.raises(ValueError, match="no product of"):
+        int8_gemm(random_matrix("q4_1", 6, 64), x)
+    assert multiplies_int8(SCALAR) is multiplies_int8(NEON) is multiplies_int8(None) is None
+    assert multiplies_int8(AVX512) in (AVX512, AVX512_VNNI)
