@@ -308,7 +308,7 @@ class Engine:
         decoder = self._loaded.decoder
         if decoder is None or isinstance(self.place, str) or not self._loaded.exists():
             return None
-        fingerprint, dtype = decoder.loaded.fingerprint, str(decoder.dtype).removeprefix("torch.")
+        fingerprint, dtype = decoder.loaded.fingerprint, decoder.loaded.arithmetic.dtype
         with Store.open(self.place) as store:
             speeds = recalled(store, fingerprint, decoder.device, dtype, decoder.stored_layers)
             row_s = forecast(1, 0, store, self.place, fingerprint, ingesting).seconds

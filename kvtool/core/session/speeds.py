@@ -54,7 +54,7 @@ class SpeedBook:
         self._say = say
         self._store, self._decoder = store, decoder
         self._fingerprint = fingerprint
-        self._machine = machine_of(decoder.device, str(decoder.dtype).removeprefix("torch."))
+        self._machine = machine_of(decoder.device, decoder.loaded.arithmetic.dtype)
         self._passes: PassSpeed | None = None
         self._loads: dict[str, LoadSpeed] = {}
         self._unreadable: set[str] = set()
