@@ -218,7 +218,7 @@ class QueryFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
-    common="fusion ratio top_k source documents chunks level max_tokens system batch "
+    common="fusion ratio top_k source documents chunks max_tokens system batch "
     "compare explain show_sources keep_alive store model",
 )
 def query(

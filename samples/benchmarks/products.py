@@ -4,7 +4,8 @@ For every kind of weights that a GGUF file may have: what one row takes, multipl
 unpacking them takes, on each instruction set that this CPU runs; GB/s count the packed weights read, `of sum` is that
 by what a plain sum over memory of the same size reads. Then, for `--kind`, a pass of several rows through all weights
 by several ways: plain weights (`dense`), unpacked before each product (`unpacked`, as an ingest does it), unpacked some
-at a time and multiplied in the cache (`few`, as a question's rows are) and one packed product for each row (`by row`);
+at a time and multiplied in the cache (`few`, as a question's rows are), with the rows in 8-bit integers (`int8`, as
+with `--dtype int8`) and one packed product for each row (`by row`);
 in bfloat16 also with weights that oneDNN has laid out, by its own products (`onednn`) and, up to 320 rows, by ours over
 the same memory (`panels`). All take turns, and the least time of each counts.
 """
@@ -40,7 +41,7 @@ def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
     if layout.dense:
         return dense(torch.randn(rows, columns).to(getattr(torch, kind)))
     data = torch.randint(0, 256, (rows, layout.row_bytes(columns)), dtype=torch.uint8)
-    if layout.blocks:
+    if layout.superblocks:
         scales = torch.full((rows, layout.scales_of_row(columns)), 1, dtype=torch.uint8)
         return QuantizedTensor(kind, rows, columns, data, scales, none())
     scales, group_mins = (torch.randn(2, rows, layout.scales_of_row(columns)) * 0.01).half()
@@ -85,6 +86,7 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
     """A pass of several rows through all weights, by each way."""
     matrices = [random_matrix(kind, *shape) for _ in range(layers) for shape in SHAPES]
     packed = [PackedLinear(matrix, None, dtype) for matrix in matrices]
+    whole = [PackedLinear(matrix, None, dtype, int8=True) for matrix in matrices]
     plain = [dequantize(matrix).to(dtype) for matrix in matrices]
     laid_out = _laid_out(plain) if can_pack(plain[0]) else []
     count = sum(weight.numel() for weight in plain)
@@ -97,6 +99,8 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
         }
         if number > 1:
             calls["few"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in packed]
+        if number > 1 and dtype == torch.float32 and all(layer.int8 for layer in whole):
+            calls["int8"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in whole]
         if laid_out:
             calls["onednn"] = lambda g=given: [layer(g[layer.in_features]) for layer in laid_out]
             calls["panels"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in laid_out]

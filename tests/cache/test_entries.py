@@ -99,7 +99,7 @@ def test_one_of_before_is_read() -> None:
     assert StretchInfo.from_bytes(json.dumps(row).encode()) == replace(INFO, arithmetic=None)
 
 
-@pytest.mark.parametrize("made", [["int8", "cpu"], ["bfloat16"], 7])
+@pytest.mark.parametrize("made", [["int4", "cpu"], ["bfloat16"], 7])
 def test_an_arithmetic_that_is_none_is_damage(made: object) -> None:
     row = json.loads(INFO.to_bytes()) | {"arithmetic": made}
     with pytest.raises(DamagedError):

@@ -13,6 +13,7 @@ def test_codes_are_the_contract() -> None:
     } == {
         "KvtoolError": 1,
         "NothingFoundError": 1,
+        "NoDocumentsError": 1,
         "UsageError": 2,
         "ContextFullError": 2,
         "StoreNotFoundError": 10,

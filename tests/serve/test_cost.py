@@ -60,7 +60,7 @@ COSTLY = [
     "from kvtool.core.retrieval.finder import _matcher\n_matcher(['[' * 64_000])\n"
     "from kvtool.core.upkeep.selectors import matches_glob\nmatches_glob('[' * 64_000, 'a', 'a'); print('refused')",
     # quotation marks that do not end
-    "from kvtool.serve.wire import _check_shape\n_check_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",
+    "from kvtool.serve.wire import check_shape\ncheck_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",
 ]
 
 

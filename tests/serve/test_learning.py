@@ -731,4 +731,4 @@ def test_a_program_that_retrieves_by_itself_needs_no_ingest(tiny: Path, tmp_path
             assert cached(asked(served, [ARNE])) == 0
         assert cached(asked(served, [ARNE])) > 0
     with serving(empty) as served, served.client as client:
-        assert client.post("/v1/chat/completions", json=body).status_code == 500
+        assert client.post("/v1/chat/completions", json=body).json()["error"]["code"] == "no_documents"
