@@ -101,7 +101,8 @@ def ask(store: Path, question: str, run: str, procs: Path) -> None:
     enter = lambda: procs.write_text(str(os.getpid()))  # noqa: E731
     done = subprocess.run(command, preexec_fn=enter, stdout=subprocess.PIPE, check=True)
     reply = json.loads(done.stdout)
-    print(run, f"{reply['timing_ms']['ttft']:.0f} ms", reply["tokens"], f"{reply['bytes_read'] / 1e6:.2f} MB", sep=" | ")
+    took, read = reply["timing_ms"]["ttft"], reply["bytes_read"]
+    print(run, f"{took:.0f} ms", reply["tokens"], f"{read / 1e6:.2f} MB", sep=" | ")
     for note in (reply.get("controller") or {}).get("notes", ()):
         print("   ", note)
 
