@@ -219,6 +219,23 @@ def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Ope
         assert "kept from earlier turns" in second.locator(".legend").inner_text()
 
 
+def test_the_map_counts_tokens_and_not_characters(store: Path, tmp_path: Path, open_page: Open) -> None:
+    """A character of several tokens is marked where one of them was recomputed."""
+    text = "한빛마을의 세 번째 제분소는 1962년에 서윤아 선생이 누가 보아도 튼튼하게 세웠다. 강가에 있다."
+    with served_with(store, uploads=tmp_path / "sent") as served:
+        with served.client as client:
+            assert client.post("/v1/documents", json={"documents": [{"name": "mill.md", "text": text}]}).is_success
+        page = open_page(served.url)
+        ask(page, OTHER)
+        first = answer(page, 1)
+        first.locator(".work > summary").click()
+        first.locator(".map > summary").click()
+        (recomputed,) = re.findall(r"(\d+) recomputed", first.locator(".legend").inner_text())
+        assert int(recomputed) > 0
+        assert first.locator(".map p").first.inner_text().startswith(f"{recomputed} of the passages")
+        assert f"{recomputed} recomputed: " in first.locator(".reasons").inner_text()
+
+
 def test_a_checked_answer_is_the_final_one(ready: Path, open_page: Open) -> None:
     with served_with(ready) as served:
         page = open_page(served.url)

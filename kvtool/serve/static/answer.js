@@ -325,10 +325,10 @@ const reasonOf = (span) => REASONS[span.reason] ?? span.reason;
 function map(about) {
   const chunks = about.chunks.filter((chunk) => chunk.explained);
   if (!chunks.length) return false;
-  const spans = chunks.flatMap((chunk) => chunk.explained.spans);
-  const sum = (some) => some.reduce((total, span) => total + length(span), 0);
-  const total = sum(spans);
-  const computed = sum(spans.filter((span) => kindOf(span) === "recomputed"));
+  const counts = countsOf(chunks);
+  const sum = (entries) => entries.reduce((total, [, count]) => total + count, 0);
+  const total = sum(Object.entries(counts));
+  const computed = sum(Object.entries(counts).filter(([reason]) => kindOf({ reason }) === "recomputed"));
   const label = t("{0} of the passages’ {1} tokens were computed for this answer.", counted(computed), counted(total));
   const body = h("div", {});
   const details = h("details", { class: "map" }, h("summary", {}, t("Map of recomputed tokens")), body);
@@ -339,7 +339,7 @@ function map(about) {
       { class: "dim chosen", role: "status" },
       t("Tap a mark for its reason. Your question is not shown."),
     );
-    body.append(h("p", {}, label), strip(chunks, total, label), legendOf(spans, sum), chosen);
+    body.append(h("p", {}, label), strip(chunks, total, label), legendOf(counts), chosen);
     for (const chunk of chunks) {
       const text = chunk.explained.spans.map((span) => marked(span, placeOf(chunk), chosen));
       body.append(h("h3", {}, placeOf(chunk)), h("p", foreign(chunk.text, { class: "passage" }), ...text));
@@ -348,12 +348,24 @@ function map(about) {
   return details;
 }
 
+/** Return the tokens by reason. A mark has whole characters, some of whose tokens may have been reused. */
+function countsOf(chunks) {
+  const counts = { "": 0 };
+  const add = (reason, count) => (counts[reason] = (counts[reason] ?? 0) + count);
+  for (const { reasons, spans } of chunks.map((chunk) => chunk.explained)) {
+    for (const span of spans) add(span.reason === "dropped" ? "dropped" : "", length(span));
+    for (const [reason, count] of Object.entries(reasons)) {
+      add(reason, count);
+      add("", -count);
+    }
+  }
+  return counts;
+}
+
 /** Return the colours of the map, with how many tokens each has and why. */
-function legendOf(spans, sum) {
-  const of = (reason) => sum(spans.filter((span) => span.reason === reason));
-  const reasons = [...new Set(spans.map((span) => span.reason))].sort();
-  const rows = reasons.map((reason) => {
-    const [count, why, kind] = [counted(of(reason)), reasonOf({ reason }), kindOf({ reason })];
+function legendOf(counts) {
+  const rows = Object.keys(counts).sort().map((reason) => {
+    const [count, why, kind] = [counted(counts[reason]), reasonOf({ reason }), kindOf({ reason })];
     const said = {
       reused: t("{0} reused", count),
       recomputed: t("{0} recomputed: {1}", count, why),
