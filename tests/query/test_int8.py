@@ -41,6 +41,7 @@ def test_it_is_an_arithmetic_of_its_own(made: Path) -> None:
     other = kvtool("query", QUESTION, "--store", made, "--dtype", "float32", *SHORT, "--json").fine().json
     assert (own["resolved"]["dtype"], other["resolved"]["dtype"]) == ("int8", "float32")
     assert own["tokens"]["reused"] == other["tokens"]["reused"] > 0
+    assert own["resolved"]["stepper"] == other["resolved"]["stepper"]  # tokens are generated in the same way
     gates = kvtool("inspect", "gate", "--store", made, *INT8, "--json").fine().json
     assert gates["passed"]
 

@@ -75,10 +75,12 @@ def test_a_layer_rounds_rows_and_no_single_one() -> None:
     bias = torch.ones(32)
     layer, plain = (PackedLinear(matrix, bias, torch.float32, int8) for int8 in (True, False))
     wanted = int8_gemm(matrix, x.view(10, 64), bias).view(2, 5, 32)
-    assert layer.in_team(1, torch.float32)
+    assert layer.in_team(2, torch.float32)
+    assert not layer.in_team(1, torch.float32)
     assert torch.equal(layer(x), wanted)
     assert torch.equal(layer.rows_product(x[:, ::2]), wanted[:, ::2])
     assert torch.equal(layer(x[0, 0]), plain(x[0, 0]))
+    assert torch.equal(layer.rows_product(x[:1, 0]), plain(x[:1, 0]))
     assert not torch.equal(plain(x), wanted)
     odd = PackedLinear(random_matrix("q4_1", 6, 64), None, torch.float32, int8=True)  # not of a register's lanes
     assert not odd.int8

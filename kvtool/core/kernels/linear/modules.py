@@ -92,7 +92,9 @@ class PackedLinear(SmallBatchLinear):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        return self.int8 or (self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows))
+        if self.int8:
+            return rows > 1  # a single one is that of decoding, which computes it as it is
+        return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
 
     def _few(self, rows: torch.Tensor) -> torch.Tensor:
         return (int8_gemm if self.int8 else small_batch_gemm)(self.matrix, rows, self.bias)
