@@ -127,11 +127,11 @@ class Storer(ABC):
         report.tokens += sum(len(chunk.ids) for chunk in batch.chunks)
         report.chunks.computed += len(batch.chunks)
 
-    def _put(self, records: ChunkRecords) -> None:
+    def _put(self, records: ChunkRecords, made_here: bool = False) -> None:
+        """Put a chunk's records; `made_here`: this process has made their digests, which are not compared then."""
         self._account.report.kv_bytes += sum(map(len, records.layers))
-        self._writer.put_chunk(
-            records.chunk_id, records.info, records.level, records.layers, origin=HERE, made_here=True
-        )
+        chunk = records.chunk_id, records.info, records.level, records.layers
+        self._writer.put_chunk(*chunk, origin=HERE, made_here=made_here)
 
     def _commit(self, files: Sequence[PreparedFile]) -> None:
         """Commit files whose chunks are all written, one by one: what is stopped has lost one document."""
@@ -208,7 +208,7 @@ class ChunkStorer(Storer):
             for file in unfinished:
                 self._writer.begin_file(file.entry.path, file.chunk_ids)
             for records in self._encoders.map(one, batch):
-                self._put(records)
+                self._put(records, made_here=True)
 
         self._submit(work)
 
