@@ -68,3 +68,12 @@ def test_where_there_is_no_code_for_it(tiny: Path, gguf: Path, tmp_path: Path, m
     kvtool("ingest", corpus, "--model", tiny, *at).failed(2, "packed weights of a GGUF file")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     kvtool("ingest", corpus, "--model", gguf, *at).failed(2, "needs a CPU with AVX2")
+
+
+@needs_int8
+def test_weights_without_a_product_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 bits, which AVX2 cannot add up: not silently computed otherwise."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    gguf = write_gguf(tmp_path / "eight.gguf", kinds={"": "Q8_0"})
+    at = ("--store", tmp_path / "none", "--model", gguf, *INT8)
+    kvtool("ingest", write_corpus(tmp_path / "in", documents=1), *at).failed(2, "no products for the weights")

@@ -22,6 +22,7 @@ from kvtool.core.errors import KvtoolError, ModelError, UsageError
 _DTYPES = ("float32", "bfloat16", "float16", INT8)
 _SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_CODE = "it needs code from its own folder, which kvtool does not run"
+_NO_INT8 = "leave --dtype out"
 _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 
@@ -125,7 +126,7 @@ def _check_int8(device: str, files: ModelFiles) -> None:
     if not why and not (files.folder / PACKED).is_file():
         why = f"multiplies the packed weights of a GGUF file, which {files.ref} is not"
     if why:
-        raise UsageError(f"--dtype int8 {why}", "leave --dtype out")
+        raise UsageError(f"--dtype int8 {why}", _NO_INT8)
 
 
 def _named_dtype(dtype: str) -> str:
@@ -145,7 +146,7 @@ def own_dtype(stored: str, device: str) -> str:
 
 
 def kept_format(dtype: str, files: ModelFiles) -> str:
-    """Return the number format that a new store keeps keys and values in, on any machine, for its name or "auto".
+    """Return the number format that a new store keeps keys and values in, on any machine, for a dtype or "auto".
 
     `auto` takes 16 bits a number: float16, with three bits of mantissa more, for a model that was published in it and
     whose numbers fit its range; else bfloat16, since keys of other models may leave that range.
@@ -271,6 +272,8 @@ def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
         from kvtool.core.checkpoint.packed import packed_model
 
         model = packed_model(files.folder, text, dtype, int8)
+        if int8 and not (model and any(getattr(module, "int8", False) for module in model.modules())):
+            raise UsageError(f"--dtype int8 has no products for the weights of {files.ref} on this CPU", _NO_INT8)
     if model is None:
         model = _plain_model(files, text, device, dtype)
         if packed:
