@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 _HYPHENS = ("\x02", "\ufffe")  # what pdfium gives for a hyphen at the end of a line
 _NUMBER = re.compile(r"(\d{1,9})")
 _PAGE = re.compile(r".*\d ?(?:/|of) ?\d+\W*|\W*[^\W\d]{0,6}\W*\d+\W*[^\W\d]{0,2}\W*")
-_RUNNING, _HEAD_LINES = 3, 2  # pages that have the same head, at least; lines of a head, at most
+_RUNNING = 3  # pages that have the same head, at least
+_HEAD_LINES, _LONGEST_HEAD = 2, 200  # lines of a head, and characters of a line, at most
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
 
 
@@ -85,14 +87,16 @@ def _without_running_lines(pages: list[str]) -> list[str]:
 
 
 def _running(texts: list[list[str]], end: int) -> list[int]:
-    """Return the pages whose first or last lines are the same, but for the page's number; none if they are few."""
-    least = max(_RUNNING, len(texts) * 2 // 3)
-    for first in range(len(texts) - least + 1):
-        line = texts[first][end] if texts[first] else ""
-        same = [at for at in range(first, len(texts)) if texts[at] and _is_same(line, texts[at][end], at - first)]
-        if line.strip() and len(same) >= least and all(len(texts[at]) > 1 for at in same):
-            return same
-    return []
+    """Return the pages whose first or last lines are the same, but for the page's number; none if they are few, or
+    would be left empty."""
+    lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
+    shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
+    shape, count = next(iter(shapes.most_common(1)), ("", 0))
+    if count < (least := max(_RUNNING, len(texts) * 2 // 3)):
+        return []
+    first = next(at for at, line in lines.items() if line.strip() and _NUMBER.sub("", line) == shape)
+    same = [at for at, line in lines.items() if _is_same(lines[first], line, at - first)]
+    return same if len(same) >= least else []
 
 
 def _is_same(line: str, other: str, pages: int) -> bool:
