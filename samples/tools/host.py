@@ -49,12 +49,14 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
+from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.modules import CacheProxy
 from kvtool.core.model.prefill import ChunkKV, LeadIn
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.stack import Turns
+from kvtool.core.native.isa import isa_here
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.session.identity import ProfileCache
 
@@ -74,25 +76,28 @@ _UNUSED = 3  # references to memory that only the list of it has, as a look at i
 # ---- the null device ----
 
 
-class NoRotation:
-    """A rotation that leaves keys as they are; it is its own table, and its own inverse."""
+@dataclass
+class Rotation:
+    """A rotation by halves with the product's machine code; a device that is none takes nothing."""
 
+    width: int
     by_kernel = False
 
-    def table(self, positions: torch.Tensor) -> NoRotation:
-        return self
-
-    inverse = lambda self: self  # noqa: E731
-    __getitem__ = lambda self, span: self  # noqa: E731
+    def table(self, positions: torch.Tensor) -> CosSin:
+        angles = positions.float()[:, None] * torch.logspace(0, -4, self.width // 2, device=positions.device)
+        cos, sin = (side.repeat(1, 2)[None] for side in (angles.cos(), angles.sin()))
+        return CosSin(cos, sin)
 
     def rotate(self, keys: torch.Tensor, table: object, layer: int) -> torch.Tensor:
         return keys
 
     def place(self, turns: Sequence[Any], beside: Sequence[Any], layer: int) -> None:
-        """Copy into buffers in main memory; a device that is none takes nothing."""
-        for out, sides, *_ in (*turns, *beside):
-            if not out.is_meta:
-                out.copy_(sides)
+        moves = [CopyWithRope(out[0], keys[0], table) for out, keys, table in turns if not out.is_meta]
+        moves += [CopyWithRope(out[0], values[0]) for out, values in beside if not out.is_meta]
+        isa = isa_here()
+        if isa is None or not copy_with_rope(moves, isa):
+            for move in moves:
+                move.to.copy_(move.numbers)
 
 
 @dataclass
@@ -118,7 +123,6 @@ class NullDevice:
     kv_dtype: torch.dtype = torch.bfloat16
     context: int = 1 << 20
     layers: tuple[torch.nn.Module, ...] = ()
-    rotary: NoRotation = field(default_factory=NoRotation)
     turns: Turns = field(default_factory=Turns)
 
     def __post_init__(self) -> None:
@@ -129,6 +133,7 @@ class NullDevice:
         self.shapes = (self.shape,) * self.layer_count
         self.stored_layers = self.layer_count
         self.base = self
+        self.rotary = Rotation(self.shape.key_dim)
         self._memory: list[np.ndarray[Any, Any]] = []
         self.loaded = SimpleNamespace(arithmetic=Arithmetic("bfloat16", "cuda"))
 

@@ -19,7 +19,7 @@ from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.placing import PinnedBuffer
+from kvtool.core.fusion.placing import LayerMemory
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rope import Rotary
 from tests.fusion.making import Case
@@ -44,14 +44,14 @@ class Kernel:
     def instead(cls, patch: pytest.MonkeyPatch) -> Kernel:
         """In place of the one that needs a GPU."""
         kernel = cls()
-        targets = PinnedBuffer.targets
+        targets = LayerMemory.targets
 
-        def remembered(self: PinnedBuffer, device: torch.device) -> list[torch.Tensor]:
+        def remembered(self: LayerMemory, device: torch.device) -> list[torch.Tensor]:
             made = targets(self, device)
             kernel.kept.extend(made)
             return made
 
-        patch.setattr(PinnedBuffer, "targets", remembered)
+        patch.setattr(LayerMemory, "targets", remembered)
         patch.setattr(triton_place, "place", kernel.place)
         patch.setattr(Rotary, "by_kernel", True)
         return kernel

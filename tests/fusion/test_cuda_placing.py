@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.fusion import loader, placing
-from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, PinnedBuffer
+from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, LayerMemory
 from kvtool.core.fusion.plan import Part, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
@@ -94,13 +94,13 @@ def test_records_held_are_read_from_where_they_are(
 
 def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     crossed: list[int] = []
-    cross = PinnedBuffer.upload
+    cross = LayerMemory.upload
 
-    def counted(self: PinnedBuffer, targets: list[torch.Tensor]) -> None:
+    def counted(self: LayerMemory, targets: list[torch.Tensor]) -> None:
         crossed.append(sum(map(len, targets)))
         cross(self, targets)
 
-    monkeypatch.setattr(PinnedBuffer, "upload", counted)
+    monkeypatch.setattr(LayerMemory, "upload", counted)
     own = on_gpu("llama")
     hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
     plan = own.plan(lead_in=BOS)
@@ -201,7 +201,7 @@ def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel
 
 
 def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
-    memory = PinnedBuffer(1000)
+    memory = LayerMemory(1000, pinned=True)
 
     def pieces() -> list[memoryview]:
         return [memory.room(size) for size in (100, 1, 700, 3000, 10)]

@@ -375,9 +375,9 @@ def _layers_of(read: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:
 
 
 def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:
-    if not decoder.device.startswith("cuda"):
-        return Placing()
     tokens = sum(segment.stop - segment.start for segment in segments)
     widest = max(shape.numbers for shape in decoder.shapes)
     layer_bytes = widest * decoder.kv_dtype.itemsize * tokens + _ENVELOPE_BYTES * len(segments)
+    if not decoder.device.startswith("cuda"):
+        return Placing(layer_bytes)
     return CudaPlacing(torch.cuda.current_stream(decoder.device), layer_bytes)

@@ -18,7 +18,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvtool.core.cache.record import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.kernels import rope_triton
@@ -54,69 +53,13 @@ class KeyRotation:
         return cos_sin.cos[0], cos_sin.sin[0]
 
 
-class Placing:
-    """Places a layer's un-rotated keys and values into the prompt's buffers in main memory, and rotates the keys once.
-
-    Each belongs to one thread. `upload_s` and `rotate_s` are the seconds that this thread has spent.
-    """
-
-    def __init__(self) -> None:
-        self.upload_s = self.rotate_s = 0.0
-
-    def seconds(self) -> tuple[float, float]:
-        """Return the seconds of copying and of rotating."""
-        return self.upload_s, self.rotate_s
-
-    def at_work(self) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread uses the CUDA stream of this placing."""
-        return contextlib.nullcontext()
-
-    def room(self, size: int) -> memoryview:
-        """Allocate memory for a record of the next layer; the next but one may reuse it."""
-        return aligned(size)
-
-    def place(
-        self,
-        segments: Sequence[Segment],
-        layers: Sequence[LayerKV],
-        buffer: BufferLayer,
-        rotation: KeyRotation,
-        layer: int,
-    ) -> int:
-        """Place one layer, in one pass over its keys and values; return a mark for `wait`.
-
-        Parameters
-        ----------
-        layers : keys and values of each segment, read since the previous layer was placed.
-        layer : number of the layer.
-        """
-        began = time.perf_counter()
-        spans = [slice(segment.start, segment.stop) for segment in segments]
-        turns = [
-            ((buffer.keys[:, :, span], keys[None]), span.start) for span, (keys, _) in zip(spans, layers, strict=True)
-        ]
-        beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
-        started = time.perf_counter()
-        rotation(turns, beside, layer)
-        self.rotate_s += time.perf_counter() - started
-        self.upload_s += started - began
-        return 0
-
-    def wait(self, mark: int) -> None:
-        """Let the calling thread's computations wait until the marked layer is placed."""
-
-    def finish(self) -> None:
-        """Wait until no source tensor is read any more."""
-
-
-Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 _ALIGN = 64
-_LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pinned memory comes in powers of two
+_LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: memory comes in powers of two
 
 
 @dataclass(slots=True)
 class _Block:
-    """A block of pinned memory whose first `used` bytes are allocated."""
+    """A block of memory whose first `used` bytes are allocated."""
 
     memory: torch.Tensor
     address: int
@@ -124,21 +67,22 @@ class _Block:
     used: int = 0
 
     @classmethod
-    def of(cls, size: int) -> _Block:
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    def of(cls, size: int, pinned: bool) -> _Block:
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return cls(memory, memory.data_ptr(), memory.numpy().data)
 
 
-class PinnedBuffer:
-    """A bump allocator of pinned memory for one layer, which a copy a block uploads to the device.
+class LayerMemory:
+    """A bump allocator for a layer's records; the next layer takes the same memory, without the faults of new pages.
 
     Parameters
     ----------
     size : expected bytes of a layer's records.
+    pinned : a copy for each block uploads it to a GPU.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = min(size, _MOST)
+    def __init__(self, size: int, pinned: bool = False) -> None:
+        self._size, self._pinned = min(size, _MOST), pinned
         self._blocks: list[_Block] = []
         self._current = 0
 
@@ -157,7 +101,7 @@ class PinnedBuffer:
                 break
             self._current += 1
         else:
-            block = _Block.of(max(size, block_size, 1))
+            block = _Block.of(max(size, block_size, 1), self._pinned)
             self._blocks.append(block)
         start = block.used
         block.used = min(len(block.bytes), -(-(start + size) // _ALIGN) * _ALIGN)
@@ -189,6 +133,70 @@ class PinnedBuffer:
         return self._blocks[: self._current + 1]
 
 
+class Placing:
+    """Places a layer's un-rotated keys and values into the prompt's buffers in main memory, and rotates the keys once.
+
+    Each belongs to one thread. `upload_s` and `rotate_s` are the seconds that this thread has spent.
+
+    Parameters
+    ----------
+    layer_bytes : expected bytes of a layer's records.
+    """
+
+    def __init__(self, layer_bytes: int) -> None:
+        self.upload_s = self.rotate_s = 0.0
+        self._memory = LayerMemory(layer_bytes)
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of copying and of rotating."""
+        return self.upload_s, self.rotate_s
+
+    def at_work(self) -> AbstractContextManager[object]:
+        """Return a context in which the calling thread uses the CUDA stream of this placing."""
+        return contextlib.nullcontext()
+
+    def room(self, size: int) -> memoryview:
+        """Allocate memory for a record of the layer that is placed next; a later one may reuse it."""
+        return self._memory.room(size)
+
+    def place(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotation: KeyRotation,
+        layer: int,
+    ) -> int:
+        """Place one layer, in one pass over its keys and values; return a mark for `wait`.
+
+        Parameters
+        ----------
+        layers : keys and values of each segment, read since the previous layer was placed.
+        layer : number of the layer.
+        """
+        began = time.perf_counter()
+        spans = [slice(segment.start, segment.stop) for segment in segments]
+        turns = [
+            ((buffer.keys[:, :, span], keys[None]), span.start) for span, (keys, _) in zip(spans, layers, strict=True)
+        ]
+        beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
+        started = time.perf_counter()
+        rotation(turns, beside, layer)
+        self._memory.clear()
+        self.rotate_s += time.perf_counter() - started
+        self.upload_s += started - began
+        return 0
+
+    def wait(self, mark: int) -> None:
+        """Let the calling thread's computations wait until the marked layer is placed."""
+
+    def finish(self) -> None:
+        """Wait until no source tensor is read any more."""
+
+
+Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
+
+
 def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3
@@ -203,7 +211,7 @@ class _InFlight:
     read : tensors that the stream reads.
     """
 
-    staging: PinnedBuffer
+    staging: LayerMemory
     placed: torch.cuda.Event | None = None
     read: Sequence[LayerKV] = ()
 
@@ -225,11 +233,11 @@ class CudaPlacing(Placing):
     """
 
     def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
-        super().__init__()
+        super().__init__(layer_bytes)
         self._compute = compute
         self._stream = torch.cuda.Stream(compute.device)
         self._stream.wait_stream(compute)
-        self._in_flight = [_InFlight(PinnedBuffer(layer_bytes)) for _ in range(2)]
+        self._in_flight = [_InFlight(LayerMemory(layer_bytes, pinned=True)) for _ in range(2)]
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
@@ -324,7 +332,7 @@ class CudaPlacing(Placing):
         layers: Sequence[LayerKV],
         buffer: BufferLayer,
         turns: tuple[torch.Tensor, torch.Tensor] | None,
-        staging: PinnedBuffer,
+        staging: LayerMemory,
     ) -> Moments:
         """Place a layer by one copy and one launch."""
         table = np.frombuffer(staging.small(8 * rope_triton.FIELDS * len(layers)), np.int64)
@@ -358,7 +366,7 @@ class CudaPlacing(Placing):
         layers: Sequence[LayerKV],
         buffer: BufferLayer,
         rotate: Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None],
-        staging: PinnedBuffer,
+        staging: LayerMemory,
     ) -> Moments:
         """Place a layer by torch's operations; keys of neighbouring segments are rotated in one call."""
         begun = self._now()
@@ -384,7 +392,7 @@ class CudaPlacing(Placing):
         return moment
 
 
-def _staged(layers: Sequence[LayerKV], staging: PinnedBuffer) -> Sequence[LayerKV]:
+def _staged(layers: Sequence[LayerKV], staging: LayerMemory) -> Sequence[LayerKV]:
     """Return the layers on the device or in pinned memory; those in other memory are copied there, end to end."""
     strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
     if not strays:
@@ -411,7 +419,7 @@ def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
     return rope_triton.fits(keys, buffer.keys) and rope_triton.fits(values, buffer.values)
 
 
-def _there(numbers: torch.Tensor, staging: PinnedBuffer, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+def _there(numbers: torch.Tensor, staging: LayerMemory, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a tensor's uploaded view on the device."""
     found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
     if found is None:

@@ -200,11 +200,14 @@ def rotation_module(stored: str, kept: str, isa: Isa) -> str:
 
 
 def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[Value, Value], half: Value) -> None:
-    """Emit both halves of a head's row, from one place to another."""
-    with k.loop(half // _WIDTH, may_be_empty=True) as index:
-        first = index * _WIDTH
-        places = first, first + half
-        cos, sin = (side.load(first, _WIDTH) for side in table)
-        low, high = (source.load(place, _WIDTH) for place in places)
-        for value, place in zip(rotate(low, high, cos, sin), places, strict=True):
-            target.store(value, place)
+    """Emit both halves of a head's row, from one place to another: whole registers first, then what is left."""
+    done: Value | int = 0
+    for width in sorted({k.isa.width, _WIDTH}, reverse=True):
+        with k.loop((half - done) // width, may_be_empty=True) as index:
+            first = index * width + done
+            places = first, first + half
+            cos, sin = (side.load(first, width) for side in table)
+            low, high = (source.load(place, width) for place in places)
+            for value, place in zip(rotate(low, high, cos, sin), places, strict=True):
+                target.store(value, place)
+        done = half // width * width

@@ -18,6 +18,8 @@ from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.pages import newest_meta
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
+from kvtool.core.fusion.placing import _Block
+from kvtool.core.kernels.rope import rotate_halves_torch
 from samples.tools import host
 
 CHUNKS, TOKENS = 256, 64
@@ -105,15 +107,28 @@ def test_what_is_loaded_is_what_the_device_gave(store: Store, device: host.NullD
     cache = device.cache(plan.length)
     assert host.load(store, device, plan, cache) > 0
     given = Counter[int]()
+    table = device.rotary.table(torch.arange(8 * TOKENS))
 
     def note(keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
         buffer, rows = cache.buffers[layer], slice(0, keys.shape[2])
-        assert torch.equal(buffer.keys[:, :, rows], keys)
+        torch.testing.assert_close(buffer.keys[:, :, rows], rotate_halves_torch(keys, table))
         assert torch.equal(buffer.values[:, :, rows], values)
         given[layer] += 1
 
     device.forward(torch.zeros(1, 8 * TOKENS), _Noting(note))
     assert len(given) == device.layer_count
+
+
+def test_layers_are_read_into_the_same_memory(
+    store: Store, device: host.NullDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New memory for each would cost as much again as reading and checking: a fault for each page."""
+    files, made, block = host.files_of(8 * TOKENS, TOKENS), Counter[int](), _Block.of
+    host.ingest(store, device, files)
+    monkeypatch.setattr(_Block, "of", lambda size, pinned: made.update([size]) or block(size, pinned))
+    device.device, plan = "cpu", host.plan_of(files)
+    read = host.load(store, device, plan, device.cache(plan.length), workers=1)
+    assert read <= sum(made.elements()) * device.layer_count <= 1.5 * read
 
 
 def test_a_full_store_keeps_whole_documents(store: Store, device: host.NullDevice) -> None:
