@@ -1,4 +1,4 @@
-"""`--dtype int8`: a prompt's products with a GGUF file's weights in 8-bit integers, as an arithmetic of its own."""
+"""`--dtype int8`: products with a GGUF file's weights in 8-bit integers, as an arithmetic of its own."""
 
 from __future__ import annotations
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtool.core.kernels.linear.gemm_ir import product
+from kvtool.core.kernels.linear.int8_ir import row_product
 from kvtool.core.native import simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.builder import module as text_of
-from kvtool.core.native.isa import Isa
+from kvtool.core.native.isa import Isa, multiplies_int8
 from kvtool.core.native.jit import Function
 from kvtool.core.native.job import Job
 from kvtool.core.native.simd import each, exp, fma, inverse_rms, lanes_for, larger, largest, total
@@ -28,6 +29,7 @@ from kvtool.core.native.threads import barrier
 WORDS = 16
 BLOCK = 128  # keys that one thread attends to at a time, for all heads that share them
 UNIT = 16  # rows that are not dealt out to different threads: their results share a cache line
+INT8 = "_int8"  # at the end of a kind of product
 HEADROOM = 16  # floats before the sums of one block: its largest score, and the sum of its weights
 
 # The parameters of an operation, in the order of its words. Strides are bytes from one thread's memory to the next.
@@ -219,8 +221,15 @@ def multiply_name(kind: str, height: int) -> str:
 
 
 def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
-    """Return the operation `multiply_KIND`, this thread's rows of a product, and what it calls; of `height` inputs."""
-    function = product(isa, kind, height)
+    """Return the operation `multiply_KIND`, this thread's rows of a product, and what it calls.
+
+    Parameters
+    ----------
+    kind : of the weights; with `INT8` at its end their inputs are rounded to 8-bit integers.
+    height : the number of inputs.
+    """
+    packed, rounded = kind.removesuffix(INT8), multiplies_int8(isa) if kind.endswith(INT8) else None
+    function = row_product(rounded, packed, height) if rounded else product(isa, packed, height)
     k, have = operation(isa, "product", multiply_name(kind, height))
     first, count = share(k, have.rows, UNIT)
     first = have.first + first
@@ -402,7 +411,7 @@ class Code:
 
     Attributes
     ----------
-    kinds : of its matrices.
+    kinds : of its products (`multiply`).
     rotaries : how many numbers of a head are rotated, of every layer that differs in that.
     """
 

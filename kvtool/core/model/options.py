@@ -51,7 +51,7 @@ class ModelOptions(NetworkOptions):
     )
     dtype: str = option(
         "auto",
-        "The number format to compute in; int8: a prompt's products with a GGUF file's weights, on a CPU.",
+        "The number format to compute in; int8: products with a GGUF file's weights, on a CPU.",
         group=MODEL,
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )

@@ -7,7 +7,7 @@ import torch
 
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
-from kvtool.core.kernels.linear.quantized import has_int8, int8_gemm
+from kvtool.core.kernels.linear.quantized import gemv, has_int8, has_int8_row, int8_gemm
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, NEON, SCALAR, Isa, multiplies_int8, runnable
 from tests.kernels.linear.matrices import random_matrix
 
@@ -70,7 +70,34 @@ def test_a_row_is_the_same_whatever_stands_beside_it(isa: Isa, monkeypatch: pyte
     assert torch.equal(int8_gemm(matrix, x, isa=isa), whole)
 
 
-def test_a_layer_rounds_rows_and_no_single_one() -> None:
+ROW_CASES = [(isa, kind) for isa, kind in CASES if has_int8_row(random_matrix(kind, 16, 256), isa)]
+
+
+@pytest.mark.parametrize(("isa", "kind"), ROW_CASES, ids=str)
+def test_a_single_row_is_unpacked_in_registers(isa: Isa, kind: str) -> None:
+    for outputs, columns in ((7, 256), (48, 768), (1, 1536), (16, 384)):
+        if columns % LAYOUTS[kind].multiple == 0:
+            matrix = random_matrix(kind, outputs, columns)
+            for x in (torch.randn(columns, generator=torch.Generator().manual_seed(1)) * 10, torch.zeros(columns)):
+                close(gemv(matrix, x, isa, int8=True)[None], x[None], matrix)
+    random = random_matrix(kind, 16, 512)
+    most = torch.full_like(random.data, 127 if kind == "q8_0" else 255)
+    matrix = QuantizedTensor(kind, 16, 512, most, random.scales, random.group_mins)
+    for sign in (1, -1):  # no sum is too large for its bits
+        close(
+            gemv(matrix, torch.full((512,), sign * 3.0), isa, int8=True)[None], torch.full((1, 512), sign * 3.0), matrix
+        )
+
+
+def test_rows_that_do_not_fill_registers_have_no_such_product() -> None:
+    odd = random_matrix("q4_1", 16, 32)
+    assert not has_int8_row(odd)
+    with pytest.raises(ValueError, match="32 columns"):
+        gemv(odd, torch.ones(32), int8=True)
+    assert not PackedLinear(odd, None, torch.float32, int8=True).int8_row
+
+
+def test_a_layer_rounds_its_rows() -> None:
     matrix, x = random_matrix("q4_1", 32, 64), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
     bias = torch.ones(32)
     layer, plain = (PackedLinear(matrix, bias, torch.float32, int8) for int8 in (True, False))
@@ -79,9 +106,13 @@ def test_a_layer_rounds_rows_and_no_single_one() -> None:
     assert not layer.in_team(1, torch.float32)
     assert torch.equal(layer(x), wanted)
     assert torch.equal(layer.rows_product(x[:, ::2]), wanted[:, ::2])
-    assert torch.equal(layer(x[0, 0]), plain(x[0, 0]))
-    assert torch.equal(layer.rows_product(x[:1, 0]), plain(x[:1, 0]))
+    single = gemv(matrix, x[0, 0], int8=layer.int8_row) + bias
+    assert torch.equal(layer(x[0, 0]), single)
+    assert torch.equal(layer.rows_product(x[:1, 0]), single[None])
     assert not torch.equal(plain(x), wanted)
+    wide = PackedLinear(random_matrix("q4_k", 32, 512), None, torch.float32, int8=True)
+    assert wide.int8_row
+    assert not torch.equal(wide(torch.ones(512).cumsum(0)), gemv(wide.matrix, torch.ones(512).cumsum(0)))
     odd = PackedLinear(random_matrix("q4_1", 6, 64), None, torch.float32, int8=True)  # not of a register's lanes
     assert not odd.int8
     assert torch.equal(odd(x), PackedLinear(odd.matrix, None, torch.float32)(x))

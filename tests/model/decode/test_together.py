@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.model.decode import DecodeBackend, decode_backend, step_along, step_together
 from kvtool.core.model.decode import native as native_steps
 from kvtool.core.model.decode.native import CompiledModel, NativeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.native.isa import ISAS, Isa, runnable
+from kvtool.core.native.isa import ISAS, Isa, best_isa, multiplies_int8, runnable
+from tests.checkpoint.gguf_models import IN_GGUF
+from tests.checkpoint.gguf_writing import written
 from tests.families import NATIVE
 from tests.fusion.making import case, new_case, tokens
 
@@ -75,6 +80,20 @@ def test_one_cache_takes_several_tokens(name: str, dtype: str) -> None:
         assert torch.equal(alone.step(one), found)
     assert along._cache.buffers[0].length == expected
     assert same([alone], [along])
+
+
+@pytest.mark.skipif(multiplies_int8(best_isa()) is None, reason="the CPU has no AVX2")
+@pytest.mark.parametrize("name", ["qwen2", "phi3"])
+def test_inputs_in_8_bit_integers(name: str, tmp_path: Path) -> None:
+    """Each is rounded for itself; the model's own forward multiplies its rows in the same way."""
+    written(tmp_path / "x.gguf", IN_GGUF[name])
+    decoder = Decoder(load_model(resolve(str(tmp_path / "x.gguf")), device="cpu", dtype="int8", packed=True))
+    steps = backends(decoder, 1)[0]
+    assert set(steps.compiled.kinds) & {"q4_k_int8", "q6_k_int8"}
+    steps.compiled.self_check_error = None
+    steps.step(5)
+    assert steps.name == "native", steps.why
+    check(decoder, (1, 3, 5))
 
 
 def test_more_than_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each
 # Of weights, and at least a row, that are multiplied with every x before the next ones: they stay in a core's own cache
 # and are many enough to be fetched ahead. Measured with eight x on an AMD EPYC: rows one by one take twice as long.
 _BLOCK_BYTES = 2**17
-_SUMS = 3  # of a packed row: every other group's, the others', and that of what is added to scale · code
+SUMS = 3  # of a packed row: every other group's, the others', and that of what is added to scale · code
 _WEIGHTS = "ptr data, ptr scales, ptr group_mins"  # of a `QuantizedTensor`
 
 
@@ -43,21 +43,31 @@ def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
         weights at a time, and with some rows before the next ones take their place in the core's own cache. What comes
         out is the same, bit by bit, whatever the height and however many there are.
     """
-    layout, name = LAYOUTS[kind], f"product_{kind}"
-    arguments = f"{_WEIGHTS}, float* x, float* out, i64 first, i64 last, i64 columns"
+    layout, k = LAYOUTS[kind], product_function(isa, kind, height)
+    inputs = Inputs(k, layout, height)
+    row = _dense_row(k, kind) if layout.dense else packed_row(PackedRows(k, layout), _add_blocks, layout.is_shifted)
+    return with_all_inputs(row, inputs, layout.bits)
+
+
+def product_function(isa: Isa, kind: str, height: int, features: str = "") -> FunctionBuilder:
+    """Begin a function with the arguments of `product`."""
+    name, arguments = f"product_{kind}", f"{_WEIGHTS}, float* x, float* out, i64 first, i64 last, i64 columns"
     if height > 1:
         name, arguments = f"{name}_{height}", f"{arguments}, i64 inputs, i64 x_pitch, i64 y_pitch"
-    k = FunctionBuilder(name, isa, arguments)
-    inputs = _Inputs(k, layout, height)
-    row = _dense_row(k, kind) if layout.dense else _packed_row(k, layout)
-    if height == 1:
-        _multiply(k, row, k.args.first, k.args.last, inputs.tile(k.constant("i64")))
+    return FunctionBuilder(name, isa, arguments, features=features)
+
+
+def with_all_inputs(multiply_row: Row, inputs: Inputs, bits: int) -> FunctionBuilder:
+    """Multiply the rows of weights, of so many bits a number, with all inputs."""
+    k = inputs.k
+    if inputs.height == 1:
+        _multiply(k, multiply_row, k.args.first, k.args.last, inputs.tile(k.constant("i64")))
     else:
-        _multiply_tiles(k, row, inputs, height, layout.bits)
+        _multiply_tiles(k, multiply_row, inputs, inputs.height, bits)
     return k
 
 
-def _multiply(k: FunctionBuilder, multiply_row: _Row, first: Value, last: Value, tile: Sequence[_Input]) -> None:
+def _multiply(k: FunctionBuilder, multiply_row: Row, first: Value, last: Value, tile: Sequence[Input]) -> None:
     """Multiply the rows from one to before another, each with all of a tile."""
     with k.loop(last - first, may_be_empty=True) as index:
         row = first + index
@@ -65,7 +75,7 @@ def _multiply(k: FunctionBuilder, multiply_row: _Row, first: Value, last: Value,
             one.y.store(value, row)
 
 
-def _multiply_tiles(k: FunctionBuilder, multiply_row: _Row, inputs: _Inputs, height: int, bits: int) -> None:
+def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, height: int, bits: int) -> None:
     """Multiply some rows at a time, of so many bits a number, with every tile of the inputs."""
     args = k.args
     size = k.constant("i64", _BLOCK_BYTES) // (args.columns * bits // 8) + 1
@@ -80,57 +90,70 @@ def _multiply_tiles(k: FunctionBuilder, multiply_row: _Row, inputs: _Inputs, hei
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
-    """An x, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by."""
+class Input:
+    """An x, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by.
+
+    Attributes
+    ----------
+    scales : of each group, where x is of whole numbers.
+    """
 
     x: Value
     y: Value
     sums: Value | None
+    scales: Value | None = None
 
 
-_Row: TypeAlias = Callable[[Value, Sequence[_Input]], list[Value]]  # the products of a row of weights with a tile
+Row: TypeAlias = Callable[[Value, Sequence[Input]], list[Value]]  # the products of a row of weights with a tile
 
 
-class _Inputs:
+class Inputs:
     """Inputs that a row of weights is multiplied with, some at a time."""
 
     def __init__(self, k: FunctionBuilder, layout: Layout, height: int) -> None:
-        self._k, self._group, self._height = k, layout.group, height
-        self._groups = k.args.columns // layout.group
-        self._sums = self._group_sums() if layout.is_shifted else None
+        self.k, self.height = k, height
+        self._layout, self._groups = layout, k.args.columns // layout.group
+        self._prepare()
 
-    def tile(self, first: Value) -> list[_Input]:
+    def _prepare(self) -> None:
+        """Compute what belongs to the inputs alone."""
+        self._sums = self._group_sums() if self._layout.is_shifted else None
+
+    def tile(self, first: Value) -> list[Input]:
         """Return as many of them as the code takes at a time, from one on."""
-        args = self._k.args
-        if self._height == 1:
-            return [_Input(args.x, args.out, self._sums)]
-        numbers = [first + place for place in range(self._height)]
-        return [
-            _Input(
-                args.x.at(number * args.x_pitch),
-                args.out.at(number * args.y_pitch),
-                self._sums and self._sums.at(number * self._groups),
-            )
-            for number in numbers
-        ]
+        if self.height == 1:
+            return [self._input(None)]
+        return [self._input(number) for number in [first + place for place in range(self.height)]]
+
+    def _input(self, number: Value | None) -> Input:
+        """Return the number-th one; None: the only one."""
+        args = self.k.args
+        if number is None:
+            return Input(args.x, args.out, self._sums)
+        x, y = args.x.at(number * args.x_pitch), args.out.at(number * args.y_pitch)
+        return Input(x, y, self._sums and self._sums.at(number * self._groups))
+
+    @property
+    def _count_and_pitch(self) -> tuple[Value, Value]:
+        one = self.k.constant("i64", 1)
+        return (one, one) if self.height == 1 else (self.k.args.inputs, self.k.args.x_pitch)
 
     def _group_sums(self) -> Value:
-        k, one = self._k, self._k.constant("i64", 1)
-        count, pitch = (one, one) if self._height == 1 else (k.args.inputs, k.args.x_pitch)
+        k, group, (count, pitch) = self.k, self._layout.group, self._count_and_pitch
         sums = k.alloca("float", self._groups * count)
         with k.loop(count) as number:
             own, out = k.args.x.at(number * pitch), sums.at(number * self._groups)
-            with k.loop(self._groups) as group:
-                x = own.at(group * self._group)
-                out.store(total(*(x.load(start, k.width) for start in range(0, self._group, k.width))), group)
+            with k.loop(self._groups) as index:
+                x = own.at(index * group)
+                out.store(total(*(x.load(start, k.width) for start in range(0, group, k.width))), index)
         return sums
 
 
-def _dense_row(k: FunctionBuilder, kind: str) -> _Row:
+def _dense_row(k: FunctionBuilder, kind: str) -> Row:
     """Multiply a row of plain numbers, some vectors of it at a time, then one by one."""
     columns = Split.of(k.args.columns, _UNROLLED * k.width)
 
-    def multiply(row: Value, tile: Sequence[_Input]) -> list[Value]:
+    def multiply(row: Value, tile: Sequence[Input]) -> list[Value]:
         data = k.args.data.of(kind).at(row * k.args.columns)
 
         def step(width: int, first: Value, sums: Sequence[Value]) -> list[Value]:
@@ -155,26 +178,26 @@ def _dense_row(k: FunctionBuilder, kind: str) -> _Row:
     return multiply
 
 
-def _packed_row(k: FunctionBuilder, layout: Layout) -> _Row:
+def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row:
     """Multiply a row of codes, a superblock of it at a time, then block by block."""
-    rows = PackedRows(k, layout)
+    k, layout = rows.k, rows.layout
 
-    def multiply(number: Value, tile: Sequence[_Input]) -> list[Value]:
+    def multiply(number: Value, tile: Sequence[Input]) -> list[Value]:
         row, wide = rows.row(number), list[Value]()
 
         def step(blocks: int, first: Value, sums: Sequence[Value]) -> list[Value]:
-            return _add_blocks(rows, row, first, blocks, tile, sums)
+            return add_blocks(rows, row, first, blocks, tile, sums)
 
         def single(sums: Sequence[Value]) -> list[Value]:
-            wide[:] = sums[_SUMS - 1 :: _SUMS]  # of shifts, in as many lanes as a superblock has groups
-            return [k.zeros(1) if at % _SUMS == _SUMS - 1 else value for at, value in enumerate(sums)]
+            wide[:] = sums[SUMS - 1 :: SUMS]  # of shifts, in as many lanes as a superblock has groups
+            return [k.zeros(1) if at % SUMS == SUMS - 1 else value for at, value in enumerate(sums)]
 
-        zeros = [k.zeros(k.width), k.zeros(k.width), k.zeros(SUPERBLOCK // layout.group)]
-        sums = along(k, rows.blocks, BLOCKS, step, zeros * len(tile), single)
+        zeros = [k.zeros(k.width), k.zeros(k.width), k.zeros(rows.step * BLOCK // layout.group)]
+        sums = along(k, rows.blocks, rows.step, step, zeros * len(tile), single)
         found = []
-        for at, (even, odd, shift) in enumerate(zip(*[iter(sums)] * _SUMS, strict=True)):
+        for at, (even, odd, shift) in enumerate(zip(*[iter(sums)] * SUMS, strict=True)):
             value = total(even, odd)
-            if layout.is_shifted:
+            if is_shifted:
                 value = value + total(wide[at] if wide else shift)
                 value = value + shift.lane(0) if wide else value
             found.append(value)
@@ -184,26 +207,31 @@ def _packed_row(k: FunctionBuilder, layout: Layout) -> _Row:
 
 
 def _add_blocks(
-    rows: PackedRows, row: _Addresses, block: Value, blocks: int, tile: Sequence[_Input], sums: Sequence[Value]
+    rows: PackedRows, row: Addresses, block: Value, blocks: int, tile: Sequence[Input], sums: Sequence[Value]
 ) -> list[Value]:
     """Add some blocks of a row, from one on, to the sums."""
     grown, width, layout = list(sums), block.k.width, rows.layout
-    scales, shifts, count = rows.factors(row, block, blocks)
+    scales, shifts, _ = rows.factors(row, block, blocks)
     groups = BLOCK // layout.group
     for index in range(blocks):
         own = block + index
         parts = codes(layout, row[0], own)
         for at, one in enumerate(tile):
-            even, odd = grown[_SUMS * at : _SUMS * at + 2]
+            even, odd = grown[SUMS * at : SUMS * at + 2]
             for group, value in enumerate(_group_products(layout, parts, one.x.at(own * BLOCK))):
                 scale = scales.shuffle([index * groups + group] * width)
                 even, odd = odd, fma(value, scale, even)
-            grown[_SUMS * at : _SUMS * at + 2] = even, odd
-    if shifts:
-        for at, one in enumerate(tile, 1):
-            assert one.sums
-            grown[_SUMS * at - 1] = fma(shifts, one.sums.load(block * groups, count), grown[_SUMS * at - 1])
+            grown[SUMS * at : SUMS * at + 2] = even, odd
+    add_shifts(rows, shifts, block, tile, grown)
     return grown
+
+
+def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Sequence[Input], sums: list[Value]) -> None:
+    """Add what is added to scale · code, times Σ x, of the groups from a block on."""
+    for at, one in enumerate(tile, 1):
+        if shifts is not None and one.sums is not None:
+            x = one.sums.load(block * (BLOCK // rows.layout.group), shifts.lanes)
+            sums[SUMS * at - 1] = fma(shifts, x, sums[SUMS * at - 1])
 
 
 def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Value]:
@@ -266,7 +294,10 @@ def _ones(k: FunctionBuilder, data: Value) -> list[Value]:
 
 
 _FIELDS = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
-_Addresses: TypeAlias = tuple[Value, Value, Value]  # of a row's codes, scales and mins
+Addresses: TypeAlias = tuple[Value, Value, Value]  # of a row's codes, scales and mins
+AddBlocks: TypeAlias = Callable[
+    ["PackedRows", Addresses, Value, int, Sequence[Input], Sequence[Value]], list[Value]
+]  # adds some blocks of a row, from one on, to the sums
 
 
 class PackedRows:
@@ -274,28 +305,32 @@ class PackedRows:
 
     Attributes
     ----------
-    blocks : of a row, in superblocks and what is left.
+    blocks : of a row, in steps and what is left.
+    step : blocks of a step: those of a superblock, or as many as divide a row.
     """
 
-    def __init__(self, k: FunctionBuilder, layout: Layout, given: Fields | None = None) -> None:
-        self._args, self.layout = given or k.args, layout
+    def __init__(
+        self, k: FunctionBuilder, layout: Layout, given: Fields | None = None, divisor: int | None = None
+    ) -> None:
+        self.k, self._args, self.layout = k, given or k.args, layout
         columns = self._args.columns
         if layout.superblocks:
             self._scales_of_row = columns // SUPERBLOCK * layout.block_bytes
         else:
             self._scales_of_row = columns // layout.group
         blocks = columns // BLOCK
-        self.blocks = Split.of(blocks, BLOCKS, has_rest=not layout.superblocks)
+        self.step = BLOCKS if layout.superblocks else divisor or BLOCKS
+        self.blocks = Split.of(blocks, self.step, has_rest=not layout.superblocks and divisor is None)
         self._row_bytes = blocks * (4 * layout.bits)
 
-    def row(self, row: Value) -> _Addresses:
+    def row(self, row: Value) -> Addresses:
         """Find a row."""
         args, first = self._args, row * self._scales_of_row
         scales = args.scales.of("i8" if self.layout.superblocks else "float16")
         data = args.data.of("i8").at(row * self._row_bytes)
         return data, scales.at(first), args.group_mins.of("float16").at(first)
 
-    def factors(self, row: _Addresses, block: Value, blocks: int) -> tuple[Value, Value | None, int]:
+    def factors(self, row: Addresses, block: Value, blocks: int) -> tuple[Value, Value | None, int]:
         """Load scales of some blocks, what is added to scale · code (a min, or the zero point's part), and how many."""
         _, scales, group_mins = row
         layout = self.layout
@@ -334,11 +369,11 @@ def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
         def work(blocks: int, first: Value) -> None:
             _unpack_blocks(rows, row, first, blocks, out)
 
-        each(k, rows.blocks, work, width=BLOCKS)
+        each(k, rows.blocks, work, width=rows.step)
     return k
 
 
-def _unpack_blocks(rows: PackedRows, row: _Addresses, block: Value, blocks: int, out: Value) -> None:
+def _unpack_blocks(rows: PackedRows, row: Addresses, block: Value, blocks: int, out: Value) -> None:
     width, group = out.k.width, rows.layout.group
     scales, shifts, _ = rows.factors(row, block, blocks)
     for index in range(blocks):

@@ -6,14 +6,28 @@ code · q is one of whole numbers, and exact; y adds up sum · scale of W · sca
 Weights are unpacked some rows at a time, into bytes that stay in a core's own cache: those of four columns of as many
 rows as a register has lanes are side by side, so that one instruction multiplies 64 bytes (AVX-512 VNNI) or 32 (AVX2,
 sums of 16 bits, which a group's codes must not exceed). A row comes out the same whatever rows come with it.
+
+A token that is generated is one row: `row_product` unpacks bytes of a few blocks at a time in registers, as `product`
+(gemm_ir.py) does numbers, and q has their order: the first 16 columns of each block, then the last 16 of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvtool.core.kernels.linear.gemm_ir import PackedRows, whole_codes
-from kvtool.core.kernels.linear.qtensor import BLOCK, BLOCKS, LAYOUTS, Layout
+from kvtool.core.kernels.linear.gemm_ir import (
+    SUMS,
+    Addresses,
+    Input,
+    Inputs,
+    PackedRows,
+    add_shifts,
+    packed_row,
+    product_function,
+    whole_codes,
+    with_all_inputs,
+)
+from kvtool.core.kernels.linear.qtensor import BLOCK, LAYOUTS, Layout
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, Isa
 from kvtool.core.native.job import Job, WorkQueue
@@ -43,6 +57,11 @@ def multiplies(isa: Isa | None, layout: Layout) -> bool:
     return not layout.dense and (isa is AVX512_VNNI or (isa in (AVX2, AVX512) and layout.bits < 8))
 
 
+def multiplies_row(isa: Isa, layout: Layout) -> bool:
+    """Return whether `row_product` has code for a kind: AVX2 has no quick way from bits to bytes."""
+    return multiplies(isa, layout) and (isa is not AVX2 or 1 not in layout.planes)
+
+
 def scratch_bytes(isa: Isa, layout: Layout, columns: int) -> int:
     """Return the bytes that a thread unpacks weights to: codes, scales and mins of as many rows as there are lanes."""
     return isa.width * columns + 2 * 4 * isa.width * (columns // layout.group)
@@ -59,14 +78,20 @@ def quantize(isa: Isa, group: int) -> FunctionBuilder:
         k.loop(groups) as number,
     ):
         row = queue.first + index
-        _quantize_group(job, group, row * job.columns + number * group, row * groups + number)
+        first = row * job.columns + number * group
+        _quantize_group(job, job.x.at(first), row * groups + number, lambda start: job.q.at(first).at(start), group)
     return k
 
 
-def _quantize_group(job: Fields, group: int, first: Value, place: Value) -> None:
-    """Write what a group comes to; `first`: its first number, `place`: its own number."""
-    k, width = first.k, first.k.width
-    loaded = [job.x.at(first).load(start, width) for start in range(0, group, width)]
+def _quantize_group(out: Fields, x: Value, place: Value, where: Callable[[int], Value], group: int) -> None:
+    """Write what a group comes to.
+
+    Parameters
+    ----------
+    x : its first number. place : its own number, of `scales` and `sums`. where : the address of a column's q.
+    """
+    k, width = x.k, x.k.width
+    loaded = [x.load(start, width) for start in range(0, group, width)]
     largest = k.call(f"llvm.fabs.v{width}f32", loaded[0].type, loaded[0])
     for x in loaded[1:]:
         largest = k.call(f"llvm.maxnum.v{width}f32", x.type, largest, k.call(f"llvm.fabs.v{width}f32", x.type, x))
@@ -76,11 +101,11 @@ def _quantize_group(job: Fields, group: int, first: Value, place: Value) -> None
     for part, x in enumerate(loaded):
         rounded = fma(x, factor, MAGIC).bitcast("i32") - x.like(MAGIC).bitcast("i32")
         total = total + rounded
-        job.q.at(first).store(rounded.to("i8"), part * width)
+        where(part * width).store(rounded.to("i8"))
     scale = most * (1 / TOP)
     summed = k.call(f"llvm.vector.reduce.add.v{width}i32", "i32", total).to("float", signed=True)
-    job.scales.store(scale, place)
-    job.sums.store(summed * scale, place)
+    out.scales.store(scale, place)
+    out.sums.store(summed * scale, place)
 
 
 def int8_gemm(isa: Isa, kind: str) -> FunctionBuilder:
@@ -128,7 +153,7 @@ def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> 
                     place = (own * _QUADS + (part * width // 4 + quad)) * width + lane
                     codes.of("i32").store(quads.lane(quad), place)
 
-    each(number.k, rows.blocks, unpack, width=BLOCKS)
+    each(number.k, rows.blocks, unpack, width=rows.step)
 
 
 def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -> None:
@@ -180,3 +205,139 @@ def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
 
 _PAIRS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _SUM_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+
+
+# ---- one row of X, as decoding has it -----------------------------------------------------------------------------
+
+HALF = BLOCK // 2
+
+
+def blocks_at_once(isa: Isa) -> int:
+    """Return how many blocks are multiplied together: their first halves fill a register."""
+    return 4 * isa.width // HALF
+
+
+def row_product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
+    """Make `product_KIND_int8`, as `product` with each x rounded to 8-bit integers; `columns` of whole registers."""
+    layout, k = LAYOUTS[kind], product_function(isa, f"{kind}_int8", height, isa.extra)
+    is_shifted = layout.is_shifted or layout.bits == 8  # codes with a sign are multiplied without
+    row = packed_row(PackedRows(k, layout, divisor=blocks_at_once(isa)), _add_blocks, is_shifted)
+    return with_all_inputs(row, _RoundedInputs(k, layout, height), layout.bits)
+
+
+class _RoundedInputs(Inputs):
+    """Inputs as whole numbers, rounded by each thread for itself: next to the product that takes no time."""
+
+    def _prepare(self) -> None:
+        k, group, (count, pitch) = self.k, self._layout.group, self._count_and_pitch
+        columns, at_once = k.args.columns, blocks_at_once(k.isa)
+        self._q = k.alloca("i8", columns * count)
+        scales, sums = (k.alloca("float", self._groups * count) for _ in range(2))
+        self._out = Fields({"scales": scales, "sums": sums})
+        with k.loop(count) as number, k.loop(self._groups) as index:
+
+            def where(start: int) -> Value:
+                column = index * group + start
+                block, half = column // BLOCK, column % BLOCK // HALF
+                place = (block // at_once * 2 + half) * at_once + block % at_once
+                return self._q.at(number * columns).at(place * HALF + column % HALF)
+
+            x = k.args.x.at(number * pitch).at(index * group)
+            _quantize_group(self._out, x, number * self._groups + index, where, group)
+
+    def _input(self, number: Value | None) -> Input:
+        args, out = self.k.args, self._out
+        if number is None:
+            return Input(self._q, args.out, out.sums, out.scales)
+        q, y, place = self._q.at(number * args.columns), args.out.at(number * args.y_pitch), number * self._groups
+        return Input(q, y, out.sums.at(place), out.scales.at(place))
+
+
+def _add_blocks(
+    rows: PackedRows, row: Addresses, block: Value, blocks: int, tile: Sequence[Input], sums: Sequence[Value]
+) -> list[Value]:
+    """Add some blocks of a row, from one on, to the sums."""
+    k, layout, grown, at_once = rows.k, rows.layout, list(sums), blocks_at_once(rows.k.isa)
+    scales, shifts, count = rows.factors(row, block, blocks)
+    groups, first = BLOCK // layout.group, block * (BLOCK // layout.group)
+    factors = [scales * one.scales.load(first, count) for one in tile if one.scales is not None]
+    for index in range(0, blocks, at_once):
+        own = block + index
+        halves = _byte_halves(layout, row[0], own)
+        for at, one in enumerate(tile):
+            q = [one.x.at(own * BLOCK).load(half * k.width * 4, 4 * k.width) for half in range(2)]
+            parts = [(halves, q)] if groups == 1 else [([c], [x]) for c, x in zip(halves, q, strict=True)]
+            for group, (codes, x) in enumerate(parts):
+                lanes = [(index + lane // 4) * groups + group for lane in range(k.width)]
+                value = grown[SUMS * at + group]
+                grown[SUMS * at + group] = fma(
+                    _dot_bytes(k, codes, x).to("float", signed=True), factors[at].shuffle(lanes), value
+                )
+            if groups == 1:
+                grown[SUMS * at], grown[SUMS * at + 1] = grown[SUMS * at + 1], grown[SUMS * at]
+    if layout.bits == 8:
+        shifts = scales * -128.0
+    add_shifts(rows, shifts, block, tile, grown)
+    return grown
+
+
+def _byte_halves(layout: Layout, data: Value, block: Value) -> list[Value]:
+    """Unpack codes to bytes: the first 16 columns of each of some blocks, and the last 16, as codes without a sign."""
+    k, size = data.k, 4 * layout.bits
+    at_once = blocks_at_once(k.isa)
+    first, halves, at, done = data.at(block * size), list[Value](), 0, 0
+    for width in layout.planes:
+        planes = [first.at(number * size + at) for number in range(at_once)]
+        fields = _HALVES[width](k, planes)
+        halves = [low | (high << done) for low, high in zip(halves, fields, strict=True)] if halves else fields
+        at, done = at + 4 * width, done + width
+    return halves
+
+
+def _joined(parts: Sequence[Value]) -> Value:
+    """Join vectors, two by two."""
+    while len(parts) > 1:
+        order = range(2 * parts[0].lanes)
+        parts = [low.shuffle(order, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _eights(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
+    return [_joined([plane.load(start, HALF) for plane in planes]) ^ 128 for start in (0, HALF)]
+
+
+def _fours(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
+    both = _joined([plane.load(0, HALF) for plane in planes])
+    return [both & 15, both >> 4]
+
+
+def _twos(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
+    """Unpack eight bytes of each block, which hold the columns j, 8 + j, 16 + j and 24 + j."""
+    words = _joined([plane.of("i64").load(align=1).splat(2) for plane in planes])
+    kind = f"<{8 * words.lanes} x i8>"
+    shifts = [k.lanes("i64", [first, first + 2] * len(planes)) for first in (0, 4)]
+    return [(words >> shift).bitcast(kind) & 3 for shift in shifts]
+
+
+def _ones(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
+    """Unpack a bit for every column."""
+    halves = [_joined([plane.of("i16").load(start, align=1).splat(1) for plane in planes]) for start in (0, 1)]
+    lanes = HALF * len(planes)
+    return [half.bitcast(f"<{lanes} x i1>").to("i8") for half in halves]
+
+
+_HALVES = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
+
+
+def _dot_bytes(k: FunctionBuilder, codes: Sequence[Value], q: Sequence[Value]) -> Value:
+    """Sum code · q of four columns in each lane, i32."""
+    total = k.zeros(k.width, "i32")
+    if k.isa is AVX512_VNNI:
+        for own, one in zip(codes, q, strict=True):
+            pair = (side.bitcast(total.type) for side in (own, one))
+            total = k.call("llvm.x86.avx512.vpdpbusd.512", total.type, total, *pair)
+        return total
+    halves = k.zeros(2 * k.width, "i16")
+    for own, one in zip(codes, q, strict=True):
+        halves = halves + k.call(_PAIRS[k.width], halves.type, own, one)
+    return k.call(_SUM_PAIRS[k.width], total.type, halves, k.constant(halves.type, 1))

@@ -13,6 +13,7 @@ from kvtool.core.kernels.linear.quantized import (
     dequantize_rows,
     gemv,
     has_int8,
+    has_int8_row,
     int8_gemm,
     least_rows,
     small_batch_gemm,
@@ -56,14 +57,14 @@ class PackedLinear(SmallBatchLinear):
 
     Parameters
     ----------
-    int8 : more than one row is rounded to 8-bit integers and multiplied with the packed weights (`int8_gemm`), where
-        the CPU and the kind of weights allow it; float32 else.
+    int8 : rows are rounded to 8-bit integers and multiplied with the packed weights (`int8_gemm`, `gemv`), where the
+        CPU and the kind of weights allow it; float32 else.
 
     Attributes
     ----------
     matrix : the weights.
     weight : of the right shape and dtype, and without numbers (on the device "meta").
-    int8 : True if rows are multiplied so.
+    int8 : True if a prompt's rows are multiplied so. int8_row: True if a single one is, as decoding has it.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class PackedLinear(SmallBatchLinear):
         self.matrix = matrix
         self.weight = _shape_of(matrix, dtype)
         self._least_few, self.int8 = least_rows(matrix, dtype), int8 and has_int8(matrix)
+        self.int8_row = int8 and has_int8_row(matrix)
         kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
         self.register_parameter("bias", kept)
 
@@ -86,14 +88,14 @@ class PackedLinear(SmallBatchLinear):
         return self.unpacked_product(input)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
-        y = gemv(self.matrix, x.reshape(-1).float().contiguous())
+        y = gemv(self.matrix, x.reshape(-1).float().contiguous(), int8=self.int8_row)
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
         if self.int8:
-            return rows > 1  # a single one is that of decoding, which computes it as it is
+            return rows > 1  # a single one is that of decoding
         return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
 
     def _few(self, rows: torch.Tensor) -> torch.Tensor:

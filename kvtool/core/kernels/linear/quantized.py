@@ -19,7 +19,7 @@ from kvtool.core.kernels.linear.gemm_ir import (
     tile_rows,
     unpack,
 )
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
+from kvtool.core.kernels.linear.qtensor import BLOCK, LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import AVX512_BF16, Isa, best_isa, multiplies_bfloat16, multiplies_int8
 from kvtool.core.native.jit import Function, compile_once, compiled
@@ -32,12 +32,13 @@ _INT8_ROWS = 512  # rows of X at a time, of a byte a number
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 
 
-def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None) -> torch.Tensor:
+def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None, int8: bool = False) -> torch.Tensor:
     """Return W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
 
     Parameters
     ----------
-    isa : None: `best_isa()`.
+    isa : None: the best here.
+    int8 : x is rounded to 8-bit integers, where `has_int8_row` (int8_ir.py).
 
     Raises
     ------
@@ -46,7 +47,12 @@ def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None) -> to
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
     y = torch.empty(matrix.rows, dtype=torch.float32)
-    _run(_functions(matrix.kind, isa)["product"], matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
+    if int8 and not has_int8_row(matrix, isa):
+        raise ValueError(
+            f"no product of a row of 8-bit integers with {matrix.kind} weights of {matrix.columns} columns"
+        )
+    function = _int8_row(matrix.kind, isa) if int8 else _functions(matrix.kind, isa)["product"]
+    _run(function, matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
     return y
 
 
@@ -176,6 +182,23 @@ def has_int8(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
     """Return whether `int8_gemm` takes a matrix, here."""
     isa = isa or multiplies_int8(best_isa())
     return isa is not None and matrix.rows % isa.width == 0 and int8_ir.multiplies(isa, matrix.layout)
+
+
+def has_int8_row(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
+    """Return whether `gemv` can round its row to 8-bit integers for a matrix, here."""
+    isa = isa or multiplies_int8(best_isa())
+    if isa is None or not int8_ir.multiplies_row(isa, matrix.layout):
+        return False
+    return matrix.columns % (BLOCK * int8_ir.blocks_at_once(isa)) == 0
+
+
+@compile_once
+def _int8_row(kind: str, isa: Isa | None) -> Function:
+    isa = isa or multiplies_int8(best_isa())
+    assert isa is not None
+    function = int8_ir.row_product(isa, kind)
+    taken = share(function)
+    return compiled(module(function, taken), isa, taken.name)[0]
 
 
 @compile_once

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from kvtool.core.checkpoint.files import tensor_table, weight_files
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.decode_ir import BLOCK, HEADROOM, Code, Heads, Operation, encode, multiply_name, word
+from kvtool.core.kernels.decode_ir import BLOCK, HEADROOM, INT8, Code, Heads, Operation, encode, multiply_name, word
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
@@ -40,12 +40,13 @@ _MOST_TABLES = 64  # of so many positions each
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """Rows `first` … of a matrix, and a bias float32 `[rows]`."""
+    """Rows `first` … of a matrix, a bias float32 `[rows]`, and the product that they take (`decode_ir.multiply`)."""
 
     matrix: QuantizedTensor
     first: int
     rows: int
     bias: torch.Tensor | None
+    product: str
 
 
 Weights = Mapping[Projection, Linear]
@@ -94,7 +95,9 @@ class WeightSource:
         bias = getattr(product.module, "bias", None)
         if bias is not None:
             bias = bias.detach()[product.first : product.first + product.rows].float().contiguous()
-        return Linear(self.matrix(product.module), product.first, product.rows, bias)
+        matrix = self.matrix(product.module)
+        kind = f"{matrix.kind}{INT8}" if getattr(product.module, "int8_row", False) else matrix.kind
+        return Linear(matrix, product.first, product.rows, bias, kind)
 
     def matrix(self, module: Any) -> QuantizedTensor:
         """Return the weight of a linear layer.
@@ -221,7 +224,7 @@ def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
     rotaries = frozenset(layer.rotary for layer in spec.layers)
     normed = any(layer.normed_by_head for layer in spec.layers)
     heads = Heads(spec.head_dim, spec.heads // spec.kv_heads, normed, cache)
-    return Code(heads, frozenset(linear.matrix.kind for linear in weights.values()), rotaries, spec.activation)
+    return Code(heads, frozenset(linear.product for linear in weights.values()), rotaries, spec.activation)
 
 
 def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> list[Operation]:
@@ -354,7 +357,7 @@ class _Layout:
             **{"first": linear.first, "rows": linear.rows, "columns": matrix.columns},
             **{"inputs": self._buffers.sequences, "x_pitch": x.pitch, "y_pitch": y.pitch},
         }
-        self._append("product", values, multiply_name(matrix.kind, self._height))
+        self._append("product", values, multiply_name(linear.product, self._height))
         if linear.bias is not None:
             self._axpby(Place(linear.bias.data_ptr()), y, linear.rows, 1.0, 1.0)
 
