@@ -58,6 +58,19 @@ def test_no_sum_is_too_large_for_its_bits(isa: Isa, kind: str) -> None:
         close(int8_gemm(matrix, x, isa=isa), x, matrix)
 
 
+@pytest.mark.parametrize(("isa", "kind"), CASES, ids=str)
+def test_what_is_no_number_stays_none_in_its_row(isa: Isa, kind: str) -> None:
+    """And what is too small for its scale is 0, not another number."""
+    matrix, x = random_matrix(kind, 16, 256), torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
+    clean = int8_gemm(matrix, x, isa=isa)
+    x[1, 37], x[3, 0], x[5, 255] = torch.nan, torch.inf, -torch.inf
+    x[6], x[7] = 1e-40, -1e-37
+    found = int8_gemm(matrix, x, isa=isa)
+    assert not found[[1, 3, 5]].isfinite().any()
+    assert (found[[6, 7]].abs() <= x[[6, 7]].abs() @ dequantize(matrix).abs().T).all()
+    assert torch.equal(found[[0, 2, 4, 8]], clean[[0, 2, 4, 8]])
+
+
 @pytest.mark.parametrize("isa", SETS, ids=str)
 def test_a_row_is_the_same_whatever_stands_beside_it(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
     """And whatever the number of threads, also where there are fewer rows than a tile has, and on every set."""

@@ -34,6 +34,7 @@ from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import MAGIC, each, fma
 
 TOP = 127  # the largest q
+_LEAST = 2.0**-120  # a group whose largest number is no larger counts as 0: TOP divided by it is no float32
 _QUADS = BLOCK // 4  # of columns whose codes are multiplied together
 # `next` is the first row of X, or of W, that no thread has taken yet, `share` how many are taken at a time.
 QUANTIZE_JOB = Job(
@@ -92,11 +93,12 @@ def _quantize_group(out: Fields, x: Value, place: Value, where: Callable[[int], 
     """
     k, width = x.k, x.k.width
     loaded = [x.load(start, width) for start in range(0, group, width)]
-    largest = k.call(f"llvm.fabs.v{width}f32", loaded[0].type, loaded[0])
-    for x in loaded[1:]:
-        largest = k.call(f"llvm.maxnum.v{width}f32", x.type, largest, k.call(f"llvm.fabs.v{width}f32", x.type, x))
-    most = k.call(f"llvm.vector.reduce.fmax.v{width}f32", "float", largest, flags="nnan")
-    factor = (most > 0.0).select(TOP / most, 0.0).splat(width)
+    # As whole numbers: NaN is the largest then, and comes out as NaN. What 127 cannot be divided by is 0.
+    largest, *others = [x.bitcast("i32") & 0x7FFFFFFF for x in loaded]
+    for size in others:
+        largest = k.call(f"llvm.umax.v{width}i32", size.type, largest, size)
+    most = k.call(f"llvm.vector.reduce.umax.v{width}i32", "i32", largest).bitcast("float")
+    factor = (most > _LEAST).select(TOP / most, 0.0).splat(width)
     total = k.zeros(width, "i32")
     for part, x in enumerate(loaded):
         rounded = fma(x, factor, MAGIC).bitcast("i32") - x.like(MAGIC).bitcast("i32")
