@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -379,10 +380,66 @@ def test_the_page_is_korean_for_a_korean_browser(store: Path, tmp_path: Path, op
         page.locator("#language").click()
         assert page.evaluate("() => document.documentElement.lang") == "en"
         page.locator("article[aria-label='Answer 1'] .work", has_text="Began after").wait_for()
+        assert "tokens were computed" in str(page.locator("svg.strip").get_attribute("aria-label"))
         assert page.locator("#sent li", has_text="empty").is_visible()
         page.reload()
         page.locator("#count", has_text="7 documents").wait_for()
         assert page.locator("#language").inner_text() == "한국어"
+
+
+def replying(status: int, body: object) -> Callable[[Any], None]:
+    """A reply in place of the server's."""
+    text = body if isinstance(body, str) else json.dumps(body)
+    return lambda route: route.fulfill(status=status, body=text)
+
+
+def test_what_fails_is_told_in_korean(ready: Path, tmp_path: Path, open_page: Open) -> None:
+    """Also what has no code, what a proxy sends, and each kind of warning once."""
+    refused = [
+        (409, {"error": {"message": "'a' holds 1 further document", "code": "part_of_file", "hint": "name the file"}}),
+        (404, {"error": {"message": "no document a", "code": "no_document", "hint": "GET /v1/documents lists them"}}),
+        (503, {"error": {"message": "writing: process 7", "code": "store_locked", "hint": "wait"}}),
+        (413, {"error": {"message": "the request is too long", "code": "http", "hint": ""}}),
+    ]
+    chunk = "chunk {} was computed in place: not stored"
+    timing = {"ttft": 1, "queue": 0, "others": 0, "retrieve": 0}
+    about = {"chunks": [], "tokens": {"prompt": 9}, "timing_ms": timing, "fusion": "full"}
+    about |= {"warnings": [{"message": chunk.format(number), "hint": ""} for number in range(2)]}
+    about["warnings"] += [{"message": "the conversation has 9 tokens, the model takes 8: it starts over", "hint": "so"}]
+    said = {"choices": [{"delta": {"content": "1830"}}], "kvtool": about}
+    with served_with(ready, tmp_path / "sent") as served:
+        page = open_page(served.url, locale="ko-KR", width=320)
+        page.locator("#documents > summary").click()
+        page.locator("#list li").first.wait_for()
+        told = []
+        for one in refused:
+            page.route("**/v1/documents?*", replying(*one))
+            page.locator("#list li button").first.click()
+            page.locator("#documents-said").evaluate("node => { node.textContent = '' }")
+            page.locator("#confirm button[value=remove]").click()
+            page.locator("#documents-said.wrong", has_text="삭제하지 못했습니다").wait_for()
+            told.append(page.locator("#documents-said").inner_text().split(". ", 1)[1])
+        page.route("**/v1/documents", replying(200, "<p>not of the server</p>"))
+        page.locator("#files").set_input_files([text_file("수로.txt")])
+        page.locator("#sent .wrong").wait_for()
+        told.append(page.locator("#sent .wrong").inner_text().partition("(")[0])
+        for question in ("제분소 " * 2000, "제분소 " * 30_000, "누가?"):
+            if question == "누가?":
+                page.route("**/v1/chat/completions", replying(200, "data: [DONE]\n\n"))
+            page.locator("#question").fill(question)
+            page.locator("#question").press("Enter")
+            note = page.locator(f"article[aria-label='답변 {len(told) - 4}'][aria-busy='false'] .wrong")
+            note.wait_for()
+            told.append(note.inner_text().removesuffix("다시 질문하기").partition("(")[0])
+        assert not [text for text in told if re.search("[A-Za-z]{2}", text) or not re.search("[가-힣]", text)]
+        assert len({*told}) == 7  # the last one is that of the file
+        assert not is_scrolled(page)
+        page.route("**/v1/chat/completions", replying(200, f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n"))
+        page.locator("#question").fill("언제?")
+        page.locator("#question").press("Enter")
+        notes = page.locator("article[aria-label='답변 4'][aria-busy='false'] .facts > .note")
+        notes.first.wait_for()
+        assert [text.split()[0] for text in notes.all_inner_texts()] == ["저장소에", "대화가"]
 
 
 def test_a_small_screen_leaves_room_for_the_answer(ready: Path, open_page: Open) -> None:

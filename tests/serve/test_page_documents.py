@@ -125,14 +125,17 @@ def test_a_failed_file_says_why_and_the_list_is_closed(store: Path, tmp_path: Pa
         page.locator("#list li").first.wait_for()
         files = [text_file(f"{number}.txt", "") for number in range(9)]
         files += [text_file("fake.pdf", "%PDF-1.7 no"), text_file("photo.png", "\x89PNG\0"), text_file("mill.md")]
+        files += [text_file("fake.eml", "no head"), text_file("rows.jsonl", '{"a": 1}')]
         page.locator("#files").set_input_files(files)
-        page.locator("#documents-said", has_text="1 of 12 files stored").wait_for()
+        page.locator("#documents-said", has_text="1 of 14 files stored").wait_for()
         told = [" ".join(text.split()) for text in page.locator("#sent li").all_inner_texts()]
         assert told[:9] == [f"{number}.txt empty" for number in range(9)]
         assert told[9:] == [
             "fake.pdf damaged, or not what its name says",
             "photo.png a picture: only text is read",
             "mill.md added",
+            "fake.eml damaged, or not what its name says",
+            "rows.jsonl no line has a text",
         ]
         box = page.locator("#list").bounding_box()
         assert box is not None

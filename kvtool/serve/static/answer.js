@@ -1,8 +1,8 @@
 // What is shown of an answer once it is complete: citations, sources, tokens, times, the map of recomputed tokens.
 
-import { $, foreign, h, put, words } from "./elements.js";
-import { events, isForPeople, why } from "./server.js";
-import { counted, join, plural, seconds, sentence, t } from "./text.js";
+import { $, foreign, h, put, tell, words } from "./elements.js";
+import { errorSaid, events, why } from "./server.js";
+import { counted, join, plural, seconds, t } from "./text.js";
 
 const KINDS = [
   [
@@ -72,8 +72,8 @@ function* notes(about) {
       counted(checked.drafted),
     );
   else if (checked) yield t("Full prefill checked the answer: it gives the same.");
-  for (const { message, hint } of about.warnings ?? [])
-    yield join([sentence(message), isForPeople(hint) && sentence(hint)]);
+  const told = (about.warnings ?? []).map(errorSaid);
+  yield* new Map(told.map((said) => [String(said), said])).values(); // each once
 }
 
 function draft(text) {
@@ -379,8 +379,8 @@ function legendOf(counts) {
 function marked(span, place, chosen) {
   if (!span.reason) return span.text;
   const why = t("tokens {0} to {1}: {2}", counted(span.token_start + 1), counted(span.token_end), reasonOf(span));
-  const tell = () => put(chosen, place, ", ", why);
-  return h("mark", { class: kindOf(span), title: why, onclick: tell }, span.text);
+  const show = () => put(chosen, place, ", ", why);
+  return h("mark", { class: kindOf(span), title: why, onclick: show }, span.text);
 }
 
 function strip(chunks, total, label) {
@@ -396,8 +396,8 @@ function strip(chunks, total, label) {
     preserveAspectRatio: "none",
     class: "strip",
     role: "img",
-    "aria-label": String(label),
   });
+  tell(picture, "aria-label", label);
   let at = 0;
   for (const chunk of chunks) {
     for (const span of chunk.explained.spans) {

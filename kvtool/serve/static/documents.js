@@ -323,12 +323,15 @@ const REASONS = [
   [/^protected by its seller/, t("protected by its seller")],
   [/^no text on its .* scanned/, t("only scanned pages, without text")],
   [/^no text on its/, t("no text on its pages")],
-  [/^damaged: not? /, t("damaged, or not what its name says")],
-  [/^damaged/, t("damaged")],
+  [/^(damaged(: not? |, or not)|no mail)/, t("damaged, or not what its name says")],
+  [/^an old Office file/, t("an old Office file: save it in the format that its name says")],
+  [/^no line is a JSON object/, t("no line has a text")],
+  [/^takes over \S+ s\b/, t("takes too long to read")],
+  [/^(damaged|broken)/, t("damaged")],
   [/^images? /, t("a picture: only text is read")],
   [/^archives? /, t("an archive: add the files in it")],
   [/^(binary\b|\.\S+ files are not read)/, t("not a document")],
-  [/^(unpacks to|holds more than)/, t("too long")],
+  [/^(holds more than|larger than|parts within parts|takes over)|\bunpacks to\b/, t("too long")],
 ];
 
 /** Say in a few words why a file is not read. Other reasons are told as the server has them. */

@@ -85,6 +85,19 @@ export const KO = {
   "No passage matches the question.": "질문과 맞는 구절이 없습니다.",
   "A file of this name is there already, and no client has sent it: choose another name.":
     "이름이 같은 파일이 서버에 이미 있습니다. 다른 이름으로 추가해 주세요.",
+  "It is not in the store any more.": "이미 저장소에 없는 문서입니다.",
+  "Its file holds further documents, which would be removed with it.":
+    "한 파일에 다른 문서도 들어 있어, 삭제하면 함께 삭제됩니다.",
+  "The conversation is longer than the model takes: the turns before this one were left out.":
+    "대화가 모델이 처리할 수 있는 길이를 넘어, 이번 질문보다 앞선 대화는 제외했습니다.",
+  "The prompt has {0} tokens, the model takes {1}: shorten the question, set fewer passages, or begin a new chat.":
+    "프롬프트가 {0}토큰인데 모델은 {1}토큰까지 처리합니다. 질문이나 구절 수를 줄이거나 새 대화를 시작해 주세요.",
+  "The question has {0} characters, the model takes at most {1}: shorten it.":
+    "질문이 {0}자인데 모델은 최대 {1}자까지 처리합니다. 질문을 줄여 주세요.",
+  "A passage was missing in the store, or damaged there, and was computed for this answer.":
+    "저장소에 없거나 손상된 구절이 있어 이번 답변에서 계산했습니다.",
+  "What was sent is longer than the server takes.": "보낸 내용이 서버가 받을 수 있는 크기를 넘습니다.",
+  "The server’s answer cannot be read: {0}.": "서버의 응답을 읽을 수 없습니다({0}).",
   "The server answered with status {0}.": "서버가 오류를 보냈습니다(상태 코드 {0}).",
   "The server does not answer.": "서버가 응답하지 않습니다.",
   "The server answers again.": "서버에 다시 연결되었습니다.",
@@ -237,6 +250,10 @@ export const KO = {
   "no text on its pages": "페이지에 텍스트가 없음",
   "damaged, or not what its name says": "손상되었거나 확장자와 다른 파일",
   damaged: "손상된 파일",
+  "an old Office file: save it in the format that its name says":
+    "옛 Office 파일: 확장자에 맞는 형식으로 다시 저장해 주세요",
+  "no line has a text": "텍스트가 있는 줄이 없음",
+  "takes too long to read": "읽는 데 시간이 너무 오래 걸림",
   "a picture: only text is read": "그림 파일: 텍스트만 읽을 수 있음",
   "an archive: add the files in it": "압축 파일: 압축을 풀어 추가해 주세요",
   "not a document": "문서가 아님",

@@ -1,7 +1,7 @@
 // The server: requests with the key, events of a stream, and its errors for people.
 
 import { $, put } from "./elements.js";
-import { join, sentence, t } from "./text.js";
+import { counted, join, sentence, t } from "./text.js";
 
 const KEY = "kvtool-key";
 let memory = ""; // the key where the browser has no storage for this page
@@ -17,7 +17,7 @@ export class Failure extends Error {
   }
 }
 
-export const why = (error) => error.said ?? error.message;
+export const why = (error) => error.said ?? t("The server’s answer cannot be read: {0}.", error.message);
 
 // ---- the key ----
 
@@ -120,36 +120,68 @@ export function upload(path, value, progress) {
     sending.upload.onload = () => progress(1);
     sending.onerror = () => reject(gone());
     sending.onload = () => {
-      if (sending.status === 200) resolve(JSON.parse(sending.responseText));
+      if (sending.status === 200) resolve(sending.responseText);
       else reject(failureOf(sending.status, sending.responseText, sending.getResponseHeader("Retry-After")));
     };
     sending.send(JSON.stringify(value));
-  });
+  }).then(JSON.parse);
 }
 
 // ---- errors ----
 
 const NO_DOCUMENTS = t("No documents yet: add some under “Documents”.");
+const BUSY = t("The server is busy. Try again in a moment.");
 const SAID = {
   no_store: NO_DOCUMENTS,
   no_documents: NO_DOCUMENTS,
-  busy: t("The server is busy. Try again in a moment."),
+  busy: BUSY,
+  store_locked: BUSY,
   timeout: t("The answer took too long, and the server ended it."),
   ending: t("The server is being shut down."),
   no_space: t("The server has no space left for it."),
   nothing_found: t("No passage matches the question."),
   not_sent: t("A file of this name is there already, and no client has sent it: choose another name."),
+  no_document: t("It is not in the store any more."),
+  part_of_file: t("Its file holds further documents, which would be removed with it."),
 };
+const NUMBERS = /\d[\d,]*/g;
+const KNOWN = [
+  // errors and warnings without a code of their own, with their numbers
+  [
+    /: it starts over$/,
+    () => t("The conversation is longer than the model takes: the turns before this one were left out."),
+  ],
+  [
+    /^the (prompt has|conversation would have) \d+ tokens\b.*, the model takes/,
+    (tokens, most) =>
+      t(
+        "The prompt has {0} tokens, the model takes {1}: shorten the question, set fewer passages, or begin a new chat.",
+        counted(tokens),
+        counted(most),
+      ),
+  ],
+  [
+    /^the question has [\d,]+ characters, and what the model takes/,
+    (letters, most) => t("The question has {0} characters, the model takes at most {1}: shorten it.", letters, most),
+  ],
+  [
+    / was computed in place: /,
+    () => t("A passage was missing in the store, or damaged there, and was computed for this answer."),
+  ],
+  [/^the request is too long$/, () => t("What was sent is longer than the server takes.")],
+];
 
-/** Say an error of the server: what happened, and its hint unless that is for a shell or a program. */
+/** Say an error or a warning of the server: what happened, and its hint unless that is for a shell or a program. */
 export function errorSaid({ message, hint, code }) {
   if (SAID[code]) return SAID[code];
   const end = ` (${hint})`;
   const what = hint && message.endsWith(end) ? message.slice(0, -end.length) : message;
+  const known = KNOWN.find(([pattern]) => pattern.test(what));
+  if (known) return known[1](...(what.match(NUMBERS) ?? []));
   return join([sentence(what), isForPeople(hint) && sentence(hint)]);
 }
 
-export const isForPeople = (hint) => Boolean(hint) && !/`kvtool\b|\/v1\/|\boption `/.test(hint);
+const isForPeople = (hint) => Boolean(hint) && !/`kvtool\b|\/v1\/|\boption `/.test(hint);
 
 function failureOf(status, text, retry) {
   let error = {};
