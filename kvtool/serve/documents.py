@@ -111,18 +111,19 @@ class Documents:
     async def forget(self, request: Request) -> Response:
         """`DELETE /v1/documents?source=`: forget documents, and remove the files that clients sent.
 
-        More than half of several documents need `all=true`: a pattern soon selects more than was meant. Nothing is
+        More than half of several documents need `all=true`: a pattern soon selects more than was meant. `exact=true`: the
+        document or file of just this name, which may be a pattern of others that are left when it is gone. Nothing is
         forgotten that a file of the uploads folder would bring back: a file that no client sent, or one with further
         documents.
         """
         source = within(request.query_params.get("source", ""), "source")
         if not source:
             raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
-        much = _is_true(request, "all")
+        much, exact = (_is_true(request, name) for name in ("all", "exact"))
         self._check_free()
         try:
             async with self._one:
-                gone = await asyncio.to_thread(self._forget, source, much)
+                gone = await asyncio.to_thread(self._forget, source, much, exact)
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
         return JSONResponse({"object": "list", "forgotten": list(gone)})
@@ -157,15 +158,21 @@ class Documents:
         assert self._uploads is not None
         self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
 
-    def _forget(self, source: str, much: bool) -> tuple[str, ...]:
+    def _forget(self, source: str, much: bool, exact: bool) -> tuple[str, ...]:
+        def check(store: Store, going: Sequence[str]) -> None:
+            if exact and source not in {*going, *map(file_of, going)}:
+                raise Refusal(404, "no_document", f"{source!r} is no document of the store", param="source")
+            if self._uploads is not None:
+                self._uploads.remove_files(store, going)
+
         with self._held():
-            if self._uploads is None:
-                return self._engine.forget(source, much)
             try:
-                return self._engine.forget(source, much, self._uploads.remove_files)
+                return self._engine.forget(source, much, check)
             except (UsageError, StoreNotFoundError) as error:
+                if self._uploads is None or isinstance(error, MuchError):
+                    raise
                 file = self._uploads.folder / source
-                if isinstance(error, MuchError) or self._engine.has_file(file) or not self._uploads.is_sent(file):
+                if self._engine.has_file(file) or not self._uploads.is_sent(file):
                     raise
                 self._uploads.remove(file)  # an ingest could not read it, or was interrupted
                 return (str(file),)

@@ -54,6 +54,21 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
             assert client.delete(DOCUMENTS, params=wrong).status_code == 400
 
 
+def test_a_name_that_is_gone_is_no_pattern_of_others(store: Path, tmp_path: Path) -> None:
+    """A list that is shown may be old."""
+    uploads = tmp_path / "sent"
+    with serving(store, uploads=uploads) as served, served.client as client:
+        for name in ("a[1].md", "a1.md"):
+            sent = {"name": name, "text": f"The kite is in {name}."}
+            assert client.post(DOCUMENTS, json={"documents": [sent]}).json()["documents"]["added"] == 1
+        exactly = {"source": str(uploads / "a[1].md"), "exact": "true"}
+        assert client.delete(DOCUMENTS, params=exactly).json()["forgotten"] == [exactly["source"]]
+        again = client.delete(DOCUMENTS, params=exactly)
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "no_document")
+        assert client.delete(DOCUMENTS, params=exactly | {"source": "*a1.md"}).status_code == 404
+        assert [path.name for path in uploads.glob("*.md")] == ["a1.md"]
+
+
 def test_much_is_forgotten_only_where_that_is_said(store: Path) -> None:
     with serving(store) as served, served.client as client:
         before = client.get(DOCUMENTS).json()["data"]

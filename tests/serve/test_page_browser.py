@@ -397,7 +397,7 @@ def test_what_fails_is_told_in_korean(ready: Path, tmp_path: Path, open_page: Op
     """Also what has no code, what a proxy sends, and each kind of warning once."""
     refused = [
         (409, {"error": {"message": "'a' holds 1 further document", "code": "part_of_file", "hint": "name the file"}}),
-        (404, {"error": {"message": "no document a", "code": "no_document", "hint": "GET /v1/documents lists them"}}),
+        (404, {"error": {"message": "'a' is no document of the store", "code": "no_document", "hint": ""}}),
         (503, {"error": {"message": "writing: process 7", "code": "store_locked", "hint": "wait"}}),
         (413, {"error": {"message": "the request is too long", "code": "http", "hint": ""}}),
     ]
@@ -440,6 +440,10 @@ def test_what_fails_is_told_in_korean(ready: Path, tmp_path: Path, open_page: Op
         notes = page.locator("article[aria-label='답변 4'][aria-busy='false'] .facts > .note")
         notes.first.wait_for()
         assert [text.split()[0] for text in notes.all_inner_texts()] == ["저장소에", "대화가"]
+        shared = {"message": "a shared store can only be asked (serve a local one)", "code": "no_document"}
+        page.route("**/v1/documents", replying(404, {"error": {**shared, "hint": "serve a local one"}}))
+        page.reload()
+        page.locator("#count", has_text="공유 저장소").wait_for(state="attached")  # in a list that is closed
 
 
 def test_a_small_screen_leaves_room_for_the_answer(ready: Path, open_page: Open) -> None:

@@ -174,7 +174,7 @@ async function confirmRemoval(document) {
   if (dialog.returnValue !== "remove") return;
   try {
     say(t("Removing {0}…", name));
-    const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source })}`, {
+    const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source, exact: true })}`, {
       method: "DELETE",
     });
     const { forgotten } = await reply.json();

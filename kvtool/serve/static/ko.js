@@ -86,6 +86,8 @@ export const KO = {
   "A file of this name is there already, and no client has sent it: choose another name.":
     "이름이 같은 파일이 서버에 이미 있습니다. 다른 이름으로 추가해 주세요.",
   "It is not in the store any more.": "이미 저장소에 없는 문서입니다.",
+  "It is pinned: whoever runs the server can unpin it.": "고정된 문서입니다. 서버 운영자가 고정을 해제할 수 있습니다.",
+  "A shared store lists no documents.": "공유 저장소의 문서 목록은 볼 수 없습니다.",
   "Its file holds further documents, which would be removed with it.":
     "한 파일에 다른 문서도 들어 있어, 삭제하면 함께 삭제됩니다.",
   "The conversation is longer than the model takes: the turns before this one were left out.":

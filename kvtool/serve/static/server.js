@@ -141,12 +141,11 @@ const SAID = {
   no_space: t("The server has no space left for it."),
   nothing_found: t("No passage matches the question."),
   not_sent: t("A file of this name is there already, and no client has sent it: choose another name."),
-  no_document: t("It is not in the store any more."),
   part_of_file: t("Its file holds further documents, which would be removed with it."),
 };
 const NUMBERS = /\d[\d,]*/g;
 const KNOWN = [
-  // errors and warnings without a code of their own, with their numbers
+  // what has no code of its own, with its numbers
   [
     /: it starts over$/,
     () => t("The conversation is longer than the model takes: the turns before this one were left out."),
@@ -168,16 +167,19 @@ const KNOWN = [
     / was computed in place: /,
     () => t("A passage was missing in the store, or damaged there, and was computed for this answer."),
   ],
+  [/^a shared store can only be asked$/, () => t("A shared store lists no documents.")],
+  [/ is no document of the store$/, () => t("It is not in the store any more.")],
+  [/ is pinned, so nothing was removed$/, () => t("It is pinned: whoever runs the server can unpin it.")],
   [/^the request is too long$/, () => t("What was sent is longer than the server takes.")],
 ];
 
 /** Say an error or a warning of the server: what happened, and its hint unless that is for a shell or a program. */
 export function errorSaid({ message, hint, code }) {
-  if (SAID[code]) return SAID[code];
   const end = ` (${hint})`;
   const what = hint && message.endsWith(end) ? message.slice(0, -end.length) : message;
   const known = KNOWN.find(([pattern]) => pattern.test(what));
   if (known) return known[1](...(what.match(NUMBERS) ?? []));
+  if (SAID[code]) return SAID[code];
   return join([sentence(what), isForPeople(hint) && sentence(hint)]);
 }
 
