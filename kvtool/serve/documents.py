@@ -111,10 +111,9 @@ class Documents:
     async def forget(self, request: Request) -> Response:
         """`DELETE /v1/documents?source=`: forget documents, and remove the files that clients sent.
 
-        More than half of several documents need `all=true`: a pattern soon selects more than was meant. `exact=true`: the
-        document or file of just this name, which may be a pattern of others that are left when it is gone. Nothing is
-        forgotten that a file of the uploads folder would bring back: a file that no client sent, or one with further
-        documents.
+        More than half of several documents need `all=true`: a pattern soon selects more than was meant. With
+        `exact=true` a name is no pattern: once it is gone, it could be one of others. Nothing is forgotten that a file
+        of the uploads folder would bring back: a file that no client sent, or one with further documents.
         """
         source = within(request.query_params.get("source", ""), "source")
         if not source:
