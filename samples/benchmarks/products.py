@@ -2,10 +2,10 @@
 
 For every kind of weights that a GGUF file may have: what one row takes, multiplied with the packed weights, and what
 unpacking them takes, on each instruction set that this CPU runs; GB/s count the packed weights read, `of sum` is that
-by what a plain sum over memory of the same size reads. Then, for `--kind`, a pass of several rows through all weights
-by several ways: plain weights (`dense`), unpacked before each product (`unpacked`, as an ingest does it), unpacked some
-at a time and multiplied in the cache (`few`, as a question's rows are), with the rows in 8-bit integers (`int8`, as
-with `--dtype int8`) and one packed product for each row (`by row`);
+by what a plain sum over memory of the same size reads, `int8` those of a row of 8-bit integers. Then, for `--kind`, a
+pass of several rows through all weights by several ways: plain weights (`dense`), unpacked before each product
+(`unpacked`, as an ingest does it), unpacked some at a time and multiplied in the cache (`few`, as a question's rows
+are), with the rows in 8-bit integers (`int8`, as with `--dtype int8`) and one packed product for each row (`by row`);
 in bfloat16 also with weights that oneDNN has laid out, by its own products (`onednn`) and, up to 320 rows, by ours over
 the same memory (`panels`). All take turns, and the least time of each counts.
 """
@@ -24,8 +24,8 @@ from attention import least
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize, none
-from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
-from kvtool.core.native.isa import ISAS, Isa, best_isa, runnable
+from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv, has_int8_row
+from kvtool.core.native.isa import ISAS, Isa, best_isa, multiplies_int8, runnable
 
 HIDDEN, INNER = 1024, 2816  # of a model of half a billion parameters
 SHAPES = [(HIDDEN, HIDDEN), (HIDDEN // 4, HIDDEN), (HIDDEN // 4, HIDDEN), (HIDDEN, HIDDEN)]
@@ -48,10 +48,10 @@ def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
     return QuantizedTensor(kind, rows, columns, data, scales, group_mins if layout.group_mins else none())
 
 
-def multiplied(matrices: list[QuantizedTensor], isa: Isa) -> None:
+def multiplied(matrices: list[QuantizedTensor], isa: Isa, int8: bool = False) -> None:
     """Multiply one row with all weights."""
     for matrix in matrices:
-        gemv(matrix, INPUTS[matrix.columns], isa)
+        gemv(matrix, INPUTS[matrix.columns], isa, int8)
 
 
 def unpacked(matrices: list[QuantizedTensor], isa: Isa) -> None:
@@ -62,13 +62,17 @@ def unpacked(matrices: list[QuantizedTensor], isa: Isa) -> None:
 
 def kinds(layers: int, rounds: int, clock: Callable[[], float]) -> None:
     """Every kind on every instruction set."""
-    print(f"{'kind':9} {'isa':7} {'MB':>6} {'row ms':>7} {'GB/s':>6} {'of sum':>6} {'unpack ms':>9} {'G/s':>5}")
+    print(
+        f"{'kind':9} {'isa':7} {'MB':>6} {'row ms':>7} {'GB/s':>6} {'of sum':>6} {'int8':>6} {'unpack':>9} {'G/s':>5}"
+    )
     for kind, layout in LAYOUTS.items():
         matrices = [random_matrix(kind, *shape) for _ in range(layers) for shape in SHAPES]
         size, count = sum(m.nbytes for m in matrices), sum(m.rows * m.columns for m in matrices)
         calls: dict[str, Callable[[], object]] = {"sum": torch.zeros(size // 8, dtype=torch.int64).sum}
         for isa in (ISAS[name] for name in runnable()):
             calls[f"{isa} row"] = partial(multiplied, matrices, isa)
+            if (own := multiplies_int8(isa)) and all(has_int8_row(matrix, own) for matrix in matrices):
+                calls[f"{isa} int8"] = partial(multiplied, matrices, own, True)
             if not layout.dense:
                 calls[f"{isa} unpack"] = partial(unpacked, matrices, isa)
         took = least(calls, rounds, clock)
@@ -76,7 +80,8 @@ def kinds(layers: int, rounds: int, clock: Callable[[], float]) -> None:
             row, unpack = took[f"{isa} row"], took.get(f"{isa} unpack")
             line = (
                 f"{kind:9} {isa.name:7} {size / 1e6:6.0f} {row * 1e3:7.2f} {size / row / 1e9:6.1f} "
-                f"{took['sum'] / row:6.2f}"
+                f"{took['sum'] / row:6.2f} "
+                + (f"{size / took[f'{isa} int8'] / 1e9:6.1f}" if f"{isa} int8" in took else " " * 6)
             )
             print(line + (f" {unpack * 1e3:9.1f} {count / unpack / 1e9:5.1f}" if unpack else ""), flush=True)
 

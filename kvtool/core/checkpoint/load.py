@@ -122,7 +122,7 @@ def _check_int8(device: str, files: ModelFiles) -> None:
 
     why = "" if device == "cpu" else f"runs on a CPU, and not on {device}"
     if not why and multiplies_int8(best_isa()) is None:
-        why = "needs a CPU with AVX2"
+        why = "needs a CPU with AVX2 or, on ARM, dot products"
     if not why and not (files.folder / PACKED).is_file():
         why = f"multiplies the packed weights of a GGUF file, which {files.ref} is not"
     if why:

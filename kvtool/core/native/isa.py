@@ -44,6 +44,7 @@ AVX2 = Isa("avx2", 8, "x86-64-v3", _V3)
 AVX512_BF16 = Isa("avx512bf16", 16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
 AVX512_VNNI = Isa("avx512vnni", 16, "x86-64-v4", _V4 | {"avx512vnni"}, "+avx512vbmi2,+avx512vnni")
 NEON = Isa("neon", 8, "generic", frozenset({"neon"}))  # two registers of four lanes: LLVM splits vectors
+NEON_DOT = Isa("neondot", 8, "generic", frozenset({"neon", "asimddp"}), "+dotprod")
 SCALAR = Isa("scalar", 8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
 ISAS = {isa.name: isa for isa in (AVX512, AVX2, NEON, SCALAR)}  # best first
 _FORBIDDEN = {"default": ("avx512", "avx2"), "avx2": ("avx512",)}  # by what torch's own kernels are held to
@@ -113,4 +114,6 @@ def multiplies_int8(isa: Isa | None) -> Isa | None:
     """Return the set whose instructions multiply 8-bit integers on top of this one; None: the CPU has none."""
     if isa is AVX512 and "avx512vnni" in cpu_features():
         return AVX512_VNNI
+    if isa is NEON and "asimddp" in cpu_features():
+        return NEON_DOT
     return isa if isa in (AVX512, AVX2) else None

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import llvmlite.binding
 import pytest
 import torch
 
+from kvtool.core.kernels.linear.int8_ir import int8_gemm as int8_gemm_code
+from kvtool.core.kernels.linear.int8_ir import multiplies, multiplies_row, row_product
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
 from kvtool.core.kernels.linear.quantized import gemv, has_int8, has_int8_row, int8_gemm
-from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, NEON, SCALAR, Isa, multiplies_int8, runnable
+from kvtool.core.native.builder import module
+from kvtool.core.native.isa import (
+    AVX2,
+    AVX512,
+    AVX512_VNNI,
+    NEON,
+    NEON_DOT,
+    SCALAR,
+    Isa,
+    best_isa,
+    multiplies_int8,
+    runnable,
+)
 from tests.kernels.linear.matrices import random_matrix
 
-HERE = {name: multiplies_int8(isa) for name, isa in (("avx2", AVX2), ("avx512", AVX512)) if name in runnable()}
+HERE = {isa.name: multiplies_int8(isa) for isa in (AVX2, AVX512, NEON) if isa.name in runnable()}
 SETS = sorted({isa for isa in (*HERE.values(), AVX512 if "avx512" in HERE else None) if isa}, key=str)
 CASES = [(isa, kind) for isa in SETS for kind in LAYOUTS if has_int8(random_matrix(kind, 16, 256), isa)]
-pytestmark = pytest.mark.skipif(not SETS, reason="the CPU has no AVX2")
+pytestmark = pytest.mark.skipif(not SETS, reason="the CPU has no AVX2 and no dot product")
+
+
+@pytest.fixture
+def chosen() -> None:
+    """Skip where the code is chosen by what the kernel says of the CPU, which an emulator does not tell."""
+    if multiplies_int8(best_isa()) is None:
+        pytest.skip("the CPU is not known to have such products")
 
 
 def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -106,7 +128,7 @@ def test_a_single_row_is_unpacked_in_registers(isa: Isa, kind: str) -> None:
         )
 
 
-def test_rows_that_do_not_fill_registers_have_no_such_product() -> None:
+def test_rows_that_do_not_fill_registers_have_no_such_product(chosen: None) -> None:
     odd = random_matrix("q4_1", 16, 32)
     assert not has_int8_row(odd)
     with pytest.raises(ValueError, match="32 columns"):
@@ -114,7 +136,7 @@ def test_rows_that_do_not_fill_registers_have_no_such_product() -> None:
     assert not PackedLinear(odd, None, torch.float32, int8=True).int8_row
 
 
-def test_a_layer_rounds_its_rows() -> None:
+def test_a_layer_rounds_its_rows(chosen: None) -> None:
     matrix, x = random_matrix("q4_1", 32, 64), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
     bias = torch.ones(32)
     layer, plain = (PackedLinear(matrix, bias, torch.float32, int8) for int8 in (True, False))
@@ -135,7 +157,7 @@ def test_a_layer_rounds_its_rows() -> None:
     assert torch.equal(odd(x), PackedLinear(odd.matrix, None, torch.float32)(x))
 
 
-def test_machine_code_sees_no_wrong_sizes() -> None:
+def test_machine_code_sees_no_wrong_sizes(chosen: None) -> None:
     matrix, x = random_matrix("q4_1", 32, 64), torch.randn(8, 64)
     for wrong in (x[:, :32].contiguous(), x.bfloat16(), x[:, :64:2], x.t()):
         with pytest.raises(ValueError, match="no product of"):
@@ -144,5 +166,20 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
         int8_gemm(matrix, x, torch.ones(31))
     with pytest.raises(ValueError, match="no product of"):
         int8_gemm(random_matrix("q4_1", 6, 64), x)
-    assert multiplies_int8(SCALAR) is multiplies_int8(NEON) is multiplies_int8(None) is None
+    assert multiplies_int8(SCALAR) is multiplies_int8(None) is None
+    assert multiplies_int8(NEON) in (NEON_DOT, None)
     assert multiplies_int8(AVX512) in (AVX512, AVX512_VNNI)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if multiplies(NEON_DOT, LAYOUTS[kind])])
+def test_it_compiles_for_arm(kind: str) -> None:
+    llvmlite.binding.initialize_all_targets()
+    llvmlite.binding.initialize_all_asmprinters()
+    target = llvmlite.binding.Target.from_triple("aarch64-linux-gnu")
+    machine = target.create_target_machine(cpu=NEON_DOT.cpu, opt=2)
+    functions = [int8_gemm_code(NEON_DOT, kind)]
+    functions += [row_product(NEON_DOT, kind)] if multiplies_row(NEON_DOT, LAYOUTS[kind]) else []
+    for function in functions:
+        text = module(function)
+        assert "llvm.x86" not in text
+        assert "sdot" in machine.emit_assembly(llvmlite.binding.parse_assembly(text))

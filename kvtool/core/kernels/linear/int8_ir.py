@@ -4,8 +4,9 @@ Each group of columns that shares a scale of W has one of X, too: x ≈ scale ·
 code · q is one of whole numbers, and exact; y adds up sum · scale of W · scale of X, and W's min times the group's Σ x.
 
 Weights are unpacked some rows at a time, into bytes that stay in a core's own cache: those of four columns of as many
-rows as a register has lanes are side by side, so that one instruction multiplies 64 bytes (AVX-512 VNNI) or 32 (AVX2,
-sums of 16 bits, which a group's codes must not exceed). A row comes out the same whatever rows come with it.
+rows as a register has lanes are side by side, so that one instruction multiplies 64 bytes (AVX-512 VNNI), 32 (AVX2,
+sums of 16 bits, which a group's codes must not exceed) or 16 (ARM's dot product). A row comes out the same whatever
+rows come with it.
 
 A token that is generated is one row: `row_product` unpacks bytes of a few blocks at a time in registers, as `product`
 (gemm_ir.py) does numbers, and q has their order: the first 16 columns of each block, then the last 16 of each.
@@ -29,7 +30,7 @@ from kvtool.core.kernels.linear.gemm_ir import (
 )
 from kvtool.core.kernels.linear.qtensor import BLOCK, LAYOUTS, Layout
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
-from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, Isa
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_VNNI, NEON_DOT, Isa
 from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import MAGIC, each, fma
 
@@ -55,12 +56,12 @@ def tile_rows(isa: Isa) -> int:
 
 def multiplies(isa: Isa | None, layout: Layout) -> bool:
     """Return whether there is code for a kind of weights: for codes of 8 bits sums of 16 are too small."""
-    return not layout.dense and (isa is AVX512_VNNI or (isa in (AVX2, AVX512) and layout.bits < 8))
+    return not layout.dense and (isa in (AVX512_VNNI, NEON_DOT) or (isa in (AVX2, AVX512) and layout.bits < 8))
 
 
 def multiplies_row(isa: Isa, layout: Layout) -> bool:
-    """Return whether `row_product` has code for a kind: AVX2 has no quick way from bits to bytes."""
-    return multiplies(isa, layout) and (isa is not AVX2 or 1 not in layout.planes)
+    """Return whether `row_product` has code for a kind: only AVX-512 has a quick way from bits to bytes."""
+    return multiplies(isa, layout) and (isa.width == 16 or 1 not in layout.planes)
 
 
 def scratch_bytes(isa: Isa, layout: Layout, columns: int) -> int:
@@ -137,7 +138,7 @@ def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> 
     """Unpack a row of W into its lane of a panel."""
     row, width, layout = rows.row(number), number.k.width, rows.layout
     codes, scales, mins = panel
-    whole = layout.bits == 8  # codes have a sign then; instructions take them without
+    whole = _loses_sign(number.k.isa, layout)
 
     def unpack(blocks: int, first: Value) -> None:
         found, shifts, _ = rows.factors(row, first, blocks)
@@ -178,7 +179,7 @@ def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -
             place = row * groups + number
             x_scale, x_sum = (each.load(place).splat(width) for each in (job.x_scales, job.x_sums))
             value = fma(whole.to("float", signed=True) * x_scale, scale, value)
-            grown.append(fma(least, x_sum, value) if layout.is_shifted or layout.bits == 8 else value)
+            grown.append(fma(least, x_sum, value) if _is_shifted(k.isa, layout) else value)
         for row, value in zip(rows, loop.close(*grown), strict=True):
             job.out.at(row * job.outputs).store(value, output)
 
@@ -194,8 +195,8 @@ def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
         own = codes.load(quad * width, width)
         for row, one in enumerate(q):
             four = one.load(quad, align=1).splat(width)
-            if k.isa is AVX512_VNNI:
-                sums[row] = k.call("llvm.x86.avx512.vpdpbusd.512", sums[row].type, sums[row], own, four)
+            if k.isa in (AVX512_VNNI, NEON_DOT):
+                sums[row] = _add_fours(sums[row], own, four)
                 continue
             pairs = [side.bitcast(f"<{4 * width} x i8>") for side in (own, four)]
             halves[row] = halves[row] + k.call(_PAIRS[width], halves[row].type, *pairs)
@@ -203,6 +204,28 @@ def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
                 sums[row] = sums[row] + k.call(_SUM_PAIRS[width], sums[row].type, halves[row], ones)
                 halves[row] = k.zeros(2 * width, "i16")
     return sums
+
+
+def _add_fours(onto: Value, codes: Value, q: Value) -> Value:
+    """`onto` and the products of the four bytes in each i32 lane."""
+    k = onto.k
+    if k.isa is AVX512_VNNI:
+        return k.call("llvm.x86.avx512.vpdpbusd.512", onto.type, onto, codes, q)
+    parts = []
+    for first in (0, 4):  # two registers
+        sums, *bytes_ = (side.shuffle(range(first, first + 4)) for side in (onto, codes, q))
+        bytes_ = [side.bitcast("<16 x i8>") for side in bytes_]
+        parts.append(k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, *bytes_))
+    return parts[0].shuffle(range(8), parts[1])
+
+
+def _loses_sign(isa: Isa, layout: Layout) -> bool:
+    """Return whether 128 is added to codes of 8 bits, which have a sign: x86's instructions take them without."""
+    return layout.bits == 8 and isa is not NEON_DOT
+
+
+def _is_shifted(isa: Isa, layout: Layout) -> bool:
+    return layout.is_shifted or _loses_sign(isa, layout)
 
 
 _PAIRS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
@@ -222,8 +245,7 @@ def blocks_at_once(isa: Isa) -> int:
 def row_product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
     """Make `product_KIND_int8`, as `product` with each x rounded to 8-bit integers; `columns` of whole registers."""
     layout, k = LAYOUTS[kind], product_function(isa, f"{kind}_int8", height, isa.extra)
-    is_shifted = layout.is_shifted or layout.bits == 8  # codes with a sign are multiplied without
-    row = packed_row(PackedRows(k, layout, divisor=blocks_at_once(isa)), _add_blocks, is_shifted)
+    row = packed_row(PackedRows(k, layout, divisor=blocks_at_once(isa)), _add_blocks, _is_shifted(isa, layout))
     return with_all_inputs(row, _RoundedInputs(k, layout, height), layout.bits)
 
 
@@ -277,7 +299,7 @@ def _add_blocks(
                 )
             if groups == 1:
                 grown[SUMS * at], grown[SUMS * at + 1] = grown[SUMS * at + 1], grown[SUMS * at]
-    if layout.bits == 8:
+    if _loses_sign(k.isa, layout):
         shifts = scales * -128.0
     add_shifts(rows, shifts, block, tile, grown)
     return grown
@@ -305,7 +327,8 @@ def _joined(parts: Sequence[Value]) -> Value:
 
 
 def _eights(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
-    return [_joined([plane.load(start, HALF) for plane in planes]) ^ 128 for start in (0, HALF)]
+    halves = [_joined([plane.load(start, HALF) for plane in planes]) for start in (0, HALF)]
+    return halves if k.isa is NEON_DOT else [half ^ 128 for half in halves]
 
 
 def _fours(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
@@ -334,10 +357,9 @@ _HALVES = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
 def _dot_bytes(k: FunctionBuilder, codes: Sequence[Value], q: Sequence[Value]) -> Value:
     """Sum code · q of four columns in each lane, i32."""
     total = k.zeros(k.width, "i32")
-    if k.isa is AVX512_VNNI:
+    if k.isa in (AVX512_VNNI, NEON_DOT):
         for own, one in zip(codes, q, strict=True):
-            pair = (side.bitcast(total.type) for side in (own, one))
-            total = k.call("llvm.x86.avx512.vpdpbusd.512", total.type, total, *pair)
+            total = _add_fours(total, *(side.bitcast(total.type) for side in (own, one)))
         return total
     halves = k.zeros(2 * k.width, "i16")
     for own, one in zip(codes, q, strict=True):
