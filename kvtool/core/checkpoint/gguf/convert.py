@@ -7,6 +7,7 @@ import errno
 import importlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
@@ -134,6 +135,7 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
         model = load_weights(gguf, header, config, alone)
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        shorten_tokenizer(target / "tokenizer.json")
         del model
         pack_folder(target, gguf, header)
 
@@ -225,3 +227,21 @@ def add_bos_as_stated(header: GgufHeader, tokenizer: Any) -> None:
     """Begin texts with BOS where the file says so, which `transformers`' GGUF reader ignored before 5.23."""
     if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
         tokenizer.add_bos_token = True
+
+
+def shorten_tokenizer(path: Path) -> None:
+    """Rewrite a tokenizer.json without indentation, a merge as one text: both libraries parse it whole at each start.
+
+    Qwen's 150,000 tokens take 4.8 MB so for 11.4, and half the time. A file that would be read as another tokenizer is
+    left as it is; in words with spaces, a text does not say where a merge is cut.
+    """
+    from tokenizers import Tokenizer
+
+    whole = Tokenizer.from_file(str(path)).to_str()
+    kept = json.loads(whole)
+    merges = kept["model"].get("merges") or []
+    if merges and all(isinstance(pair, list) and " " not in "".join(pair) for pair in merges):
+        kept["model"]["merges"] = [" ".join(pair) for pair in merges]
+    short = json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
+    if Tokenizer.from_str(short).to_str() == whole:
+        path.write_text(short, encoding="utf-8")
