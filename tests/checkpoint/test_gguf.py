@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import struct
 import threading
@@ -15,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from kvtool.core.checkpoint.files import PACKED
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import convert as conversion
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
-from kvtool.core.checkpoint.gguf.convert import add_bos_as_stated, converted, split_digits
+from kvtool.core.checkpoint.gguf.convert import add_bos_as_stated, converted, shorten_tokenizer, split_digits
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer
@@ -72,6 +74,32 @@ def test_files_beside_it_are_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text("{ not json")
     (tmp_path / "chat_template.jinja").write_text("of another model")
     assert load_tokenizer(resolve(str(path))).chat_template == tiny_tokenizer().chat_template
+
+
+def test_a_converted_tokenizer_is_written_short(tiny: Path) -> None:
+    text = (converted(tiny) / "tokenizer.json").read_text(encoding="utf-8")
+    kept = json.loads(text)
+    assert all(isinstance(merge, str) for merge in kept["model"]["merges"])
+    assert text == json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        (models.BPE({"a": 0, "é": 1, "aé": 2}, [("a", "é")]), {str}),
+        (models.BPE({"a": 0, " ": 1, "a ": 2}, [("a", " ")]), {list}),  # as a text it could be cut at two places
+        (models.Unigram([("<unk>", 0.0), ("a", -1.5)], 0, False), set()),
+    ],
+)
+def test_a_short_tokenizer_is_read_as_the_same(model: Any, kinds: set[type], tmp_path: Path) -> None:
+    tokenizer, path = Tokenizer(model), tmp_path / "tokenizer.json"
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(path))
+    before = path.stat().st_size
+    shorten_tokenizer(path)
+    assert path.stat().st_size < before
+    assert Tokenizer.from_file(str(path)).to_str() == tokenizer.to_str()
+    assert {type(merge) for merge in json.loads(path.read_text(encoding="utf-8"))["model"].get("merges", [])} == kinds
 
 
 def test_two_at_once(tiny: Path, home: Path) -> None:

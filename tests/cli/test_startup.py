@@ -11,12 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.checkpoint import files
+from kvtool.core.checkpoint.gguf.convert import converted
+from tests.checkpoint.gguf_files import write_gguf
 from tests.cli.working import QUESTION, built, corpus, fresh, kvtool, store, tiny
 
 __all__ = ["built", "corpus", "fresh", "store", "tiny"]
 
 SCRIPT = Path(__file__).parents[2] / "samples" / "benchmarks" / "startup.py"
 MOST_MODULES = 2800  # 2,500 when this was written, sympy for an unpacked model among them; 3,300 with all of them
+MOST_TO_LOAD = 1800  # 1,600 when this was written: of a model whose weights are packed, without command line and store
+READ = {  # files of a converted model that Python opens to load it, and how often
+    "config.json": 3,
+    "tokenizer.json": 1,
+    "tokenizer_config.json": 2,
+    "gguf-source.json": 2,
+    "generation_config.json": 1,
+    "chat_template.jinja": 1,
+}
 UNUSED = {
     *("scipy", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("torch._dynamo.symbolic_convert", "transformers.trainer", "transformers.pipelines"),
@@ -53,6 +65,29 @@ def test_a_question_imports_the_architecture_in_use_and_answers_as_with_all_of_t
     here = kvtool(*asked).json
     assert gc.isenabled()  # only a process of its own is left without
     assert (json.loads(reply)["answer"], json.loads(reply)["tokens"]) == (here["answer"], here["tokens"])
+
+
+@pytest.mark.slow
+def test_a_converted_model_is_neither_hashed_nor_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a library maps, or reads in Rust, are not counted."""
+    monkeypatch.setattr(files, "_RACY_SECONDS", -1.0)  # as if it had been converted some time ago
+    gguf = write_gguf(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
+    folder = converted(gguf)
+    said = python(
+        "import json, sys",
+        "from collections import Counter",
+        "opened = Counter()",
+        "sys.addaudithook(lambda event, what: opened.update([str(what[0])]) if event == 'open' else None)",
+        "from kvtool.core.checkpoint.hub import resolve",
+        "from kvtool.core.checkpoint.load import load_model",
+        f"load_model(resolve({str(gguf)!r}), device='cpu', packed=True)",
+        "print(json.dumps([sorted(sys.modules), opened]))",
+    )
+    modules, opened = json.loads(said)
+    times = {path.name: opened.get(str(path), 0) for path in (gguf, *folder.iterdir())}
+    assert times == READ | dict.fromkeys(times.keys() - READ.keys(), 0)
+    assert (UNUSED | {"sympy"}).isdisjoint(modules)
+    assert len(modules) < MOST_TO_LOAD
 
 
 @pytest.mark.slow

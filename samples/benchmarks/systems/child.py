@@ -9,11 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtool.core.common.collecting import paused_collection
 from kvtool.core.errors import KvtoolError
 from samples.benchmarks.systems.task import (
     KVTOOL,
@@ -47,7 +48,8 @@ def measure(told: dict[str, Any]) -> dict[str, Any]:
     task = Task.from_json(told)
     hold_to(task.threads)
     prompt = read_prompt(task)
-    module, import_ms = _timed(lambda: importlib.import_module(f"{__package__}.{_MODULES[task.contender.kind]}"))
+    with paused_collection() if task.contender.kind == KVTOOL else nullcontext():  # as its command imports
+        module, import_ms = _timed(lambda: importlib.import_module(f"{__package__}.{_MODULES[task.contender.kind]}"))
     base = resident()
     runner, model_load_ms = _timed(lambda: module.load(task, len(prompt.ids) + task.new_tokens))
     loaded = resident()
