@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,40 @@ def test_a_question_counts_more_than_those_before_it(store: Path, says: Callable
 
     assert "second mill was built" in first("Who built the second mill?")
     assert first("Who was it?") == "The first mill was built in 1707 by baker B. It grinds flour."
+
+
+@pytest.mark.parametrize("more", ["Indeed so.", "그렇습니다. 정말입니다."])
+def test_the_question_decides_where_a_sentence_has_no_word_of_a_passage(
+    more: str, store: Path, says: Callable[[str], None]
+) -> None:
+    says(f"It was built well. {more}")
+    both = ("mill0.md", "mill1.md")
+    with package.open(store) as cache:
+        for documents in (both, both[::-1]):
+            request = Request("Who built the second mill?", documents=documents)
+            found = cache.conversation(max_tokens=200, cite=True).ask(request).citations
+            assert len(found) > 1
+            assert {one.number for one in found} == {1}
+            assert "second mill was built" in found[0].text
+
+
+def test_code_in_an_answer_has_no_number(store: Path, says: Callable[[str], None]) -> None:
+    code = "```python\nbuilt = 1783\nprint(built)\n```"
+    says(f"Call this:\n\n{code}\n\nIt grinds flour.")
+    with package.open(store) as cache:
+        reply = cache.query(QUESTION, documents=["mill2.md"], max_tokens=200, cite=True)
+    shown = marked(reply.answer, [asdict(one) for one in reply.citations])
+    assert code in shown
+    assert shown.startswith("Call this: [1]\n")
+    assert shown.endswith("It grinds flour. [1]")
+
+
+def test_tables_are_cited_by_line() -> None:
+    table = "| mill | year |\n|---|---|\n| first | 1707 |\n| second | 1741 |\n"
+    text = f"Years:\n\n{table}\n```\nx = 1\n```\n"
+    cut = [text[start:end] for start, end in sentences_of(text, "markdown")]
+    assert cut == ["Years:", "| mill | year |", "| first | 1707 |", "| second | 1741 |", "x = 1"]
+    assert sentences_of("---\n...") == []
 
 
 def test_titles_are_no_sentences() -> None:

@@ -7,12 +7,13 @@ beside them and changed hardly a citation (samples/results/citations.md).
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtool.core.corpus.outline import Level, Unit, units
+from kvtool.core.corpus.outline import Level, Unit, finer, units
 from kvtool.core.errors import DamagedError
 from kvtool.core.query.reply import Citation
 from kvtool.core.retrieval.passages import Passage, place_and_text
@@ -28,7 +29,8 @@ def cite(
 ) -> list[Citation]:
     """Find the sentence of a passage that each sentence of an answer rests on: that with most rare words in common.
 
-    The first sentence of the answer is compared by the question's words, which it answers, a later one by its own.
+    The first sentence of the answer is compared by the question's words, which it answers, a later one by its own;
+    the question decides where those do not ("Yes, indeed.", or another script). Lines of code have no citation.
 
     Parameters
     ----------
@@ -39,14 +41,15 @@ def cite(
     In the order of the answer; none where the prompt has no passage whose text the store still has.
     """
     best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))  # of sentences with equal words the first counts
-    sentences, spans = passage_sentences(session, best_first), sentences_of(answer)
+    sentences, spans = passage_sentences(session, best_first), _answer_sentences(answer)
     if not sentences:
         return []
     words = RareWords([sentence.text for sentence in sentences])
     numbers: dict[Sentence, int] = {}
     found: list[Citation] = []
     for start, end in spans:
-        best = sentences[words.nearest(answer[start:end]) if found else words.nearest(question, search)]
+        own = [answer[start:end]] if found else []
+        best = sentences[words.nearest(*own, question, search)]
         number = numbers.setdefault(best, len(numbers) + 1)
         found.append(_citation(session, best, number, (start, end)))
     return found
@@ -83,6 +86,8 @@ class RareWords:
 
 # ---- the sentences of passages ----
 
+_WORD = re.compile(r"[^\W_]")
+
 
 class Sentence(NamedTuple):
     """A sentence of a passage. `start`, `end`: characters of the passage."""
@@ -99,10 +104,28 @@ class Sentence(NamedTuple):
 
 def sentences_of(text: str, kind: str = "text") -> list[tuple[int, int]]:
     """Return the characters of each sentence of a text, without white space around it, and without titles: lines of
-    their own that no stop ends; those only if there is nothing else."""
-    found = [(unit, text[unit.start : unit.end]) for unit in units(text, kind)] if text.strip() else []
-    spans = [(_is_title(one, part), _stripped(text, one.start, one.end)) for one, part in found if part.strip()]
+    their own that no stop ends; those only if there is nothing else. Tables and code are cut into lines. What has no
+    letter or digit (rules, fences) is no sentence."""
+    pieces = [piece for unit in units(text, kind) for piece in _lines(text, unit)] if text.strip() else []
+    found = [(unit, part) for unit in pieces if _WORD.search(part := text[unit.start : unit.end])]
+    spans = [(_is_title(one, part), _stripped(text, one.start, one.end)) for one, part in found]
     return [span for is_title, span in spans if not is_title] or [span for _, span in spans]
+
+
+def _answer_sentences(answer: str) -> list[tuple[int, int]]:
+    """Return the sentences of an answer but the lines of its code, where a number would be code, too."""
+    fences = [unit for unit in units(answer, "markdown") if _is_fence(answer, unit)] if answer.strip() else []
+    spans = sentences_of(answer, "markdown")
+    return [span for span in spans if not any(fence.start <= span[0] < fence.end for fence in fences)]
+
+
+def _is_fence(text: str, unit: Unit) -> bool:
+    return text[unit.start : unit.end].lstrip().startswith(("```", "~~~"))
+
+
+def _lines(text: str, unit: Unit) -> list[Unit]:
+    whole = unit.finest == Level.SENTENCE and "\n" in text[unit.start : unit.end].strip()  # a table, or a fence
+    return finer(text, unit) if whole else [unit]
 
 
 def _is_title(unit: Unit, part: str) -> bool:
