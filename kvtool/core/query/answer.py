@@ -125,13 +125,15 @@ class PreparedAnswer:
         fused, behind = self.outcome.fused, self.asked.behind is not None
         return check(self.session, fused, behind, self.options, draft, sampling, since)
 
-    def verified(self, draft: Generated, sampling: Sampling) -> tuple[Generated, Check | None]:
-        """Return the final answer, and its check; a draft that needs none is final."""
+    def verified(
+        self, draft: Generated, sampling: Sampling, going: Callable[[], bool] = lambda: True
+    ) -> tuple[Generated, Check | None]:
+        """Return the final answer, and its check; a draft that needs none is final. `going`: see `generate`."""
         if not self.is_draft:
             return draft, None
         checked = self.check(draft, sampling)
         first, *more = checked.known
-        return generate(self.session.decoder, checked.exact.cache, first, sampling, more=more), checked
+        return generate(self.session.decoder, checked.exact.cache, first, sampling, None, more, going), checked
 
     def keep(self, again: bool = False) -> None:
         """Note what was used, and store what was missing; `again`: see `answer`."""

@@ -351,7 +351,7 @@ class Conversation:
         options : for this question; by default the conversation's.
         on_text : called with each piece of the answer as it is generated.
         going : asked before each token of the answer but the first; False ends it there, and the tokens so far are
-            the answer, or as many of full prefill if it is verified.
+            the answer, or as many of full prefill if it is verified; during that, those that full prefill accepts.
 
         Raises
         ------
@@ -364,10 +364,12 @@ class Conversation:
             begun = self.begin(session, question, options)
             first, *more = begun.known
             cache, sampling = begun.outcome.fused.cache, begun.sampling
-            said = generate(session.decoder, cache, first, sampling, on_text, more, going)
-            if not going():
-                sampling = replace(sampling, max_tokens=max(1, len(said.ids)))
-            said, checked = begun.verified(said, sampling)
+            draft = generate(session.decoder, cache, first, sampling, on_text, more, going)
+            if not going():  # as many tokens of full prefill, which then ends as the draft did
+                sampling, going = replace(sampling, max_tokens=max(1, len(draft.ids))), lambda: True
+            said, checked = begun.verified(draft, sampling, going)
+            if said.finish == "length" and len(said.ids) < begun.sampling.max_tokens:
+                said = replace(said, finish=draft.finish)
             begun.keep()
             return self.take(begun, said, checked)
 
