@@ -54,7 +54,7 @@ class KeyRotation:
 
 
 _ALIGN = 64
-_LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: memory comes in powers of two
+_LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pinned memory comes in powers of two
 
 
 @dataclass(slots=True)

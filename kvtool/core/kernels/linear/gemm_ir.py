@@ -123,7 +123,8 @@ class Inputs:
         """Return as many of them as the code takes at a time, from one on."""
         if self.height == 1:
             return [self._input(None)]
-        return [self._input(number) for number in [first + place for place in range(self.height)]]
+        numbers = [first + place for place in range(self.height)]
+        return [self._input(number) for number in numbers]
 
     def _input(self, number: Value | None) -> Input:
         """Return the number-th one; None: the only one."""
@@ -228,10 +229,12 @@ def _add_blocks(
 
 def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Sequence[Input], sums: list[Value]) -> None:
     """Add what is added to scale · code, times Σ x, of the groups from a block on."""
+    if shifts is None:
+        return
     for at, one in enumerate(tile, 1):
-        if shifts is not None and one.sums is not None:
-            x = one.sums.load(block * (BLOCK // rows.layout.group), shifts.lanes)
-            sums[SUMS * at - 1] = fma(shifts, x, sums[SUMS * at - 1])
+        assert one.sums is not None
+        x = one.sums.load(block * (BLOCK // rows.layout.group), shifts.lanes)
+        sums[SUMS * at - 1] = fma(shifts, x, sums[SUMS * at - 1])
 
 
 def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Value]:

@@ -284,7 +284,10 @@ def _add_blocks(
     k, layout, grown, at_once = rows.k, rows.layout, list(sums), blocks_at_once(rows.k.isa)
     scales, shifts, count = rows.factors(row, block, blocks)
     groups, first = BLOCK // layout.group, block * (BLOCK // layout.group)
-    factors = [scales * one.scales.load(first, count) for one in tile if one.scales is not None]
+    factors = []
+    for one in tile:
+        assert one.scales is not None
+        factors.append(scales * one.scales.load(first, count))
     for index in range(0, blocks, at_once):
         own = block + index
         halves = _byte_halves(layout, row[0], own)

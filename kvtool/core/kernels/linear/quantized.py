@@ -47,12 +47,14 @@ def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None, int8:
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
     y = torch.empty(matrix.rows, dtype=torch.float32)
-    if int8 and not has_int8_row(matrix, isa):
-        raise ValueError(
-            f"no product of a row of 8-bit integers with {matrix.kind} weights of {matrix.columns} columns"
-        )
-    function = _int8_row(matrix.kind, isa) if int8 else _functions(matrix.kind, isa)["product"]
-    _run(function, matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
+    _run(
+        _int8_row(matrix, isa) if int8 else _functions(matrix.kind, isa)["product"],
+        matrix,
+        x.data_ptr(),
+        y.data_ptr(),
+        0,
+        matrix.rows,
+    )
     return y
 
 
@@ -192,10 +194,15 @@ def has_int8_row(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
     return matrix.columns % (BLOCK * int8_ir.blocks_at_once(isa)) == 0
 
 
-@compile_once
-def _int8_row(kind: str, isa: Isa | None) -> Function:
+def _int8_row(matrix: QuantizedTensor, isa: Isa | None) -> Function:
     isa = isa or multiplies_int8(best_isa())
-    assert isa is not None
+    if isa is None or not has_int8_row(matrix, isa):
+        raise ValueError(f"no product of an 8-bit row with {matrix.kind} weights of {matrix.columns} columns")
+    return _compiled_row(matrix.kind, isa)
+
+
+@compile_once
+def _compiled_row(kind: str, isa: Isa) -> Function:
     function = int8_ir.row_product(isa, kind)
     taken = share(function)
     return compiled(module(function, taken), isa, taken.name)[0]
