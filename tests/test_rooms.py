@@ -55,7 +55,7 @@ LINES = {
     "evaluate": 361,
     "fusion": 3483,
     "ingest": 2847,
-    "kernels": 4900,
+    "kernels": 4915,
     "model": 5432,
     "native": 1768,
     "options": 805,

@@ -228,12 +228,9 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
     kind : of the weights; with `INT8` at its end their inputs are rounded to 8-bit integers.
     height : the number of inputs.
     """
-    if kind.endswith(INT8):
-        rounds = multiplies_int8(isa)
-        assert rounds is not None, f"{isa} multiplies no 8-bit integers"
-        function = row_product(rounds, kind.removesuffix(INT8), height)
-    else:
-        function = product(isa, kind, height)
+    rounds = multiplies_int8(isa) if kind.endswith(INT8) else None
+    assert rounds is not None or not kind.endswith(INT8), f"{isa} multiplies no 8-bit integers"
+    function = row_product(rounds, kind.removesuffix(INT8), height) if rounds else product(isa, kind, height)
     k, have = operation(isa, "product", multiply_name(kind, height))
     first, count = share(k, have.rows, UNIT)
     first = have.first + first

@@ -15,6 +15,7 @@ A token that is generated is one row: `row_product` unpacks bytes of a few block
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from kvtool.core.kernels.linear.gemm_ir import (
     SUMS,
@@ -284,10 +285,7 @@ def _add_blocks(
     k, layout, grown, at_once = rows.k, rows.layout, list(sums), blocks_at_once(rows.k.isa)
     scales, shifts, count = rows.factors(row, block, blocks)
     groups, first = BLOCK // layout.group, block * (BLOCK // layout.group)
-    factors = []
-    for one in tile:
-        assert one.scales is not None
-        factors.append(scales * one.scales.load(first, count))
+    factors = [scales * cast(Value, one.scales).load(first, count) for one in tile]
     for index in range(0, blocks, at_once):
         own = block + index
         halves = _byte_halves(layout, row[0], own)
