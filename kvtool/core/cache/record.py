@@ -32,6 +32,8 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import xxhash
 
@@ -219,8 +221,7 @@ def _envelope(key: bytes, header: bytes, parts: Sequence[memoryview]) -> bytes:
     return b"".join([header, *parts, _digest(key, [header, *parts])])
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
+class _Fields(NamedTuple):
     dtype: int
     level: bytes
     layer: int
@@ -259,6 +260,7 @@ def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
     return fields, covered[HEADER_BYTES:]
 
 
+@lru_cache  # records of one layer and length have the same
 def _kv_header(fields: _Fields, length: int) -> KVHeader:
     dtype = _DTYPE_NAMES.get(fields.dtype)
     if dtype is None:

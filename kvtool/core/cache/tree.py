@@ -307,8 +307,8 @@ class Tree:
             if len(kept) >= most:
                 kept.clear()
             kept[page] = known  # type: ignore[assignment]
-        keys = known.keys[1:] if isinstance(known, Branch) else known.keys  # a branch's first key says nothing
-        if keys and (keys[0] < low or (high is not None and keys[-1] >= high)):
+        keys, first = known.keys, int(isinstance(known, Branch))  # a branch's first key says nothing
+        if len(keys) > first and (keys[first] < low or (high is not None and keys[-1] >= high)):
             raise DamagedError(f"page {page} of the index does not hold the keys that its parent says")
         return known
 

@@ -33,7 +33,7 @@ class Raw(SelfContained):
         of_keys, of_values = side_shapes(shape)
         kind = DTYPES[dtype]
         flat = torch.frombuffer(payload, dtype=kind) if len(payload) else torch.empty(0, dtype=kind)
-        keys, values = flat.split([math.prod(of_keys), math.prod(of_values)])
+        keys, values = flat.split_with_sizes([math.prod(of_keys), math.prod(of_values)])
         try:
             return keys.view(of_keys), values.view(of_values)
         except RuntimeError as error:  # of no heads, but tokens and dimensions by the billion
