@@ -26,7 +26,7 @@ from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile, Tree
 from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import KvtoolError, NoSpaceError
+from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from tests.cache.making import (
     LAYERS,
     LEAD_IN,
@@ -588,3 +588,10 @@ def test_importing_is_cheap() -> None:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
+def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"udcff' cannot be a store: its name is not UTF-8"):
+        Store.create_or_open(tmp_path / os.fsdecode(b"st\xff"))
+    assert list(tmp_path.iterdir()) == []
