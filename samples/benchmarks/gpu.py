@@ -36,6 +36,7 @@ STAGES = {
     "answers": "(f) decoding of answers, plain and by CUDA graph",
     "memory": "(g) memory of the passes",
     "models": "(h) a model end to end, on the sample corpus",
+    "vllm": "(i) vLLM fed from a store",
     "attention": "the kernels for scattered rows beside each other",
 }
 STAGE_MINUTES = 8.0
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="for this call; each stage has 8 at most")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="an earlier results.json; else that in OUT goes on")
     parser.add_argument("--model", type=Path, help="a GGUF file or folder for the stage `models`")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="vLLM's environment's, for the stage `vllm`")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk that is measured; default: OUT")
     parser.add_argument("--device", default="", help="default: cuda, with --dry cpu; or pretended")
     parser.add_argument("--dry", action="store_true", help="small sizes, on the CPU")
@@ -97,7 +99,7 @@ def run_stage(stage: str, options: argparse.Namespace, end: float) -> None:
         command = [sys.executable, __file__, "--only", stage, "--run", options.run, "--out", str(options.out)]
         command += ["--minutes", str((left - 5) / 60), "--device", options.device]
         command += ["--dry"] if options.dry else []
-        for name in ("model", "scratch", "steps"):
+        for name in ("model", "vllm", "scratch", "steps"):
             value = getattr(options, name)
             command += [f"--{name}", str(value)] if value else []
         try:
@@ -145,6 +147,7 @@ def one_stage(options: argparse.Namespace) -> int:
         run=options.run,
         scratch=scratch.resolve(),
         model=options.model.resolve() if options.model else None,
+        vllm=options.vllm.absolute() if options.vllm else None,
         only=re.compile(options.steps),
     )
     module = importlib.import_module(f"samples.benchmarks.gpu_day.{options.only}")

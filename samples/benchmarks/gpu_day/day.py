@@ -52,6 +52,7 @@ class Day:
     scratch : a folder on the disk whose speed counts.
     only : steps whose names it is found in; the others are passed over.
     model : a GGUF file or a model's folder; None: random weights serve.
+    vllm : the interpreter of vLLM's environment, if there is one.
     """
 
     stage: str
@@ -62,6 +63,7 @@ class Day:
     run: str
     scratch: Path
     model: Path | None = None
+    vllm: Path | None = None
     only: re.Pattern[str] = re.compile("")
 
     def step(self, name: str, work: Callable[[], Any], least_s: float = 5.0) -> Any:

@@ -19,9 +19,9 @@ MODES = ("full", "reuse", "epic", "union", "infoflow", "blend")
 
 
 def run(day: Day) -> None:
-    models: dict[str, Callable[[], Path]] = {"tiny, random": partial(_tiny, day)}
+    models: dict[str, Callable[[], Path]] = {"tiny, random": partial(tiny, day)}
     if not day.dry:
-        models["qwen3-0.6b, random"] = partial(_sized, day)
+        models["qwen3-0.6b, random"] = partial(sized, day)
     if day.model is not None:
         given = day.model
         models[given.name] = lambda: given
@@ -31,13 +31,14 @@ def run(day: Day) -> None:
         day.step(name, partial(_end_to_end, day, made), least_s=5 if day.dry else 60)
 
 
-def _tiny(day: Day) -> Path:
+def tiny(day: Day) -> Path:
+    """A tiny Qwen3 with random weights."""
     from tests.families import save_tiny
 
     return save_tiny("qwen3", day.scratch / "tiny-model", dtype="bfloat16")
 
 
-def _sized(day: Day) -> Path:
+def sized(day: Day) -> Path:
     """Qwen3-0.6B's architecture with random weights and the tests' tokenizer: what it says means nothing."""
     from kvtool.bench.shapes import build_shape
     from tests.families import tiny_tokenizer
@@ -60,15 +61,15 @@ def _end_to_end(day: Day, made: Any) -> dict[str, Any]:
     for path in files:
         shutil.copy(path, corpus)
     given = ["--store", str(store)]
-    found["ingest"] = _json(day, "ingest", str(corpus), "--model", str(model), *given, "--json")
+    found["ingest"] = command(day, "ingest", str(corpus), "--model", str(model), *given, "--json")
     for mode in MODES:
         asked = ["query", QUESTION, "--fusion", mode, "--max-tokens", "16", "--force", *given, "--json"]
-        found[mode] = _answer(_json(day, *asked))
-    found["compress"] = _json(day, "compress", *given, "--json")
+        found[mode] = _answer(command(day, *asked))
+    found["compress"] = command(day, "compress", *given, "--json")
     found["union, compressed"] = _answer(
-        _json(day, "query", QUESTION, "--max-tokens", "16", "--force", *given, "--json")
+        command(day, "query", QUESTION, "--max-tokens", "16", "--force", *given, "--json")
     )
-    found["verify"] = _json(day, "store", "verify", *given, "--json")
+    found["verify"] = command(day, "store", "verify", *given, "--json")
     found["two arithmetics"] = _two_arithmetics(day, corpus, model, store)
     return found
 
@@ -79,11 +80,11 @@ def _two_arithmetics(day: Day, corpus: Path, model: Path, store: Path) -> dict[s
     other = store.with_name("store-of-cpu")
     shutil.rmtree(other, ignore_errors=True)
     cpu, found = ("--device", "cpu", "--dtype", "float32"), {}
-    _json(day, "ingest", str(corpus), "--model", str(model), "--store", str(other), "--json", at=cpu)
+    command(day, "ingest", str(corpus), "--model", str(model), "--store", str(other), "--json", at=cpu)
     for name, made, at in (("asked on the CPU", store, cpu), ("asked on the device", other, ("--device", day.device))):
         place = ("--store", str(made))
         asked = ("query", QUESTION, "--fusion", "reuse", "--max-tokens", "16", *place, "--json")
-        reply, gate = _json(day, *asked, at=at), _json(day, "inspect", "gate", *place, "--json", at=())
+        reply, gate = command(day, *asked, at=at), command(day, "inspect", "gate", *place, "--json", at=())
         statuses = [chunk["status"] for chunk in reply["chunks"]]
         found[name] = _answer(reply) | {
             "found": f"{len(statuses) - statuses.count('miss')} of {len(statuses)}",
@@ -98,11 +99,11 @@ def _answer(reply: Any) -> Any:
     return {name: reply[name] for name in keep if name in reply} if isinstance(reply, dict) else reply
 
 
-def _json(day: Day, *command: str, at: Sequence[str] | None = None) -> Any:
+def command(day: Day, *words: str, at: Sequence[str] | None = None) -> Any:
     """Run a command and return its JSON; if it fails, raise with its output. `at`: its device, if not the day's."""
-    device = at if at is not None else [] if command[0] == "store" else ["--device", day.device]
+    device = at if at is not None else [] if words[0] == "store" else ["--device", day.device]
     done = subprocess.run(
-        [sys.executable, "-m", "kvtool", *command, *device],
+        [sys.executable, "-m", "kvtool", *words, *device],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -110,7 +111,7 @@ def _json(day: Day, *command: str, at: Sequence[str] | None = None) -> Any:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"kvtool {' '.join(command[:2])}: exit {done.returncode}: {done.stderr[-1500:]}")
+        raise RuntimeError(f"kvtool {' '.join(words[:2])}: exit {done.returncode}: {done.stderr[-1500:]}")
     return _last(done.stdout.splitlines())
 
 

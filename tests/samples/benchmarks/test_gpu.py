@@ -97,13 +97,13 @@ def test_wheels_are_those_of_the_lock_and_shadow_what_is_there(tmp_path: Path, m
 
 @pytest.mark.slow
 def test_a_dry_day(tmp_path: Path) -> None:
-    """Two stages end to end; all of them: python samples/benchmarks/gpu.py --out DIR --dry."""
-    given = ["--out", str(tmp_path), "--dry", "--stage", "machine", "answers"]
+    """Some stages end to end; all of them: python samples/benchmarks/gpu.py --out DIR --dry."""
+    given = ["--out", str(tmp_path), "--dry", "--stage", "machine", "answers", "vllm"]
     subprocess.run(
         [sys.executable, "samples/benchmarks/gpu.py", *given], cwd=ROOT, check=True, capture_output=True, timeout=280
     )
     stages = Results.read(tmp_path / "results.json").stages
-    assert [stages[name]["finished"] for name in ("machine", "answers")] == [True, True]
+    assert [stages[name]["finished"] for name in ("machine", "answers", "vllm")] == [True] * 3
     assert "static ms_a_token" in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
