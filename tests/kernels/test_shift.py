@@ -75,7 +75,7 @@ def moved_by_code(runs: ShiftSpans, sides: list[torch.Tensor], isa: str, rotated
     mover = ShiftKernel(runs, [(sides[0], sides[1])], ISAS[isa], ["" if rotated else None])
     mover.keep(0)
     written(sides, runs)
-    return mover.add(0)
+    return torch.stack(mover.add(0), -1)
 
 
 def written(sides: list[torch.Tensor], runs: ShiftSpans) -> None:

@@ -22,6 +22,7 @@ from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans, shift_kernel
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.rope import Rotary
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -93,14 +94,13 @@ class Shifted:
         return float(np.sqrt(squares[:, place] / squares[:, 1].clip(1e-30)).mean())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Probes:
     """The recomputed rows of chunks that have reused rows, too.
 
     Attributes
     ----------
     rows : their places, int64 `[probes]` on the model's device, chunk by chunk.
-    unrotate : RoPE tables of the inverse rotation of their keys.
     factors : the share of its chunk's offset that each row takes, float32 `[length]` on the device.
     spans : places of each chunk, from … to, int64 `[chunks, 2]`.
     counts : number of probes, int64 `[chunks]`; `reach`: sum of squared factors, float64 `[chunks]`.
@@ -108,29 +108,26 @@ class Probes:
     """
 
     rows: torch.Tensor
-    unrotate: RopeTables
     factors: torch.Tensor
     spans: Numbers
     counts: Numbers
     reach: Numbers
     shifted: Numbers
 
-    @cached_property
+    @property
     def weights(self) -> torch.Tensor:
         """Return the matrix, float32 `[chunks, probes]`, that averages probes by chunk."""
         counts = torch.from_numpy(self.counts)
         numbers = torch.arange(len(counts)).repeat_interleave(counts)
         weights = torch.zeros(len(counts), len(numbers), dtype=torch.float32)
         weights[numbers, torch.arange(len(numbers))] = 1.0
-        return (weights / counts[:, None]).to(self.rows.device, non_blocking=True)
+        return weights / counts[:, None]
 
-    @cached_property
-    def others(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `shifted` and the number of each row's chunk, int64 `[others]` on the model's device."""
-        chunks = np.searchsorted(self.spans[:, 1], self.shifted, side="right")
-        rows, numbers = (torch.from_numpy(side) for side in (self.shifted, chunks))
-        device = self.rows.device
-        return rows.to(device, non_blocking=True), numbers.to(device, non_blocking=True)
+    @property
+    def chunks(self) -> torch.Tensor:
+        """Return the number of each row's chunk, int64 `[length]`; of rows that are not shifted any."""
+        numbers = np.searchsorted(self.spans[:, 1], np.arange(len(self.factors)), side="right")
+        return torch.from_numpy(numbers.clip(max=len(self.spans) - 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,9 +202,8 @@ class Shift:
         self.decoder, self.plan, self.cache = decoder, plan, cache
         self._wanted, self._loader = wanted and not plan.dropped, loader
         self._probes: Probes | None = None
-        self._kernel: ShiftKernel | None = None
+        self._steps: ShiftKernel | ShiftSteps | None = None
         self._refreshed: torch.Tensor | None = None
-        self._old: LayerKV | None = None
         self._rows = plan.mask()
         self._by_layer: list[LayerShift] = []
 
@@ -226,65 +222,36 @@ class Shift:
         if not self._wanted or not len(self._chunks.spans):
             return
         self._probes = self._probes_of(rows)
-        self._kernel = None if self._probes is None else self._kernel_of(self._probes)
+        self._steps = None if self._probes is None else self._steps_of(self._probes)
         self._refreshed = refreshed
 
     def before(self, layer: int) -> None:
         """Save the cached rows that a layer is about to overwrite."""
-        if self._kernel is not None:
-            self._kernel.keep(layer)
-        elif self._probes is not None:
-            self._old = rows_of(self.cache.buffers[layer], self._probes.rows)
+        if self._steps is not None:
+            self._steps.keep(layer)
 
     def after(self, layer: int) -> None:
         """Shift the layer's reused rows by the change of the saved ones."""
-        if (probes := self._probes) is None:
+        if (probes := self._probes) is None or self._steps is None:
             return
         factors = None
         if self._refreshed is not None:
             factors = probes.factors.masked_fill(self._to_device(self._refreshed), 0.0)
             self._refreshed = None
-        if self._kernel is not None:
-            sums = self._kernel.add(layer, factors)
-            self._by_layer.append(LayerShift(sums[..., 0], sums[..., 1], probes))
-        else:
-            self._add(probes, layer, probes.factors if factors is None else factors)
+        self._by_layer.append(LayerShift(*self._steps.add(layer, factors), probes))
 
-    def offsets(self, layer: int, probes: Probes, changes: LayerKV) -> LayerKV:
-        """Estimate each chunk's offset, `[kv_heads, chunks, head_dim]`, of un-rotated keys and of values.
-
-        Parameters
-        ----------
-        changes : of the probes, float32 `[kv_heads, probes, head_dim]`, keys un-rotated.
-        """
-        keys, values = changes
-        return probes.weights @ keys, probes.weights @ values
-
-    def _kernel_of(self, probes: Probes) -> ShiftKernel | None:
-        """Return machine code that shifts these chunks; None if this machine has none, or `offsets` is overridden."""
-        if self.decoder.device != "cpu" or not self.decoder.rotary.halves or type(self).offsets is not _MEANS:
-            return None
-        spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unrotate)
-        kinds = self.decoder.kinds[: len(self._layers)]
-        return shift_kernel(spans, self._layers, [kind.rotation for kind in kinds])
-
-    def _add(self, probes: Probes, layer: int, factors: torch.Tensor) -> None:
-        """Estimate offsets and add them by torch, on any device."""
-        assert self._old is not None
-        buffer = self.cache.buffers[layer]
-        new = rows_of(buffer, probes.rows)
-        keys, values = (now.float() - old.float() for now, old in zip(new, self._old, strict=True))
-        self._old = None
-        keys = self.decoder.rotary.rotate(keys[None], probes.unrotate, layer)[0]
-        offsets = self.offsets(layer, probes, (keys, values))
-        where, chunks = probes.others
-        share = factors[where][:, None]
-        more = [side[:, chunks] * share for side in offsets]
-        more[0] = self.decoder.rotary.rotate(more[0][None], self._table[where], layer)[0]
-        before = rows_of(buffer, where)
-        for side, rows, added in zip((buffer.keys, buffer.values), before, more, strict=True):
-            side[0].index_copy_(1, where, (rows.float() + added).to(rows.dtype))
-        self._by_layer.append(LayerShift(values.square().sum(), offsets[1].square().sum(2).T, probes))
+    def _steps_of(self, probes: Probes) -> ShiftKernel | ShiftSteps:
+        """Return machine code that shifts these chunks; torch's operations where this machine has none."""
+        table, kernel = self._table, None
+        if self.decoder.device == "cpu" and self.decoder.rotary.halves:
+            back = table[probes.rows].inverse()
+            spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, table, back)
+            kinds = self.decoder.kinds[: len(self._layers)]
+            kernel = shift_kernel(spans, self._layers, [kind.rotation for kind in kinds])
+        if kernel is not None:
+            return kernel
+        weights, chunks = self._to_device(probes.weights), self._to_device(probes.chunks)
+        return ShiftSteps(self.decoder.rotary, self.cache, table, probes.rows, weights, chunks, probes.factors)
 
     @cached_property
     def _table(self) -> RopeTables:
@@ -313,7 +280,6 @@ class Shift:
         places = self._to_device(torch.from_numpy(probes.nonzero()[0]))
         return Probes(
             rows=places,
-            unrotate=self._table[places].inverse(),
             factors=self._to_device(torch.from_numpy(factors)),
             spans=chunks.spans[some],
             counts=chunks.summed(probes)[some].astype(np.int64),
@@ -326,7 +292,64 @@ class Shift:
         return values.to(self.decoder.device, non_blocking=True)
 
 
-_MEANS = Shift.offsets  # what machine code does
+class ShiftSteps:
+    """The shift of one pass by torch's operations, on any device: `keep`, then `add`, layer by layer (`ShiftKernel`).
+
+    Shapes depend on the numbers of probes and chunks and on the prompt's length only, and nothing is read on the host.
+
+    Parameters
+    ----------
+    table : RoPE tables of the first places of the prompt, from the first up to the last shifted one, or more.
+    rows : places of the probes, int64 `[probes]`. One that does not change counts for nothing.
+    weights : float32 `[chunks, probes]`, averages the probes of each chunk.
+    chunks, factors : the chunk of each place, int64, and its share of that one's offset, float32.
+    """
+
+    def __init__(
+        self,
+        rotary: Rotary,
+        cache: PromptCache,
+        table: RopeTables,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        chunks: torch.Tensor,
+        factors: torch.Tensor,
+    ) -> None:
+        self._rotary, self._cache, self._rows, self._weights = rotary, cache, rows, weights
+        places = min(len(table), len(chunks))
+        self._table, self._back = table[:places], table[rows].inverse()
+        self._chunks, self._factors = chunks[:places], factors[:places]
+        self._old: LayerKV | None = None
+
+    def keep(self, layer: int) -> None:
+        """Remember what a layer holds in the places of the probes."""
+        self._old = rows_of(self._cache.buffers[layer], self._rows)
+
+    def add(self, layer: int, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add to each row its share of its chunk's offset, in float32, rounded once.
+
+        Parameters
+        ----------
+        factors : in place of those given before.
+
+        Returns
+        -------
+        Sums of the squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks, kv_heads]`.
+        """
+        assert self._old is not None
+        buffer = self._cache.buffers[layer]
+        new = rows_of(buffer, self._rows)
+        keys, values = (now.float() - old.float() for now, old in zip(new, self._old, strict=True))
+        self._old = None
+        keys = self._rotary.rotate(keys[None], self._back, layer)[0]
+        offsets = self._weights @ keys, self._weights @ values
+        share = (self._factors if factors is None else factors[: len(self._factors)])[:, None]
+        more = [side[:, self._chunks] * share for side in offsets]
+        more[0] = self._rotary.rotate(more[0][None], self._table, layer)[0]
+        for side, added in zip((buffer.keys, buffer.values), more, strict=True):
+            rows = side[0, :, : added.shape[1]]
+            rows.copy_(rows.float() + added)
+        return values.square().sum(), offsets[1].square().sum(2).T
 
 
 def rows_of(buffer: BufferLayer, rows: torch.Tensor) -> LayerKV:

@@ -145,7 +145,7 @@ class ShiftKernel:
         """Remember what a layer holds in the places of the probes."""
         self._keep(self._addresses[layer])
 
-    def add(self, layer: int, factors: torch.Tensor | None = None) -> torch.Tensor:
+    def add(self, layer: int, factors: torch.Tensor | None = None) -> Sides:
         """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
 
         Parameters
@@ -154,7 +154,7 @@ class ShiftKernel:
 
         Returns
         -------
-        Squares of values, float32 `[runs, heads, 2]`: the sum over the probes' changes, and over the mean of these.
+        Sums of the squares of values, float32 `[runs, heads]` each: of the probes' changes, and of the mean of these.
         """
         factors = self._runs.factors if factors is None else factors
         if not _are_factors(factors, len(self._runs.factors)):
@@ -167,7 +167,8 @@ class ShiftKernel:
             pool.run(code, where, torch.get_num_threads())
         else:
             code(where)
-        return self._sums[layer]
+        changes, offsets = self._sums[layer].unbind(-1)
+        return changes, offsets
 
     def _set_tables(self, prefix: str, row: str, tables: RopeTables) -> None:
         """Set each layer's table; the code of a layer without rotation reads none."""

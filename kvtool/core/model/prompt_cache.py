@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -150,6 +151,18 @@ class PromptCache:
         if self.position_ids:
             more = range(len(self.position_ids), length)
             self.position_ids.extend(place + self.dropped for place in more)
+
+    @contextmanager
+    def filled(self, length: int) -> Iterator[None]:
+        """Declare the first `length` rows of every layer filled inside, and as many as before after it."""
+        before = self.buffers[0].length
+        for buffer in self.buffers:
+            buffer.length = length
+        try:
+            yield
+        finally:
+            for buffer in self.buffers:
+                buffer.length = before
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,0 +1,133 @@
+"""CUDA graphs: many kernels are launched by one call, without Python between them.
+
+Work that is captured reads and writes device memory of fixed addresses and shapes, and reads nothing on the host.
+Attention reads the whole of a prompt cache's buffers. A mask made from the rows' places, on the device, hides what they
+do not see.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from kvtool.core.kernels.attention.dispatch import attend
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
+from kvtool.core.model.attention import Watch
+from kvtool.core.model.prompt_cache import PromptCache
+
+T = TypeVar("T")
+_MOST = 16  # kinds of work that are kept
+
+
+class CapturedWork(Generic[T]):
+    """Work that is done as it is at first, then captured, and replayed from then on.
+
+    The capture is of this thread only: another thread may use the device meanwhile.
+
+    Parameters
+    ----------
+    warm_up : runs before the capture: they make what libraries make at their first call, which a capture must not
+        contain.
+
+    Attributes
+    ----------
+    why : the reason, where it could not be captured; it is then always done as it is.
+    """
+
+    def __init__(self, device: str, warm_up: int = 1) -> None:
+        self._device, self._left = torch.device(device), warm_up
+        self._replay: Callable[[], None] | None = None
+        self._out: T
+        self.why = ""
+
+    @torch.inference_mode()
+    def run(self, work: Callable[[], T]) -> T:
+        """Do the work, the same at each call; what it returns is overwritten when it is done again."""
+        if self._replay is None and not self._left and not self.why:
+            self._capture(work)
+        if self._replay is None:
+            self._left = max(0, self._left - 1)
+            return work()
+        self._replay()
+        return self._out
+
+    def _capture(self, work: Callable[[], T]) -> None:
+        """Record the kernels, of which none runs; where that fails, note the reason."""
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._out = work()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self.why = f"no CUDA graph: {next(iter(str(error).splitlines()), '')[:200]}"
+            return
+        current.wait_stream(side)
+        self._replay = graph.replay
+
+
+class CapturedWorks:
+    """The most recently used kinds of captured work of a model."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the work of a key; make it where it is not known, or not any more."""
+        if key not in self._known:
+            self._known[key] = make()
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        found: T = self._known[key]
+        return found
+
+
+class StaticRows:
+    """Rows whose places only the device knows; replaces `QueryRows` in a cache and in attention.
+
+    Attributes
+    ----------
+    places : int64 `[rows]`, ascending; a place may be there several times.
+    capacity : keys that attention reads.
+    watch : see `QueryRows`.
+    """
+
+    def __init__(self, places: torch.Tensor, capacity: int, watch: Watch | None = None) -> None:
+        self.places, self.capacity, self.watch = places, capacity, watch
+        self._seen: dict[int | None, KeyRanges] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def last(self, count: int) -> StaticRows:
+        """Return the last `count` rows."""
+        return StaticRows(self.places[-count:], self.capacity, self.watch)
+
+    def seen(self, window: int | None) -> KeyRanges:
+        """Return the keys that each row sees through a window."""
+        if window not in self._seen:
+            begins = None if window is None else (self.places - window + 1).clamp_min_(0)
+            last = [self.capacity - 1] * len(self)
+            self._seen[window] = KeyRanges(last, self.places, None, begins, on_device=True)
+        return self._seen[window]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend with the rows: `[1, heads, rows, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
+        if self.watch is not None:
+            self.watch(layer, query, key, params)
+        return attend(query, key, value, params, self.seen(params.window))
+
+
+def memory_of(cache: PromptCache) -> list[torch.Tensor]:
+    """Return the tensors of a cache's buffers."""
+    return [side for buffer in cache.buffers for side in (buffer.keys, buffer.values)]
