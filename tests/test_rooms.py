@@ -56,7 +56,7 @@ LINES = {
     "fusion": 3483,
     "ingest": 2847,
     "kernels": 4915,
-    "model": 5432,
+    "model": 5543,
     "native": 1768,
     "options": 805,
     "pack": 715,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.held_pass import HeldPass
 from kvtool.core.fusion.layerwise_selection import LayerwiseSelection, question_attention
 from kvtool.core.fusion.loader import Loader, ReadSet
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, extend_plan
@@ -163,13 +164,20 @@ def fuse_into(
         read_set = ReadSet.of(plan, selector, decoder.windows, decoder.device)
         read_set.clear(cache)
         loader = stack.enter_context(Loader(decoder, read_set.read, cache, source, timeline, patience=patience))
-        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, timeline)
+        held = HeldPass.of(decoder, plan, cache, loader)
+        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
         shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
         selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
-        cache.before_update, cache.after_update = selection.on_update, selection.on_updated
-        if selection.targets:
-            stack.enter_context(selection.hooked())
-        logits = _computed(decoder, plan, rows, cache)
+        tokens = _tokens(plan, rows)
+        logits = None if held is None or selection.targets else held.logits(tokens, rows, shift)
+        if logits is None:
+            cache.before_update, cache.after_update = selection.on_update, selection.on_updated
+            if selection.targets:
+                stack.enter_context(selection.hooked())
+            at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+            logits = decoder.compute(tokens, rows, cache, position_ids=at)[-1]
+        else:
+            selection.skip(decoder.stored_layers)
         selection.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -192,7 +200,13 @@ def fuse_into(
 
 
 def _first_rows(
-    decoder: Decoder, plan: Plan, selector: Selector, cache: PromptCache, loader: Loader, timeline: Timeline | None
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    cache: PromptCache,
+    loader: Loader,
+    held: HeldPass | None,
+    timeline: Timeline | None,
 ) -> tuple[QueryRows, int, float]:
     """Choose the first layer's rows, by the question's attention where the selector ranks by that.
 
@@ -205,7 +219,7 @@ def _first_rows(
     if not asked:
         wanted = selector.rows(plan) & cached if selector.uses_cache else cached
         return _rows(decoder, plan, wanted | plan.mask("miss", "fresh")), 0, 0.0
-    attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
+    attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling, held and held.attention)
     wanted = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
     return _rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
@@ -215,11 +229,9 @@ def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
     return QueryRows.of(mask.nonzero()[:, 0], decoder.device, plan.position_ids)
 
 
-def _computed(decoder: Decoder, plan: Plan, rows: QueryRows, cache: PromptCache) -> torch.Tensor:
-    """Compute rows; return the logits of the prompt's last token."""
+def _tokens(plan: Plan, rows: QueryRows) -> list[int]:
     ids = plan.ids
-    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-    return decoder.compute([ids[place] for place in rows.order], rows, cache, position_ids=at)[-1]
+    return [ids[place] for place in rows.order]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:

@@ -30,9 +30,13 @@ from kvtool.core.model.preemption import pass_hooks
 from kvtool.core.model.prompt_cache import PromptCache
 
 if TYPE_CHECKING:
+    from kvtool.core.model.captured import StaticRows
     from kvtool.core.model.decoder import Decoder
 
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
+
+# Of tokens, their rows, how many of these are asked, layers, pooling, and whether the pass ends with the layers.
+HeldAttention = Callable[[list[int], QueryRows, int, range, Pooling, bool], torch.Tensor | None]
 
 
 class LayerwiseSelection:
@@ -88,6 +92,10 @@ class LayerwiseSelection:
         started = time.perf_counter()
         step(*given)
         self.shift_s += time.perf_counter() - started
+
+    def skip(self, layers: int) -> None:
+        """Count rows that were computed at so many layers without a word to this."""
+        self.computed = [len(self.rows)] * layers
 
     def end(self) -> None:
         self._note_span("compute to logits", self.computed[-1])
@@ -172,11 +180,27 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
 # ---- the question's attention -------------------------------------------------------------------------------------
 
 
-class _Watch:
-    """Sum of the attention of a pass's last rows; `ends`: the pass ends with the last of `layers`."""
+class QuestionWatch:
+    """Sum of the attention of a pass's last rows.
 
-    def __init__(self, rows: QueryRows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
-        self._rows, self._count = rows, count
+    Parameters
+    ----------
+    count : rows that are watched.
+    ends : the pass ends with the last of `layers`.
+    counted : float32 `[count]`: 1 for those of them that count, 0 for others before them; None: all count.
+    """
+
+    def __init__(
+        self,
+        rows: QueryRows | StaticRows,
+        count: int,
+        layers: range,
+        length: int,
+        pooling: Pooling,
+        ends: bool,
+        counted: torch.Tensor | None = None,
+    ) -> None:
+        self._rows, self._count, self._counted = rows, count, counted
         self._layers, self._pooling, self._ends = layers, pooling, ends
         self._total = torch.zeros(length, device=rows.places.device, dtype=torch.float32)
 
@@ -196,7 +220,8 @@ class _Watch:
             some = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, some]
             weights = mean_weights(part, key[0, :, : len(self._total)], seen[some], scoring)
-            squares += weights.square().sum(0)
+            shares = weights if self._counted is None else weights * self._counted[some, None]
+            squares += shares.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
         self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
@@ -205,7 +230,13 @@ class _Watch:
 
 
 def question_attention(
-    decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range, pooling: Pooling = "rows"
+    decoder: Decoder,
+    plan: Plan,
+    cache: PromptCache,
+    loader: Loader,
+    layers: range,
+    pooling: Pooling = "rows",
+    held: HeldAttention | None = None,
 ) -> torch.Tensor:
     """Measure the question's attention to the whole prompt, over reused rows at their true positions.
 
@@ -218,6 +249,7 @@ def question_attention(
     layers : layers that count; the mean is taken over them.
     pooling : of a layer's rows: their L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's first
         token, or the geometric mean of the two (`both`).
+    held : computes the same of a prompt that has to load nothing (`HeldPass.attention`); None: it has to.
 
     Returns
     -------
@@ -226,11 +258,15 @@ def question_attention(
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
-    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
-    cache.before_update = lambda layer, count: loader.wait(layer)
-    ids = plan.ids
-    with suppress(ForwardEnded):
-        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-        decoder.fill_cache([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
-    cache.before_update = None
-    return pad(watch.mean.cpu(), (0, length - plan.length))
+    count, ids = len(plan.segments[-1].ids), plan.ids
+    tokens = [ids[place] for place in rows.order]
+    mean = None if held is None else held(tokens, rows, count, layers, pooling, ends)
+    if mean is None:
+        watch = QuestionWatch(rows, count, layers, plan.length, pooling, ends)
+        cache.before_update = lambda layer, count: loader.wait(layer)
+        with suppress(ForwardEnded):
+            at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+            decoder.fill_cache(tokens, replace(rows, watch=watch), cache, at)
+        cache.before_update = None
+        mean = watch.mean
+    return pad(mean.cpu()[: plan.length], (0, length - plan.length))

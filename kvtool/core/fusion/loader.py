@@ -176,6 +176,10 @@ class Loader:
     Parameters
     ----------
     read : the segments that are read, by layer.
+
+    Attributes
+    ----------
+    is_placed : whether all layers were in the buffers as soon as it was entered.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class Loader:
         workers: int | None = None,
         patience: float | None = None,
     ) -> None:
-        self.waited_s = 0.0
+        self.waited_s, self.is_placed = 0.0, False
         self._decoder, self._cache, self._source = decoder, cache, source
         self._read = [sorted(segments, key=lambda segment: -segment.source.relevance) for segments in read]
         self._segments = max(self._read, key=len)
@@ -211,7 +215,9 @@ class Loader:
         ]
 
     def __enter__(self) -> Loader:
-        if self._place_held():
+        held = self._place_held()
+        self.is_placed = held or not self._segments
+        if held:
             return self
         for thread in self._threads:
             thread.start()

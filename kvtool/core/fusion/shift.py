@@ -194,6 +194,10 @@ class Shift:
     Parameters
     ----------
     loader : has RoPE tables of the reused rows already; None: they are made here.
+
+    Attributes
+    ----------
+    probes : the rows by which others are shifted; None: none is.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class Shift:
     ) -> None:
         self.decoder, self.plan, self.cache = decoder, plan, cache
         self._wanted, self._loader = wanted and not plan.dropped, loader
-        self._probes: Probes | None = None
+        self.probes: Probes | None = None
         self._steps: ShiftKernel | ShiftSteps | None = None
         self._refreshed: torch.Tensor | None = None
         self._rows = plan.mask()
@@ -221,24 +225,29 @@ class Shift:
         """
         if not self._wanted or not len(self._chunks.spans):
             return
-        self._probes = self._probes_of(rows)
-        self._steps = None if self._probes is None else self._steps_of(self._probes)
-        self._refreshed = refreshed
+        self.probes, self._steps, self._refreshed = self._probes_of(rows), None, refreshed
 
     def before(self, layer: int) -> None:
         """Save the cached rows that a layer is about to overwrite."""
-        if self._steps is not None:
+        if self.probes is not None:
+            self._steps = self._steps or self._steps_of(self.probes)
             self._steps.keep(layer)
 
     def after(self, layer: int) -> None:
         """Shift the layer's reused rows by the change of the saved ones."""
-        if (probes := self._probes) is None or self._steps is None:
+        if (probes := self.probes) is None or self._steps is None:
             return
         factors = None
         if self._refreshed is not None:
             factors = probes.factors.masked_fill(self._to_device(self._refreshed), 0.0)
             self._refreshed = None
         self._by_layer.append(LayerShift(*self._steps.add(layer, factors), probes))
+
+    def set_done(self, changes: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Take what `ShiftSteps.add` returned, `[layers, …]`, where a pass took the steps by itself."""
+        assert self.probes is not None
+        pairs = zip(changes.unbind(), offsets.unbind(), strict=True)
+        self._by_layer = [LayerShift(*pair, self.probes) for pair in pairs]
 
     def _steps_of(self, probes: Probes) -> ShiftKernel | ShiftSteps:
         """Return machine code that shifts these chunks; torch's operations where this machine has none."""

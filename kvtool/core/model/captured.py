@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ class CapturedWork(Generic[T]):
 
     Parameters
     ----------
+    others : its memory for what is only needed inside is also theirs; None: it has its own.
     warm_up : runs before the capture: they make what libraries make at their first call, which a capture must not
         contain.
 
@@ -37,8 +39,8 @@ class CapturedWork(Generic[T]):
     why : the reason, where it could not be captured; it is then always done as it is.
     """
 
-    def __init__(self, device: str, warm_up: int = 1) -> None:
-        self._device, self._left = torch.device(device), warm_up
+    def __init__(self, device: str, others: CapturedWorks | None = None, warm_up: int = 1) -> None:
+        self._device, self._others, self._left = torch.device(device), others, warm_up
         self._replay: Callable[[], None] | None = None
         self._out: T
         self.why = ""
@@ -57,11 +59,12 @@ class CapturedWork(Generic[T]):
     def _capture(self, work: Callable[[], T]) -> None:
         """Record the kernels, of which none runs; where that fails, note the reason."""
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        pool = None if self._others is None else self._others.pool
         current = torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     self._out = work()
                 finally:
@@ -74,10 +77,17 @@ class CapturedWork(Generic[T]):
 
 
 class CapturedWorks:
-    """The most recently used kinds of captured work of a model."""
+    """The most recently used kinds of captured work of a model, which take turns: what one returns is to be copied
+    before another runs.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Any] = OrderedDict()
+
+    @cached_property
+    def pool(self) -> Any:
+        """Return the name of the memory that their captures share."""
+        return torch.cuda.graph_pool_handle()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the work of a key; make it where it is not known, or not any more."""

@@ -16,6 +16,7 @@ from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import PlacedRows, QueryRows
+from kvtool.core.model.captured import CapturedWorks
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
 from kvtool.core.model.modules import cache_name, prune_rows
@@ -40,6 +41,7 @@ class Decoder(DecoderStack):
     state_forms : of a model that keeps states: dtype and shape that its forward gives, by layer and state.
     unfused : why rows go through the model's own layers, and not through fused ones; "": they do; None: a CPU has not
         tried it yet.
+    captured : passes that a GPU has as graphs.
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
@@ -48,6 +50,7 @@ class Decoder(DecoderStack):
         self.model.get_output_embeddings().register_forward_pre_hook(self._head)
         self.unfused: str | None = None  # tried at the first pass
         self._fused: FusedForward | None = None  # of a model on a GPU
+        self.captured = CapturedWorks()
         self.state_forms: dict[int, StateForms] = {}
         if self.keeps_states:
             self._check_states()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.model.attention import PlacedRows
 from kvtool.core.model.kinds import KVShape
+
+_STEP = 1024  # rows: adjacent buffers come in so few sizes
 
 Observer = Callable[[int, int], None]
 
@@ -25,18 +28,29 @@ class BufferLayer:
     ----------
     keys, values : what records hold, keys rotated; of a joint shape both are views of `joint`.
     joint : `[1, kv_heads, capacity, value_dim + key_dim]`, or None.
+
+    Parameters
+    ----------
+    memory : for all of them, flat; None: it is allocated.
     """
 
     is_sliding = is_compileable = False
     is_initialized = True
 
-    def __init__(self, shape: KVShape, capacity: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, shape: KVShape, capacity: int, dtype: torch.dtype, device: str, memory: torch.Tensor | None = None
+    ) -> None:
         self.shape = shape
         self.keys: torch.Tensor
         self.values: torch.Tensor
         self.joint: torch.Tensor | None = None
         widths = [shape.value_dim + shape.key_dim] if shape.joint else [shape.key_dim, shape.value_dim]
-        self._hold([torch.empty((1, shape.heads, capacity, width), dtype=dtype, device=device) for width in widths])
+        sizes = [(1, shape.heads, capacity, width) for width in widths]
+        if memory is None:
+            self._hold([torch.empty(size, dtype=dtype, device=device) for size in sizes])
+        else:
+            parts = memory.split([math.prod(size) for size in sizes])
+            self._hold([part.view(size) for part, size in zip(parts, sizes, strict=True)])
         self.length = 0
 
     def _hold(self, sides: Sequence[torch.Tensor]) -> None:
@@ -70,7 +84,7 @@ class BufferLayer:
         if length > capacity:  # rare: the caller reserves what it plans to generate
             more = max(length - capacity, capacity // 2 + 1)
             held = [self.keys, self.values] if self.joint is None else [self.joint]
-            self._hold([torch.cat([side, side.new_empty((*side.shape[:2], more, side.shape[3]))], 2) for side in held])
+            self._hold([torch.cat([side, side.new_zeros((*side.shape[:2], more, side.shape[3]))], 2) for side in held])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -80,6 +94,18 @@ class BufferLayer:
 
     def get_max_length(self) -> int:
         return -1
+
+
+def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> list[BufferLayer]:
+    """Make the buffers of all layers in one piece of memory, which holds zeros.
+
+    When it is released, the next prompt of about as many rows tends to get the same piece: what was captured over it as
+    a CUDA graph then serves that one, too.
+    """
+    capacity = -(-capacity // _STEP) * _STEP
+    sizes = [shape.numbers * capacity for shape in shapes]
+    parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
+    return [BufferLayer(shape, capacity, dtype, device, part) for shape, part in zip(shapes, parts, strict=True)]
 
 
 class PromptCache:

@@ -21,7 +21,7 @@ from kvtool.core.model import attention
 from kvtool.core.model.kinds import KVShape, kinds_of
 from kvtool.core.model.mla import attend_latents
 from kvtool.core.model.modules import attentions_of, base_of, disable_query_scaling, layers_of
-from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache, adjacent_buffers
 from kvtool.core.model.rope import Rotary
 
 
@@ -116,6 +116,8 @@ class DecoderStack:
 
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
+        if self.device.startswith("cuda"):
+            return PromptCache(adjacent_buffers(self.shapes, capacity, self.dtype, self.device))
         return PromptCache([BufferLayer(shape, capacity, self.dtype, self.device) for shape in self.shapes])
 
     def host_memory(self, size: int) -> torch.Tensor:

@@ -34,7 +34,17 @@ def _short(value: Any) -> Any:
 
 def _fusion(steps: Mapping[str, Any]) -> list[str]:
     """A row a mode."""
-    names = ("ttft_ms", "cold_ms", "held_ms", "full_ms", "speedup", "efficiency", "roofline_efficiency", "overlap")
+    names = (
+        "ttft_ms",
+        "cold_ms",
+        "held_ms",
+        "held_launched_ms",
+        "full_ms",
+        "speedup",
+        "efficiency",
+        "roofline_efficiency",
+        "overlap",
+    )
     parts = (
         "read_ms",
         "decode_ms",

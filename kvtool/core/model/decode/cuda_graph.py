@@ -64,7 +64,7 @@ class StaticStep:
         self._position = torch.zeros_like(self._place) if cache.dropped else self._place
         self._capacity = cache.buffers[0].keys.shape[2]
         self._memory = memory_of(cache)
-        self.captured = CapturedWork[torch.Tensor](decoder.device, _WARM_UP)
+        self.captured = CapturedWork[torch.Tensor](decoder.device, warm_up=_WARM_UP)
         length = cache.buffers[0].length
         with torch.inference_mode():
             for side in self._memory:

@@ -1,0 +1,187 @@
+"""Passes that are replayed, on a GPU that is not there: what the CPU gives, by few operations of the host."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvtool.core.common.types import Ids
+from kvtool.core.fusion import held_pass
+from kvtool.core.fusion.engine import Fused, fuse_into
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
+from kvtool.core.model.captured import CapturedWork, CapturedWorks
+from tests.families import tiny_model
+from tests.fusion.launching import Kernel, Records
+from tests.fusion.making import BOS, CHUNKS, QUESTION, Case, decoder_of, distance, on_cpu
+from tests.fusion.test_cuda_placing import LAYERS, Counting
+from tests.pretended import OnDevice, pretended
+from tests.pretended.streams import Log
+
+REPLAYED = ("reuse", "epic", "infoflow", "union")
+
+
+@pytest.fixture
+def gpu() -> Iterator[Log]:
+    with pretended() as log:
+        yield log
+
+
+@pytest.fixture
+def kernel(gpu: Log, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel.instead(monkeypatch)
+
+
+class Held:
+    """A model on the device, which holds all its chunks, and the memory of one prompt after the other."""
+
+    def __init__(self, family: str) -> None:
+        self.case = Case(family, "float32", decoder_of(tiny_model(family), "cuda"))
+        records = StoreSource(Records(self.case), self.case.decoder)
+        self.source = ChunkCache(records, 10**9, device=held_on(self.case.decoder))
+        self.case.fuse(self.case.plan(lead_in=BOS), SELECTORS["reuse"](), self.source)
+        self.cache = self.case.decoder.new_cache(1)
+
+    def fused(self, chunks: Sequence[Ids], mode: str, question: Ids = QUESTION, holes: Sequence[int] = ()) -> Fused:
+        plan = self.case.plan(chunks, lead_in=BOS, question=question, holes=holes)
+        return fuse_into(self.cache, self.case.decoder, plan, SELECTORS[mode](), self.source)
+
+    @property
+    def works(self) -> list[CapturedWork[Any]]:
+        return [static.captured for static in self.case.decoder.captured._known.values()]
+
+
+def by_cpu(family: str, chunks: Sequence[Ids], mode: str, question: Ids = QUESTION, holes: Sequence[int] = ()) -> Fused:
+    case = on_cpu(family)
+    return case.fuse(case.plan(chunks, lead_in=BOS, question=question, holes=holes), SELECTORS[mode]())
+
+
+def prompts() -> Iterator[tuple[list[Ids], Ids]]:
+    """Chunks in another order each time, once fewer of them, with other questions."""
+    dice = random.Random(1)
+    for fewer in (0, 0, 0, 1, 0):
+        yield dice.sample([*CHUNKS], len(CHUNKS) - fewer), QUESTION[: len(QUESTION) - fewer]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "smollm3"])
+def test_every_prompt_gives_what_the_cpu_gives(kernel: Kernel, family: str, mode: str) -> None:
+    """The first is computed as it is, the second captured, the others replayed with other rows, shifts and lengths."""
+    held, both = Held(family), []
+    for chunks, question in prompts():
+        fused, wanted = held.fused(chunks, mode, question), by_cpu(family, chunks, mode, question)
+        both.append((fused, wanted))
+        assert distance(fused.logits, wanted.logits) <= 1e-4
+        assert fused.tokens == wanted.tokens
+        assert torch.equal(fused.recomputed, wanted.recomputed)
+        assert torch.equal(fused.shifted.rows, wanted.shifted.rows)
+        for ours, theirs in zip(held.cache.buffers, wanted.cache.buffers, strict=True):
+            assert distance(ours.view()[0], theirs.view()[0]) <= 1e-4
+            assert distance(ours.view()[1], theirs.view()[1]) <= 1e-4
+    for fused, wanted in both:  # also of those before the last
+        for moved, right in zip(fused.shifted.by_layer[1:], wanted.shifted.by_layer[1:], strict=True):  # layer 0: noise
+            assert moved.mean_squares() == pytest.approx(right.mean_squares(), rel=1e-3)
+    assert any(work._replay for work in held.works)
+    assert not any(work.why for work in held.works)
+
+
+def test_a_hole_is_computed_before_the_question_is_asked(kernel: Kernel) -> None:
+    held = Held("llama")
+    for _ in range(3):
+        fused = held.fused(CHUNKS, "union", holes=(1,))
+        wanted = by_cpu("llama", CHUNKS, "union", holes=(1,))
+        assert distance(fused.logits, wanted.logits) <= 1e-4
+        assert torch.equal(fused.recomputed, wanted.recomputed)
+
+
+class OfTheHost(TorchDispatchMode):
+    """Counts the operations on tensors of the device; what a replay does is on those that are inside of them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(isinstance(one, OnDevice) for one in tree_leaves((args, kwargs)))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("reuse", 1), ("epic", 1), ("union", 2)])
+def test_a_replay_takes_few_operations_of_the_host(kernel: Kernel, gpu: Log, mode: str, waits: int) -> None:
+    """Nearly none that grow with the number of layers, and no more waits than before."""
+    held, counts = Held("llama"), []
+    for _ in range(4):
+        gpu.waits.clear()
+        with OfTheHost() as host:
+            held.fused(CHUNKS, mode)
+        counts.append(host.count)
+        assert len(gpu.waits) <= waits, gpu.lines()
+    assert counts[3] == counts[2]
+    assert counts[3] <= counts[0] / 8, counts
+
+
+def test_other_memory_is_other_work(kernel: Kernel) -> None:
+    held, wanted = Held("llama"), by_cpu("llama", CHUNKS, "epic")
+    caches = [held.cache, held.case.decoder.new_cache(1)]
+    for number in range(6):
+        held.cache = caches[number % 2]
+        assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
+    assert len(held.works) == 2
+    held.cache.reserve(held.cache.buffers[0].keys.shape[2] + 1)
+    assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
+    assert len(held.works) == 3
+
+
+def test_rows_that_stand_for_others_keep_the_order(kernel: Kernel) -> None:
+    held = Held("llama")
+    fused = held.fused(CHUNKS, "epic")
+    (static,) = [one for one in held.case.decoder.captured._known.values() if hasattr(one, "probes")]
+    places = static.places.cpu()
+    assert len(places) > fused.tokens.rows[0]
+    assert places.equal(places.sort().values)
+
+
+@pytest.mark.parametrize("sizes", ["_ROWS", "_CHUNKS"])
+def test_too_many_rows_or_chunks_are_computed_as_they_are(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, sizes: str
+) -> None:
+    monkeypatch.setattr(held_pass, sizes, (1,))
+    held = Held("llama")
+    wanted = by_cpu("llama", CHUNKS, "epic")
+    assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
+    assert held.works == []
+
+
+def test_what_cannot_be_captured_is_done_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*ignored: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    monkeypatch.setattr("tests.pretended.streams.Graph.capture_begin", refuse)
+    held, wanted = Held("llama"), by_cpu("llama", CHUNKS, "epic")
+    for _ in range(3):
+        assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
+    assert [work.why for work in held.works] == ["no CUDA graph: CUDA error: operation not permitted"]
+
+
+def test_the_most_recently_used_are_kept() -> None:
+    works = CapturedWorks()
+    for number in (*range(16), 0, 16):
+        works.get(number, lambda number=number: [number])
+    assert works.get(0, lambda: [99]) == [0]
+    assert works.get(1, lambda: [99]) == [99]
+
+
+def test_the_buffers_of_a_gpu_are_one_piece_of_zeros(gpu: Log) -> None:
+    """So the next prompt of about as many rows may have the same memory."""
+    decoder = decoder_of(tiny_model("llama"), "cuda")
+    with Counting() as counting:
+        cache = decoder.new_cache(1025)
+    assert counting.operations.count("aten.zeros.default") + counting.operations.count("aten.empty.memory_format") <= 1
+    assert {buffer.keys.shape[2] for buffer in cache.buffers} == {2048}
+    assert all(not side.any() for buffer in cache.buffers for side in (buffer.keys, buffer.values))
+    assert len(cache.buffers) == LAYERS
