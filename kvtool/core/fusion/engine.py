@@ -219,7 +219,8 @@ def _first_rows(
     if not asked:
         wanted = selector.rows(plan) & cached if selector.uses_cache else cached
         return _rows(decoder, plan, wanted | plan.mask("miss", "fresh")), 0, 0.0
-    attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling, held and held.attention)
+    by_graph = None if held is None else held.attention
+    attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling, by_graph)
     wanted = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
     return _rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
