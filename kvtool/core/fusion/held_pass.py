@@ -53,6 +53,7 @@ class HeldPass:
             return None
         return cls(decoder, forward, cache)
 
+    @torch.inference_mode()
     def attention(
         self, ids: list[int], rows: QueryRows, count: int, layers: range, pooling: Pooling, ends: bool
     ) -> torch.Tensor | None:
@@ -86,6 +87,7 @@ class HeldPass:
         attention: torch.Tensor = static.captured.run(work)
         return attention
 
+    @torch.inference_mode()
     def logits(self, ids: list[int], rows: QueryRows, shift: Shift) -> torch.Tensor | None:
         """Compute rows and shift reused ones.
 
