@@ -206,6 +206,7 @@ def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_
             permits.release(3)
             lines = answer.iter_lines()
             begun = [next(lines)]
+            wait_until(lambda: any(job.sequence for job in served.engine.scheduler._running))  # its prompt is computed
             store.rename(tmp_path / "old")
             shutil.move(tmp_path / "other", store)
             with ThreadPoolExecutor(1) as pool:
