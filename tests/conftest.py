@@ -8,11 +8,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtool.core.common.machine import cores
 from tests import tiers
+
+if TYPE_CHECKING:
+    from tests.pretended.streams import Log
 
 # A shell starts background jobs with SIGINT ignored, and what ignores it passes that on: Ctrl-C would then be tested in
 # processes that cannot hear it.
@@ -115,3 +119,12 @@ def one_thread(threads: None) -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Log]:
+    """A GPU that is not there, and the log of what waits for it."""
+    from tests.pretended import pretended
+
+    with pretended() as log:
+        yield log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,21 +21,9 @@ from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, StoreSour
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
-from tests.pretended import pretended
 from tests.pretended.streams import Log
 
 LAYERS = 4
-
-
-@pytest.fixture
-def gpu() -> Iterator[Log]:
-    with pretended() as log:
-        yield log
-
-
-@pytest.fixture
-def kernel(gpu: Log, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    return Kernel.instead(monkeypatch)
 
 
 def on_gpu(name: str) -> Case:

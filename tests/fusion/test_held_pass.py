@@ -16,26 +16,15 @@ from kvtool.core.fusion import held_pass
 from kvtool.core.fusion.engine import Fused, fuse_into
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
-from kvtool.core.model.captured import CapturedWork, CapturedWorks
+from kvtool.core.model.captured import CapturedWork, CapturedWorks, memory_of
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
 from tests.fusion.making import BOS, CHUNKS, QUESTION, Case, decoder_of, distance, on_cpu
 from tests.fusion.test_cuda_placing import LAYERS, Counting
-from tests.pretended import OnDevice, pretended
+from tests.pretended import OnDevice
 from tests.pretended.streams import Log
 
 REPLAYED = ("reuse", "epic", "infoflow", "union")
-
-
-@pytest.fixture
-def gpu() -> Iterator[Log]:
-    with pretended() as log:
-        yield log
-
-
-@pytest.fixture
-def kernel(gpu: Log, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    return Kernel.instead(monkeypatch)
 
 
 class Held:
@@ -135,6 +124,20 @@ def test_other_memory_is_other_work(kernel: Kernel) -> None:
     held.cache.reserve(held.cache.buffers[0].keys.shape[2] + 1)
     assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
     assert len(held.works) == 3
+
+
+def test_rows_after_a_shorter_prompt_are_not_shifted(kernel: Kernel) -> None:
+    """They had been reused rows of a longer one; shifted again and again they would grow."""
+    shorter = [*CHUNKS[:-1], CHUNKS[-1][:-9]]
+    held, wanted = Held("llama"), by_cpu("llama", shorter, "epic")
+    held.fused(shorter, "epic")  # is read
+    for _ in range(2):
+        held.fused(CHUNKS, "epic")
+    after = [side[:, :, wanted.plan.length :].cpu().clone() for side in memory_of(held.cache)]
+    assert distance(held.fused(shorter, "epic").logits, wanted.logits) <= 1e-4
+    for side, rows in zip(memory_of(held.cache), after, strict=True):
+        assert torch.equal(side[:, :, wanted.plan.length :].cpu(), rows)
+    assert len([one for one in held.case.decoder.captured._known.values() if hasattr(one, "probes")]) == 1
 
 
 def test_rows_that_stand_for_others_keep_the_order(kernel: Kernel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -19,17 +19,10 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats
 from tests.families import tiny_model
 from tests.fusion.making import BOS, Case, decoder_of, distance, on_cpu
-from tests.pretended import pretended
 from tests.pretended.streams import Log
 
 # Times that the CPU waits for the device in one pass of 4 layers, besides that for its end: all else is queued ahead.
 WAITS = {"infoflow": 1, "union": 1, "blend": 3}
-
-
-@pytest.fixture
-def gpu() -> Iterator[Log]:
-    with pretended() as log:
-        yield log
 
 
 def on_gpu(name: str) -> Case:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,16 +10,9 @@ from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder
 from tests.families import KINDS, tiny_model
 from tests.fusion.making import MOE, decoder_of, distance, rms, tokens
-from tests.pretended import pretended
 from tests.pretended.streams import Log
 
 PROMPT, ANSWER = tokens(40, 1), tokens(9, 2)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Log]:
-    with pretended() as log:
-        yield log
 
 
 def by_forward(decoder: Decoder, reserve: int = 0) -> list[torch.Tensor]:

@@ -168,16 +168,7 @@ def fuse_into(
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
         shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
         selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
-        tokens = _tokens(plan, rows)
-        logits = None if held is None or selection.targets else held.logits(tokens, rows, shift)
-        if logits is None:
-            cache.before_update, cache.after_update = selection.on_update, selection.on_updated
-            if selection.targets:
-                stack.enter_context(selection.hooked())
-            at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-            logits = decoder.compute(tokens, rows, cache, position_ids=at)[-1]
-        else:
-            selection.skip(decoder.stored_layers)
+        logits = _computed(decoder, plan, cache, rows, selection, held, shift)
         selection.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -230,9 +221,26 @@ def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
     return QueryRows.of(mask.nonzero()[:, 0], decoder.device, plan.position_ids)
 
 
-def _tokens(plan: Plan, rows: QueryRows) -> list[int]:
+def _computed(
+    decoder: Decoder,
+    plan: Plan,
+    cache: PromptCache,
+    rows: QueryRows,
+    selection: LayerwiseSelection,
+    held: HeldPass | None,
+    shift: Shift,
+) -> torch.Tensor:
+    """Compute rows, by a graph where nothing is to be loaded; return the logits of the prompt's last token."""
     ids = plan.ids
-    return [ids[place] for place in rows.order]
+    tokens = [ids[place] for place in rows.order]
+    logits = None if held is None or selection.targets else held.logits(tokens, rows, shift)
+    if logits is not None:
+        selection.skip(decoder.stored_layers)
+        return logits
+    cache.before_update, cache.after_update = selection.on_update, selection.on_updated
+    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+    with selection.hooked():
+        return decoder.compute(tokens, rows, cache, position_ids=at)[-1]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:

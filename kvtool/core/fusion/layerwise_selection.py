@@ -105,8 +105,8 @@ class LayerwiseSelection:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hook every layer from the first narrowing on."""
-        first = min(self.targets)
+        """Hook every layer from the first narrowing on, if there is one."""
+        first = min(self.targets, default=len(self._decoder.layers))
         layers = list(enumerate(self._decoder.layers))[first:]
         with pass_hooks((module, self._hook(layer)) for layer, module in layers):
             yield

@@ -25,8 +25,32 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor, AttentionParams], None]
 ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
+class WatchedRows:
+    """Query rows whose attention may be watched.
+
+    Attributes
+    ----------
+    watch : called with every layer's queries and keys: (layer, query, key, params), as `attend` has them.
+    """
+
+    __slots__ = ()
+    watch: Watch | None
+
+    def seen(self, window: int | None) -> KeyRanges:
+        """Return the keys that each row sees through a window."""
+        raise NotImplementedError
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend: row i sees the keys up to `places[i]`, or those of them that are within its window."""
+        if self.watch is not None:
+            self.watch(layer, query, key, params)
+        return attend(query, key, value, params, self.seen(params.window))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class QueryRows:
+class QueryRows(WatchedRows):
     """The rows of a prompt that a pass computes, by their places in it, in ascending order.
 
     Attributes
@@ -34,7 +58,6 @@ class QueryRows:
     places : int64 tensor `[rows]` on the model's device.
     order : the same places as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention can be used.
-    watch : called with every layer's queries and keys: (layer, query, key, params), as `attend` has them.
     exact_forward : the model's own forward computes the rows, so that what is stored of them stays the same to the bit.
     position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
     """
@@ -82,14 +105,6 @@ class QueryRows:
         else:
             first = [bisect_left(self.position_ids, self.position_ids[place] - window + 1) for place in self.order]
         return KeyRanges(self.order, self.places, first, torch.tensor(first).to(self.places.device, non_blocking=True))
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend: row i sees the keys up to `places[i]`, or those of them that are within its window."""
-        if self.watch is not None:
-            self.watch(layer, query, key, params)
-        return attend(query, key, value, params, self.seen(params.window))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvtool.core.kernels.attention.dispatch import attend
-from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import Watch
+from kvtool.core.kernels.attention.params import KeyRanges
+from kvtool.core.model.attention import Watch, WatchedRows
 from kvtool.core.model.prompt_cache import PromptCache
 
 T = TypeVar("T")
@@ -100,14 +99,13 @@ class CapturedWorks:
         return found
 
 
-class StaticRows:
+class StaticRows(WatchedRows):
     """Rows whose places only the device knows; replaces `QueryRows` in a cache and in attention.
 
     Attributes
     ----------
     places : int64 `[rows]`, ascending; a place may be there several times.
     capacity : keys that attention reads.
-    watch : see `QueryRows`.
     """
 
     def __init__(self, places: torch.Tensor, capacity: int, watch: Watch | None = None) -> None:
@@ -122,20 +120,11 @@ class StaticRows:
         return StaticRows(self.places[-count:], self.capacity, self.watch)
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Return the keys that each row sees through a window."""
         if window not in self._seen:
             begins = None if window is None else (self.places - window + 1).clamp_min_(0)
             last = [self.capacity - 1] * len(self)
             self._seen[window] = KeyRanges(last, self.places, None, begins, on_device=True)
         return self._seen[window]
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend with the rows: `[1, heads, rows, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
-        if self.watch is not None:
-            self.watch(layer, query, key, params)
-        return attend(query, key, value, params, self.seen(params.window))
 
 
 def memory_of(cache: PromptCache) -> list[torch.Tensor]:
