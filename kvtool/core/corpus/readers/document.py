@@ -86,6 +86,22 @@ def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
     return (f"hidden {kind}{'s' if len(names) > 1 else ''} {shown}{more}: read like those that are shown",)
 
 
+def unread_note(counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Word the note that parts of a file which hold text are not read: `text boxes: 2, comments: 3 not read`.
+
+    Parameters
+    ----------
+    counts : how many of each kind, by its name in the plural; kinds without any are left out.
+    """
+    shown = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
+    return (f"{shown} not read",) if shown else ()
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """Write a table's row as one line, `a | b |  | d`; an empty cell keeps its column, except at the row's end."""
+    return " | ".join(" ".join(cell.split()) for cell in cells).rstrip(" |")
+
+
 @contextmanager
 def opened(what: str, library: str) -> Iterator[None]:
     """Import a format's library, and read a file with it, inside of this.
