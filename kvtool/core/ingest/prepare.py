@@ -10,7 +10,7 @@ from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEn
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.readers.document import Document
-from kvtool.core.corpus.split import split
+from kvtool.core.corpus.tables import split_document
 from kvtool.core.ingest.survey import ChangedFile
 from kvtool.core.model.prompt import chunk_tokens
 from kvtool.core.model.tokens import count_tokens
@@ -53,7 +53,7 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
 
 
 def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
-    spans = split(document.text, identity.split, count_tokens(tokenizer), document.kind)
+    document, spans = split_document(document, identity.split, count_tokens(tokenizer))
     ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
     befores: list[Ids] = [(), *ids[:-1]] if identity.lead_in.mode == NEIGHBOUR else [()] * len(ids)
     wanted = [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]

@@ -67,7 +67,7 @@ _FOREIGN = (
 )
 _TEXT = (
     *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
-    *(".csv", ".tsv", ".nfo", ".me", ".1st", ".po", ".pot", ".pod", ".textile", ".wiki"),
+    *(".nfo", ".me", ".1st", ".po", ".pot", ".pod", ".textile", ".wiki"),
     *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
     *("notice", "todo", "install", "contributing"),
 )
@@ -90,6 +90,7 @@ _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
     _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
     _Format(text.read_code, _CODE, is_bounded=False),
+    _Format(text.read_table, (".csv", ".tsv", ".tab", ".psv"), is_bounded=False),
     _Format(text.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
     _Format(jsonl.read, (".jsonl", ".ndjson", ".jsonlines"), is_bounded=False),
     _Format(subtitles.read, (".srt", ".vtt"), is_bounded=False),

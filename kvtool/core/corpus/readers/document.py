@@ -25,7 +25,7 @@ class Document:
     ----------
     source : POSIX absolute path; a row of a JSON-lines file adds `#` and its id or line number.
     text : the text itself: newlines and control characters as in the file, no BOM, no lone surrogate.
-    kind : `text`, `markdown`, `html` or `code`.
+    kind : `text`, `markdown`, `html`, `code`, or `table`: rows of delimited cells.
     notes : warnings about how the text was read.
     marks : places of its parts in the file, if these are not the same lines as in the text.
     """

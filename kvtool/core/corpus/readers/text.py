@@ -47,6 +47,12 @@ def read_code(source: str, text: str) -> list[Document]:
 
 
 @of_text()
+def read_table(source: str, text: str) -> list[Document]:
+    """Return one document of kind `table`, the text as it is."""
+    return [Document(source, text, "table")]
+
+
+@of_text()
 def read_latex(source: str, text: str) -> list[Document]:
     """Return one document, its sections as headings; its lines are those of the file."""
     text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], _ACCENT.sub(_accented, text))

@@ -1,0 +1,227 @@
+"""Long tables: every chunk that begins inside of one repeats its header rows, so that values keep their headings.
+
+The header rows become part of the document's text at the start of such a chunk; the places of the rows do not change.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from kvtool.core.common.marks import Mark
+from kvtool.core.corpus.readers.document import Document
+from kvtool.core.corpus.split import CountTokens, Span, SplitSettings, split
+
+_LINE = re.compile(r"[^\n]*+\n?")
+_ROW = re.compile(r"[ \t]*\||[^|\n]*[^|\s][ \t]\|")
+_RULE = re.compile(r"\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?")
+_CELL = re.compile(r"(?<!\\)\|")
+_NUMBER = re.compile(r"[^\w]*\d[\d.,:/'%\s\-+]*(?:[^\W\d]{1,3}|[^\w\s])?\W*")
+_YEAR = re.compile(r"(?:19|20)\d\d")
+_DELIMITERS = ",;\t|"
+_SAMPLE, _SAMPLE_LINES = 1 << 16, 40  # characters and lines of a CSV file by which its delimiter is recognised
+_SAMPLE_ROWS = 20  # of a table, by which its headings are recognised
+_HEADER_ROWS = 3  # a title or a group of headings may precede the headings
+_FEWEST_ROWS = 3
+_LONGEST_HEADING = 80  # characters
+_LONGEST_TOKEN = 16  # characters; longer headers are not counted, since a tokenizer is quadratic on some lines
+_SEAM = 4  # tokens by which a header and its rows may together have more than each alone
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Characters of a table: its header is `text[start:body]`, its rows are `text[body:end]`."""
+
+    start: int
+    body: int
+    end: int
+
+
+def split_document(
+    document: Document, settings: SplitSettings, count_tokens: CountTokens
+) -> tuple[Document, list[Span]]:
+    """Split a document into chunks (:func:`split`), and repeat the header of each table that is cut.
+
+    Returns
+    -------
+    The document with the repeated headers in its text, and the spans of that text. A header of more than half a chunk
+    is not repeated.
+    """
+    spans = split(document.text, settings, count_tokens, document.kind)
+    most_header = _LONGEST_TOKEN * settings.max_tokens
+    tables = [] if len(spans) < 2 else [each for each in _tables(document) if each.body - each.start < most_header]
+    sizes = count_tokens([document.text[table.start : table.body].strip() for table in tables])
+    fitting = {table: size for table, size in zip(tables, sizes, strict=True) if 2 * size <= settings.max_tokens}
+    cut = [table for table in fitting if _is_cut(table, spans)]
+    if not cut:
+        return document, spans
+    room = max(fitting[table] for table in cut)
+    most = max(1, settings.max_tokens - room - _SEAM)
+    narrow = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
+    narrowed = _narrowed(document, spans, cut, lambda part: split(part, narrow, count_tokens, document.kind))
+    return _with_headers(document, narrowed, [table for table, size in fitting.items() if size <= room])
+
+
+def _is_cut(table: _Table, spans: Sequence[Span]) -> bool:
+    after = bisect_left(spans, table.body, key=lambda span: span.start)
+    return after < len(spans) and spans[after].start < table.end
+
+
+def _narrowed(
+    document: Document, spans: Sequence[Span], tables: Iterable[_Table], divide: Callable[[str], list[Span]]
+) -> list[Span]:
+    """Split the chunks that hold a table again, so that each has room for its header."""
+    made: list[Span] = []
+    done = 0  # spans
+    for table in tables:
+        first = max(done, bisect_right(spans, table.start, key=lambda span: span.start) - 1)
+        last = bisect_left(spans, table.end, key=lambda span: span.start)
+        if first < last:
+            start = spans[first].start
+            parts = divide(document.text[start : spans[last - 1].end])
+            made += [*spans[done:first], *(Span(start + part.start, start + part.end) for part in parts)]
+            done = last
+    return [*made, *spans[done:]]
+
+
+def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
+    """Insert the header of its table at the start of each chunk that begins with a row of it."""
+    text, added = document.text, 0
+    inserted: list[tuple[int, int]] = []
+    parts: list[str] = []
+    moved: list[Span] = []
+    for span, at in zip(spans, _row_starts(document, spans), strict=True):
+        number = bisect_right(tables, at, key=lambda table: table.start) - 1
+        table = tables[max(0, number)]
+        header = text[table.start : table.body] if table.body <= at < table.end else ""
+        if header:
+            inserted.append((at, len(header)))
+        parts += [text[span.start : at], header, text[at : span.end]] if header else [text[span.start : span.end]]
+        moved.append(Span(span.start + added, span.end + added + len(header)))
+        added += len(header)
+    marks = tuple(_moved(document.marks or _lines(text), inserted)) if inserted else document.marks
+    return replace(document, text="".join(parts), marks=marks), moved
+
+
+def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
+    """Yield where the first line of each chunk begins, or −1 if the chunk begins inside of a line or a quoted cell."""
+    text, quotes = document.text, 0
+    for span in spans:
+        part = text[span.start : span.end]
+        at = span.start + len(part) - len(part.lstrip())
+        is_inside = document.kind == "table" and quotes % 2 == 1
+        quotes += part.count('"')
+        yield -1 if is_inside or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
+
+
+def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:
+    """Yield the marks of the new text; an inserted header has the place of the row that it precedes."""
+    added, before = 0, iter([*inserted, (2**63, 0)])
+    at, length = next(before)
+    for mark in marks:
+        while at < mark.start:
+            added += length
+            at, length = next(before)
+        yield Mark(mark.start + added, mark.place)
+
+
+def _lines(text: str) -> Iterator[Mark]:
+    for number, found in enumerate(_LINE.finditer(text), 1):
+        if found[0].strip():
+            yield Mark(found.start(), number)
+
+
+def _tables(document: Document) -> list[_Table]:
+    if document.kind == "code":
+        return []
+    if document.kind == "table":
+        return [*_delimited(document.text)]
+    return [table for rows in _runs(document.text) if (table := _headed(document.text, rows)) is not None]
+
+
+def _runs(text: str) -> Iterator[list[Span]]:
+    """Yield the lines of each run of lines that have cells."""
+    run: list[Span] = []
+    for found in _LINE.finditer(text):
+        if _ROW.match(text, found.start(), found.end()):
+            run.append(Span(found.start(), found.end()))
+        elif run:
+            yield run
+            run = []
+
+
+def _headed(text: str, run: list[Span]) -> _Table | None:
+    """Find the header of a run of rows: what precedes a rule of Markdown, or rows that look like headings."""
+    lines = [text[row.start : row.end].strip() for row in run]
+    rule = next((at for at, line in enumerate(lines[: _HEADER_ROWS + 1]) if _RULE.fullmatch(line)), 0)
+    last = rule or _last_heading([_cells(line) for line in lines[: _SAMPLE_ROWS + _HEADER_ROWS]])
+    if len(run) < _FEWEST_ROWS or last is None:
+        return None
+    return _Table(run[0].start, run[last].end, run[-1].end)
+
+
+def _cells(line: str) -> list[str]:
+    inner = line.removeprefix("|")
+    return [cell.strip() for cell in _CELL.split(inner.removesuffix("|") if inner != line else inner)]
+
+
+def _last_heading(rows: Sequence[Sequence[str]]) -> int | None:
+    """Return the number of the row that holds a table's headings; None if it has none."""
+    for at, row in enumerate(rows[:_HEADER_ROWS]):
+        if len(rows) > at + 1 and _is_heading(row, rows[at + 1 :]):
+            return at
+    return None
+
+
+def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
+    """Return True if all cells are different, short words that do not recur below; years may head other numbers."""
+    named = [cell for cell in row if cell]
+    if len(named) < 2 or len(set(named)) < len(named) or max(map(len, named)) > _LONGEST_HEADING:
+        return False
+    for column, cell in enumerate(row):
+        below = [other[column] for other in body if column < len(other) and other[column]]
+        if not cell or not below:
+            continue
+        is_year = bool(_YEAR.fullmatch(cell))
+        if cell in below or (not is_year and _NUMBER.fullmatch(cell)):
+            return False
+        if is_year and 2 * sum(bool(_YEAR.fullmatch(other)) for other in below) > len(below):
+            return False
+    return True
+
+
+def _delimited(text: str) -> Iterator[_Table]:
+    """Yield the table of a CSV file: from its headings, before which a few lines may name it, to its end."""
+    lines = [found[0] for found in _LINE.finditer(text, 0, _SAMPLE) if found[0]][:_SAMPLE_LINES]
+    rows = max((_parsed(lines, delimiter) for delimiter in _DELIMITERS), key=_regularity)
+    width, _ = _regularity(rows)
+    first = next((at for at, (row, _) in enumerate(rows) if len(row) == width), 0)
+    last = _last_heading([row for row, _ in rows[first:]]) if width > 1 else None
+    if last is not None:
+        start = rows[first - 1][1] if first else 0
+        start += len(text[start:]) - len(text[start:].lstrip("\r\n"))
+        yield _Table(start, rows[first + last][1], len(text))
+
+
+def _parsed(lines: Sequence[str], delimiter: str) -> list[tuple[list[str], int]]:
+    """Return the rows that a delimiter gives, up to the first that is broken, each with its end in the text."""
+    rows: list[tuple[list[str], int]] = []
+    ends = [0, *accumulate(map(len, lines))]
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    with suppress(csv.Error):
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            rows += [(cells, ends[reader.line_num])] if any(cells) else []
+    return rows
+
+
+def _regularity(rows: Sequence[tuple[list[str], int]]) -> tuple[int, int]:
+    """Return the usual number of cells of a row, and how many rows have it; of cells that are several."""
+    (width, count), *_ = Counter(len(row) for row, _ in rows).most_common(1) or [(0, 0)]
+    return (width, count) if width > 1 else (0, 0)
