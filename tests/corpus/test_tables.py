@@ -103,7 +103,7 @@ def test_a_header_without_end_is_never_counted() -> None:
 
     def count(texts: Sequence[str]) -> list[int]:
         nonlocal longest
-        longest = max(longest, *map(len, texts))
+        longest = max([longest, *map(len, texts)])
         return _count([*texts])
 
     split_document(document, SplitSettings(max_tokens=_MOST), count)
