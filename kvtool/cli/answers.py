@@ -142,8 +142,15 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     _show_stream(out, facts)
 
 
+def show_corrections(out: Out, corrections: Sequence[Mapping[str, str]]) -> None:
+    """Say which words were searched for instead of words of the question."""
+    for one in corrections:
+        out.status(f"searched for {one['to']} (no chunk has {one['from']!r})")
+
+
 def show_end(out: Out, facts: Facts) -> None:
-    """Say that an answer was not ended by the model, since its text may not show it."""
+    """Say which words were corrected, and that an answer was not ended by the model, since its text may not show it."""
+    show_corrections(out, facts.get("corrections", ()))
     if facts["finish"] == "length":
         out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
     elif facts["finish"] == "repeat":

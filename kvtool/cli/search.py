@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtool.cli.answers import cited
+from kvtool.cli.answers import cited, show_corrections
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
@@ -39,8 +39,8 @@ def search(
     if not question.strip():
         raise UsageError("the question is empty", "search for something")
     with open_any_store(run) as store:
-        hits, cut = Finder(store, run.out.warning).find(question, options.top_k, options.retrieval)
-        chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in hits])
+        found = Finder(store, run.out.warning).find(question, options.top_k, options.retrieval)
+        chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in found.hits])
 
     def show() -> None:
         for chunk in chunks:
@@ -48,6 +48,10 @@ def search(
             run.out.prose(f"{chunk.score:.2f}  {cited(chunk)}")
             run.out.prose(f"      {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}\n")
 
-    run.out.result({"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": cut}, human=show)
-    if cut:
-        run.out.status(f"{counted(cut, 'passage')} more would help a question no further; --min-score 0 shows all")
+    show_corrections(run.out, found.corrections)
+    facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": found.cut}
+    run.out.result(facts | ({"corrections": [*found.corrections]} if found.corrections else {}), human=show)
+    if found.cut:
+        run.out.status(
+            f"{counted(found.cut, 'passage')} more would help a question no further; --min-score 0 shows all"
+        )

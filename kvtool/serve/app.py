@@ -91,6 +91,8 @@ def make_app(
         Route("/api/generate", ollama.generate, methods=["POST"]),
         Route("/api/embed", ollama.embed, methods=["POST"]),
         Route("/api/tags", ollama.tags),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/ps", ollama.running),
         Route("/api/version", ollama.version),
         Route("/v1/documents", documents.add, methods=["POST"]),
         Route("/v1/documents", documents.show, methods=["GET"]),

@@ -24,6 +24,7 @@ from kvtool.serve.scheduler import LoadedModel, Scheduler
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.report import IngestReport
+    from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.retrieval.embed import Embeds
     from kvtool.core.retrieval.tables import Array
@@ -260,15 +261,17 @@ class Engine:
         from kvtool.core.query.reply import ReplyChunk
         from kvtool.core.query.staleness import with_changes
         from kvtool.core.retrieval.finder import Finder
+        from kvtool.core.retrieval.passages import Found
 
         with self._embedding, Store.open(self.folder) as store:
             try:
                 finder = Finder(store, self._warn, self._embedder_for)
-                hits, cut = finder.find(question, options.top_k, options.retrieval)
+                found = finder.find(question, options.top_k, options.retrieval)
             except NothingFoundError:
-                hits, cut = [], 0
-            chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in hits])
-        return {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": cut}
+                found = Found([])
+            chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in found.hits])
+        facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": found.cut}
+        return facts | ({"corrections": [*found.corrections]} if found.corrections else {})
 
     # ---- state ----
 
@@ -285,6 +288,11 @@ class Engine:
         with Store.open(self.place) as store:
             ref = store_identity(store).model
         return Path(ref).name if looks_local(ref) else ref
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """Return the model, if it is loaded."""
+        return self._loaded.decoder or self._loaded.spare
 
     def status(self) -> dict[str, Any]:
         """Return the state, and the numbers of waiting and running questions."""

@@ -6,17 +6,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import kvtool
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, Trim, about
+from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Trim, about, unknown_model
 from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import OpenAI, read_chat
-from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, check_names, error_body, taken, texts
+from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, error_body, taken, texts
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
 
 Kind = Literal["message", "response"]
 """The field of an answer's text: of `/api/chat`, and of `/api/generate`."""
@@ -48,6 +51,7 @@ _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 _TAG = ":latest"
 _NS = 1_000_000  # of a millisecond
+_VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refuses servers before 0.6.4
 
 
 def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
@@ -180,12 +184,38 @@ class Ollama:
 
     async def tags(self, request: Request) -> Response:
         """`GET /api/tags`: the language model and the embedding model."""
-        names = filter(None, (self._engine.model_name, self._engine.embedder_name))
-        return JSONResponse({"models": [_model(name + _TAG) for name in names]})
+        return JSONResponse({"models": await briefly(self._models)})
+
+    async def running(self, request: Request) -> Response:
+        """`GET /api/ps`: the language model, if it is loaded; it stays loaded."""
+        rows = [
+            row | {"expires_at": "9999-12-31T23:59:59Z"} for row in await briefly(self._models) if "size_vram" in row
+        ]
+        return JSONResponse({"models": rows})
+
+    async def show(self, request: Request) -> Response:
+        """`POST /api/show`: what one of the models is and can do."""
+        value = await body_of(request)
+        check_names(value, ("model", "name", "verbose", "options", "system", "template"))
+        given = (taken(value, "model", str, "") or taken(value, "name", str, "")).removesuffix(_TAG)
+        rows, own = await briefly(self._models), self._engine.model_name
+        name = own if given == ANY_NAME else given
+        if (row := next((row for row in rows if name and row["name"] == name + _TAG), None)) is None:
+            raise unknown_model(given, own)
+        decoder, capabilities = self._engine.decoder, ["completion", "tools"] if name == own else ["embedding"]
+        shown = {"capabilities": capabilities, "parameters": "", "template": ""}
+        if name == own and decoder is not None:
+            template = decoder.loaded.tokenizer.chat_template or ""
+            shown |= {"parameters": f"num_ctx {decoder.context}", "template": str(template)}
+        return JSONResponse(row | shown)
 
     async def version(self, request: Request) -> Response:
-        """`GET /api/version`."""
-        return JSONResponse({"version": kvtool.__version__})
+        """`GET /api/version`: of Ollama, and of `kvtool`."""
+        return JSONResponse({"version": _VERSION, "kvtool": kvtool.__version__})
+
+    def _models(self) -> list[dict[str, Any]]:
+        models = {self._engine.embedder_name: None, self._engine.model_name: self._engine.decoder}
+        return [_model(name, decoder) for name, decoder in reversed(models.items()) if name]
 
     async def embed(self, request: Request) -> Response:
         """`POST /api/embed`: vectors of the store's own embedding model."""
@@ -198,6 +228,24 @@ class Ollama:
         return JSONResponse({"model": known, "embeddings": rows, "prompt_eval_count": tokens})
 
 
-def _model(name: str) -> dict[str, Any]:
+def _model(name: str, decoder: Decoder | None) -> dict[str, Any]:
+    """Return what is known of a model; of one that is not loaded only its name. `size`: bytes of its weights."""
+    row = {"name": name + _TAG, "model": name + _TAG, "modified_at": _now(), "size": 0, "digest": ""}
     details = {"format": "kvtool", "family": "", "parameter_size": "", "quantization_level": ""}
-    return {"name": name, "model": name, "modified_at": _now(), "size": 0, "digest": "", "details": details}
+    info = {"general.architecture": "", "general.basename": name}
+    if decoder is not None:
+        loaded, config, kind = decoder.loaded, decoder.config, decoder.config.model_type
+        weights = decoder.base if getattr(config, "tie_word_embeddings", False) else decoder.model
+        count = sum(one.numel() for one in weights.parameters())
+        each = ((getattr(module, "matrix", None), module) for module in decoder.model.modules())
+        held = (module.parameters(recurse=False) if packed is None else [packed] for packed, module in each)
+        size = sum({id(part): part.nbytes for parts in held for part in parts}.values())
+        level = loaded.weights.partition(",")[0].upper().replace("FLOAT", "F")
+        parameters = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+        details |= {"family": kind, "parameter_size": parameters, "quantization_level": level}
+        info |= {"general.architecture": kind, "general.parameter_count": count}
+        lengths = {"context": decoder.context, "embedding": config.hidden_size}
+        info |= {f"{kind}.{what}_length": length for what, length in lengths.items()}
+        vram = 0 if decoder.device == "cpu" else size
+        row |= {"size": size, "size_vram": vram, "digest": loaded.fingerprint, "context_length": decoder.context}
+    return row | {"details": details, "model_info": info}

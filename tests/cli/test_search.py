@@ -25,6 +25,20 @@ def test_it_is_read_by_a_person_and_says_what_was_cut(store: Path) -> None:
     assert "--min-score 0 shows all" in shown.err
 
 
+def test_a_typo_is_corrected_and_reported(store: Path) -> None:
+    said, corrections = "searched for built (no chunk has 'buitl')", [{"from": "buitl", "to": "built"}]
+    question, right = "Who buitl the third mill?", kvtool("search", QUESTION, "--store", store, "--json").fine().json
+    shown = kvtool("search", question, "--store", store).fine()
+    assert said in shown.err
+    assert said not in shown.out
+    found = kvtool("search", question, "--store", store, "--json").fine().json
+    assert (found["chunks"], found["corrections"]) == (right["chunks"], corrections)
+    assert "corrections" not in right
+    answered = kvtool("query", question, "--store", store, "--json", "--max-tokens", "1").fine()
+    assert answered.json["corrections"] == corrections
+    assert said in answered.err
+
+
 def test_words_that_stand_nowhere_and_no_words_are_errors(store: Path) -> None:
     nothing = kvtool("search", "zzyzx", "--store", store)
     assert nothing.code == 1

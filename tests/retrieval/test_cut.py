@@ -30,7 +30,7 @@ def finder(tmp_path: Path) -> Iterator[Finder]:
 
 
 def found(finder: Finder, question: str, top_k: int = 5, **how: object) -> tuple[set[str], int]:
-    hits, cut = QueryOptions(top_k=top_k, **how).find(finder, Request(question))  # type: ignore[arg-type]
+    hits, cut, _ = QueryOptions(top_k=top_k, **how).find(finder, Request(question))  # type: ignore[arg-type]
     return {hit.passage.source for hit in hits}, cut
 
 
@@ -56,7 +56,7 @@ def test_a_share_of_0_cuts_nothing_and_one_of_1_keeps_what_is_as_good_as_the_bes
 
 
 def test_what_is_named_is_not_cut(finder: Finder) -> None:
-    hits, cut = QueryOptions().find(finder, Request(FOUNDED, documents=("clock", "mill")))
+    hits, cut, _ = QueryOptions().find(finder, Request(FOUNDED, documents=("clock", "mill")))
     assert [hit.passage.source for hit in hits] == ["clock", "mill"]
     assert cut == 0
 
@@ -73,7 +73,9 @@ def likened(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_likeness_alone_cuts_nothing(likened: Store, static_model: Path) -> None:
-    hits, cut = Finder(likened).find("grinder grinder river", 2, Retrieval("dense", str(static_model), min_score=1.0))
+    hits, cut, _ = Finder(likened).find(
+        "grinder grinder river", 2, Retrieval("dense", str(static_model), min_score=1.0)
+    )
     assert [hit.passage.source for hit in hits] == ["a", "b"]
     assert cut == 0
 

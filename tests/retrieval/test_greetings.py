@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def sources(finder: Finder, question: str, **how: object) -> list[str]:
-    hits, _ = QueryOptions(**how).find(finder, Request(question))  # type: ignore[arg-type]
+    hits, *_ = QueryOptions(**how).find(finder, Request(question))  # type: ignore[arg-type]
     return [hit.passage.source for hit in hits]
 
 

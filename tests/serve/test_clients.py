@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -311,6 +312,60 @@ def test_ollamas_other_endpoints(served: Served, expected: str) -> None:
     with pytest.raises(ollama.ResponseError, match="embedding model") as refused:
         client.embed("tiny", "a text")
     assert refused.value.status_code == 404
+
+
+def test_an_editor_finds_the_model_by_ollamas_api(served: Served) -> None:
+    """In the order in which VS Code asks: it refuses a version before 0.6.4, and plans prompts by the context."""
+    client = OfOllama(served).client
+    with served.client as web:
+        version = web.get("/api/version").json()
+        bodies = ({"model": "kvtool"}, {"name": "tiny"}, {"model": "tiny:latest", "verbose": False})
+        named = [web.post("/api/show", json=body).json()["model_info"] for body in bodies]
+    assert [int(part) for part in version["version"].split(".")] >= [0, 6, 4]
+    assert version["kvtool"] == kvtool.__version__
+    (listed,) = client.list().models
+    decoder = served.engine.decoder
+    assert decoder is not None
+    shown = client.show(listed.model)
+    architecture = shown.modelinfo["general.architecture"]
+    assert (architecture, shown.details.family) == (decoder.config.model_type,) * 2
+    assert shown.modelinfo[f"{architecture}.context_length"] == decoder.context
+    assert shown.modelinfo["general.basename"] == "tiny"
+    assert shown.modelinfo["general.parameter_count"] == decoder.model.num_parameters()
+    assert shown.capabilities == ["completion", "tools"]
+    assert shown.parameters == f"num_ctx {decoder.context}"
+    assert shown.template == decoder.loaded.tokenizer.chat_template
+    assert named == [shown.modelinfo] * 3
+
+
+def test_an_unknown_model_is_not_shown(served: Served) -> None:
+    with pytest.raises(ollama.ResponseError, match="no model 'other'") as refused:
+        OfOllama(served).client.show("other")
+    assert refused.value.status_code == 404
+    bodies: list[dict[str, str]] = [{}, {"model": ""}, {"model": ":latest"}]
+    with served.client as web:
+        answers = [web.post("/api/show", json=body) for body in bodies]
+    assert [(answer.status_code, list(answer.json())) for answer in answers] == [(404, ["error"])] * 3
+    assert httpx2.post(f"{served.url}/api/show", json={"model": "tiny"}).status_code == 401
+    assert httpx2.get(f"{served.url}/api/ps").status_code == 401
+
+
+def test_the_loaded_model_is_listed_as_running(served: Served) -> None:
+    (running,) = OfOllama(served).client.ps().models
+    decoder = served.engine.decoder
+    assert decoder is not None
+    assert (running.name, running.digest) == ("tiny:latest", decoder.loaded.fingerprint)
+    assert running.size == sum(one.nbytes for one in decoder.model.parameters())
+    assert (running.size_vram, running.context_length) == (0, decoder.context)
+    assert running.expires_at.year > 2100
+
+
+def test_before_the_first_ingest_no_model_is_known(tmp_path: Path, tiny: Path) -> None:
+    with serving(tmp_path / "new", model=str(tiny), uploads=tmp_path / "sent") as served:
+        client = OfOllama(served).client
+        assert [*client.list().models, *client.ps().models] == []
+        with pytest.raises(ollama.ResponseError, match="nothing is ingested yet"):
+            client.show("tiny")
 
 
 @each

@@ -383,6 +383,7 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
         cut=asked.cut,
+        corrections=asked.corrections,
         left=len(asked.hits) - len(fused.plan.passages),
         citations=citations,
         verified=_verified(said, checked, timing) if options.verify else None,

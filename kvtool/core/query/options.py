@@ -265,11 +265,11 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         if request.chunks or request.documents:
             return Found(finder.named(request.chunks, request.documents))
         sought = request.search or request.question
-        hits, cut = finder.find(sought, self.top_k, self.retrieval, prefer=prefer, is_asked=True)
-        if not self.defer:
-            return Found(in_order(hits, self.order), cut)
-        rounds = self.rounds(len(hits))
-        return Found([hit for start, stop in rounds for hit in in_order(hits[start:stop], self.order)])
+        found = finder.find(sought, self.top_k, self.retrieval, prefer=prefer, is_asked=True)
+        rounds = self.rounds(len(found.hits)) if self.defer else [(0, len(found.hits))]
+        return found._replace(
+            hits=[hit for start, stop in rounds for hit in in_order(found.hits[start:stop], self.order)]
+        )
 
     def rounds(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield the range of chunks, best first, that each round of `--defer` loads: `defer_first`, then as many as are

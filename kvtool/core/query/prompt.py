@@ -20,7 +20,7 @@ from kvtool.core.model.prompt import PromptParts, chunk_tokens, message_tokens, 
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import ORDINARY, QueryOptions
 from kvtool.core.query.reply import OWN_TEXT, Request
-from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.retrieval.passages import Found, Hit, Passage
 from kvtool.core.retrieval.spotting import Span, without_overlap
 from kvtool.core.session.identity import smallest_allowed
 
@@ -50,6 +50,7 @@ class PromptLayout:
     behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
     again : retrieved chunks that are in it already.
     cut : chunks that were found and left out because they would not help (`--min-score`).
+    corrections : as `Found` has them.
     learned : ids of the chunks that are learned passages.
     """
 
@@ -61,6 +62,7 @@ class PromptLayout:
     behind: CachedPrefix | None = None
     again: Sequence[Hit] = ()
     cut: int = 0
+    corrections: Sequence[dict[str, str]] = ()
     learned: Collection[bytes] = ()
 
 
@@ -116,13 +118,13 @@ def lay_out(
         length = _Length(session, _least_answer(options, behind is None) if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
         length.check(least)  # before anything is looked for
-        hits, again, cut = _found(session, request, options, behind, must_find)
+        hits, again, found = _found(session, request, options, behind, must_find)
         length.check(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
-        left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
+        left = [(hit, chunk) for hit, chunk in zip(hits, candidates, strict=True) if chunk is not None]
         if hits and not left and behind is None:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
-        chunks = with_stored_rows(session.store, [found for _, found in left])
+        chunks = with_stored_rows(session.store, [chunk for _, chunk in left])
         if behind is None:
             plan = build_plan(_prefix(session, parts.prefix), chunks, question)
         else:
@@ -130,7 +132,7 @@ def lay_out(
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)
-    return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, cut)
+    return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, *found[1:])
 
 
 def _least_answer(options: QueryOptions, is_first: bool) -> int:
@@ -182,18 +184,18 @@ def _check_characters(session: Session, length: int) -> None:
 
 def _found(
     session: Session, request: Request, options: QueryOptions, behind: CachedPrefix | None, must_find: bool
-) -> tuple[list[Hit], list[Hit], int]:
-    """Find the chunks for a request: those that are new, those in the cached prefix, and how many were cut.
+) -> tuple[list[Hit], list[Hit], Found]:
+    """Find the chunks for a request: those that are new, those in the cached prefix, and all of them.
     After a cached prefix, a question that finds nothing is answered from that."""
     try:
-        hits, cut = options.find(session.finder, request, session.recent_chunks)
+        found = options.find(session.finder, request, session.recent_chunks)
     except NothingFoundError:
         if behind is None and must_find:
             raise
-        hits, cut = [], 0
+        found = Found([])
     known: Mapping[bytes, int] = {} if behind is None else behind.chunks
-    again = [hit for hit in hits if hit.passage.chunk_id in known]
-    return [hit for hit in hits if hit.passage.chunk_id not in known], again, cut
+    again = [hit for hit in found.hits if hit.passage.chunk_id in known]
+    return [hit for hit in found.hits if hit.passage.chunk_id not in known], again, found
 
 
 def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:

@@ -237,6 +237,7 @@ class Reply:
     again : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its number, from
         1, and what it was searched by (query/conversation.py).
     cut : chunks that were found and left out because they would not help.
+    corrections : words of the question that no chunk has (`from`), and those that were searched for instead (`to`).
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     citations : in the order of the answer's sentences; None: they were not asked for.
     verified : with `--verify`: what full prefill says of the answer that was streamed. `answer` is the final one.
@@ -269,6 +270,7 @@ class Reply:
     rounds: list[Round] = field(default_factory=list)
     left: int = 0
     cut: int = 0
+    corrections: Sequence[dict[str, str]] = ()
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     bytes_spared: int = 0
@@ -335,6 +337,7 @@ class Reply:
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
             "cut": self.cut,
+            **({"corrections": [*self.corrections]} if self.corrections else {}),
             **({} if self.sources else {"retrieval": "none"}),
             "tokens": self.tokens,
             "reasons": self.reasons,

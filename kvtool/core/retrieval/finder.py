@@ -241,7 +241,8 @@ class Finder:
         prefer: Container[bytes] | None = None,
         is_asked: bool = False,
     ) -> Found:
-        """Find the best chunks, `top_k` at most, and cut them where they stop helping.
+        """Find the best chunks, `top_k` at most, and cut them where they stop helping. Where only words count, a word
+        that no chunk has is taken for a typo of one that some have.
 
         Parameters
         ----------
@@ -257,14 +258,18 @@ class Finder:
         with self._store.view():
             self.follow()
             search = self._search(retrieval)
+            corrections = search.corrections(question) if retrieval.retriever != "dense" else []
+            if corrections and self._meaning(retrieval) is not None:
+                corrections = []  # vectors find what a typo means
+            question = " ".join((question, *(each["to"] for each in corrections)))
             if is_asked and not self._is_search(search, question, retrieval):
                 raise NothingFoundError(*_NOTHING)
             hits = self._best(search, question, top_k if prefer is None else top_k + _TIES, retrieval)
             hits = hits if prefer is None else recent_first(hits, prefer)[:top_k]
             if not retrieval.min_score or retrieval.retriever == "dense":
-                return Found(hits)
+                return Found(hits, 0, corrections)
             kept = search.helpful(question, hits, retrieval.min_score)
-            return Found(kept, len(hits) - len(kept))
+            return Found(kept, len(hits) - len(kept), corrections)
 
     def spot(self, ids: Sequence[int]) -> list[Span]:
         """Find the chunks of the store that occur in a prompt's token ids, with the rows of each."""

@@ -35,10 +35,12 @@ class Hit:
 
 
 class Found(NamedTuple):
-    """Hits, best first, and how many further ones were cut because they would not help."""
+    """Hits, best first, how many further ones were cut because they would not help, and words of the question that no
+    chunk has (`from`), with those that were searched for instead (`to`)."""
 
     hits: list[Hit]
     cut: int = 0
+    corrections: Sequence[dict[str, str]] = ()
 
 
 def recent_first(hits: Sequence[Hit], recent: Container[bytes]) -> list[Hit]:

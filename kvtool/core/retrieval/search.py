@@ -18,7 +18,7 @@ from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Hit, Passage
 from kvtool.core.retrieval.segment import IndexSegment, key_of
 from kvtool.core.retrieval.tables import Array
-from kvtool.core.retrieval.terms import asked_terms
+from kvtool.core.retrieval.terms import asked_terms, folded, near_words, typed_words, words_in
 
 _K1, _B = 1.5, 0.75
 Forms = tuple[str, ...]  # one word's terms in several languages
@@ -107,6 +107,12 @@ def _living_postings(segment: IndexSegment, term: str) -> tuple[Array, Array]:
     return rows[kept], counts[kept]
 
 
+def _are_in(tables: Sequence[Array], keys: Array) -> Array:
+    """Return which keys are in one of several ascending tables, bool `[keys]`."""
+    found: Array = np.any([np.searchsorted(one, keys, "right") > np.searchsorted(one, keys) for one in tables], axis=0)
+    return found
+
+
 Place = tuple[int, int]  # number of a segment, number of a document in it
 
 
@@ -135,6 +141,7 @@ _WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
 _NAMED = 0.2  # what a document's best chunk gains when the question names it; the best match has 1
 _HOP = 0.4  # what it gains, times the score of the chunk that names it
 _ADDED = 0.05  # share of a question's words, by weight, for which a chunk is kept that scores far less than the best
+_CORRECTED = 8  # unknown words of a question at most: in a long text a typo matters little, and each takes some time
 _FIRST = 5  # chunks of the first hop that are read for names
 
 Texts = Callable[[Passage], str]
@@ -186,6 +193,26 @@ class Search:
     def matches(self, words: Sequence[Forms]) -> bool:
         """Return True if some chunk that may be found has any of the words."""
         return bool(self._base(words, None).any())
+
+    def corrections(self, question: str) -> list[dict[str, str]]:
+        """Return the words of a question that no chunk has (`from`) and that one typo makes of a word that some has
+        (`to`): of one that is spelled so, before one with another ending; that begins alike; the most frequent."""
+        found: list[dict[str, str]] = []
+        index, segments = self.index, self.index.segments
+        words = ((word, asked_terms(word, index.languages)) for word in dict.fromkeys(typed_words(words_in(question))))
+        unknown = (word for word, forms in words if forms and not idf_weights(index, forms))
+        for word in itertools.islice(unknown, _CORRECTED):
+            near = near_words(word, index.languages)
+            keys = np.fromiter((key_of(folded(each)) for each in near), np.uint64, len(near))
+            spelled = _are_in([segment.spelled for segment in segments], keys)
+            known = spelled | _are_in([segment.words.keys for segment in segments], keys)
+            ranks = []
+            for to, is_spelled in zip(itertools.compress(near.values(), known), spelled[known].tolist(), strict=True):
+                if count := sum(_holding(index, asked_terms(to, index.languages)).values()):
+                    ranks.append((is_spelled, to[0] == word[0].casefold(), count, to))
+            if ranks:
+                found.append({"from": word, "to": max(ranks)[-1]})
+        return found
 
     def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
         """Cut hits, given best first, where they stop helping.

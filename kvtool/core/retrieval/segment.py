@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtool.core.retrieval.passages import Passage, found_by, title_of
 from kvtool.core.retrieval.tables import Array, Tables
-from kvtool.core.retrieval.terms import LANGUAGES, language_of, terms
+from kvtool.core.retrieval.terms import LANGUAGES, folded, language_of, terms, typed_words
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
@@ -133,6 +133,7 @@ class IndexSegment:
     words : which chunks have a term. A document's title counts as part of each of its chunks, so that the one that
         says "the institute" is found by its name.
     titles : which documents have a term in their title.
+    spelled : uint64 ascending, digests of words as chunks spell them, without accents; some only of dead documents.
     lengths : uint32 `[chunks]`, how many terms each has.
     alive : bool `[documents]`: which of them are still the store's.
     name : of the file that keeps it; "" where none does yet.
@@ -142,7 +143,7 @@ class IndexSegment:
         self.tables = tables
         self.words = Postings.from_tables(tables, "word")
         self.titles = Postings.from_tables(tables, "title")
-        self.lengths = tables["lengths"]
+        self.lengths, self.spelled = tables["lengths"], tables["spelled"]
         self._first = tables["first_chunk"]
         self.alive = np.ones(len(self._first) - 1, dtype=bool)
         self.name = ""
@@ -157,7 +158,7 @@ class IndexSegment:
             sorted(set(terms(title_of(entry.text), language)[0]))
             for entry, language in zip(entries, spoken, strict=True)
         ]
-        lengths: list[int] = []
+        lengths, spelled = list[int](), set[str]()
         refs = [ref for entry in entries for ref in entry.chunks]
         arrays: dict[str, Array] = {
             **_sources(entry.source for entry in entries),
@@ -169,10 +170,11 @@ class IndexSegment:
             "spans": np.array([(ref.start, ref.end) for ref in refs], np.int64).reshape(-1, 2),
             "title_sizes": np.array([len(title) for title in titles], np.uint32),
             "title_ids": np.array([key_of("\0".join(title)) for title in titles], np.uint64),
-            **Postings.build(_words(zip(entries, spoken, strict=True), lengths)).to_arrays("word"),
+            **Postings.build(_words(zip(entries, spoken, strict=True), lengths, spelled)).to_arrays("word"),
             **Postings.build(titles).to_arrays("title"),
         }
         arrays["lengths"] = np.array(lengths, np.uint32)
+        arrays["spelled"] = np.array(sorted({key_of(folded(word)) for word in typed_words(spelled)}), np.uint64)
         return cls(Tables(arrays, {}))
 
     @classmethod
@@ -202,6 +204,7 @@ class IndexSegment:
             "first_chunk": np.cumsum([0, *(len(parts[at].chunks_of(n)) for at, n in kept)], dtype=np.int64),
             **{name: gathered(name, documents) for name in _OF_DOCUMENTS},
             **{name: gathered(name, chunks) for name in ("chunk_ids", "spans", "lengths")},
+            "spelled": np.unique(np.concatenate([part.spelled for part in parts])),
             **words.to_arrays("word"),
             **titles.to_arrays("title"),
         }
@@ -286,15 +289,17 @@ def _sources(sources: Iterable[str]) -> dict[str, Array]:
     return {"source_bytes": np.frombuffer(b"".join(encoded), np.uint8), "source_ends": ends}
 
 
-def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -> Iterator[list[str]]:
+def _words(
+    documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int], spelled: set[str]
+) -> Iterator[list[str]]:
     """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more memory
     than its index.
 
-    A compound's parts make a chunk longer, the whole of it does not.
+    A compound's parts make a chunk longer, the whole of it does not. `lengths` and `spelled` get what is stored.
     """
     for entry, language in documents:
         for text in found_by(entry):
-            words, wholes = terms(text, language)
+            words, wholes = terms(text, language, spelled)
             lengths.append(len(words))
             yield words + wholes
 

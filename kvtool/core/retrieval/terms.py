@@ -10,7 +10,7 @@ import itertools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import _lru_cache_wrapper, cache, lru_cache
 from threading import Lock
 from typing import TypeVar
@@ -94,7 +94,17 @@ _LETTERS = rf"[\w{_MARKS}]+"
 _WORD = re.compile(rf"({_LETTERS}(?:[-\u2010]{_LETTERS})*)(?:['’][sS]\b)?")
 _BETWEEN_PARTS = re.compile(r"[-_\u2010]+|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{2})")
 _UNSEEN = re.compile("[\u00ad\u200c\u200d]")  # a soft hyphen, and what joins or separates letters
+# A number: digits in groups (1,234,567 · 1.234.567 · 1'234 · 12 345 · 9,87,654), or plain, and decimals after another
+# sign than the groups'. A longer row of numbers and signs is a date, a version, an address or a list.
+_NUMBER = re.compile(
+    r"[0-9](?<![A-Za-z0-9_].)(?<![0-9][.,'’].)"
+    r"(?:(?<!0)(?:[0-9]{0,2}([.,'’_ ])[0-9]{3}(?:\1[0-9]{3})*|[0-9]?(?:,[0-9]{2})+,[0-9]{3})|[0-9]*)"
+    r"(?:(?!\1)[.,]([0-9]+))?(?![0-9]|[.,'’][0-9])"
+)
 _LONGEST_KEPT = 64  # letters of a word whose terms are kept: longer ones would fill the memory
+_SHORTEST, _LONGEST_TYPED = 5, 32  # letters of a word that may have a typo: shorter ones are too near to others
+_NO_TYPO = re.compile(rf"\d|{_UNSPACED.pattern}")
+_ENDING = 3  # letters after a stem at most, for which another stem may have them, too
 T = TypeVar("T")
 
 
@@ -106,48 +116,97 @@ def language_of(text: str) -> str:
     return best if spoken[best] >= _LEAST * len(words) else ENGLISH
 
 
-def terms(text: str, language: str = ENGLISH) -> tuple[list[str], list[str]]:
+def terms(text: str, language: str = ENGLISH, spelled: set[str] | None = None) -> tuple[list[str], list[str]]:
     """Return the search terms of `text` in order: of its words, compounds split; and of the compounds as wholes.
 
-    Words come without endings and accents, unspaced scripts as character pairs, common English words not at all.
+    Words come without endings and accents, unspaced scripts as character pairs, common English words not at all. A
+    number's digits are split at its signs, and its value is the whole. `spelled` gets the words themselves.
     """
-    found = _of_each_word(text, _split, language)
-    return [term for parts, _ in found for term in parts], [term for _, whole in found for term in whole]
+    text = _cleaned(text)
+    words = _WORD.findall(text)
+    if spelled is not None:
+        spelled.update(words)
+    found = _of_each_word(words, _split, language)
+    wholes = [term for _, whole in found for term in whole]
+    return [term for parts, _ in found for term in parts], wholes + [value for value, _ in _numbers(text)]
 
 
 def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tuple[str, ...]]:
     """Return the words of `text` in order, each as all terms by which a document may have it.
 
-    They are its stems in each of the languages and, of a part of a compound, those of the whole.
+    They are its stems in each of the languages and, of a part of a compound, those of the whole. A number's value
+    follows, more often than it has parts: other numbers have those, too.
     """
-    return [forms for word in _of_each_word(text, _asked, languages) for forms in word]
+    text = _cleaned(text)
+    words = [forms for word in _of_each_word(_WORD.findall(text), _asked, languages) for forms in word]
+    return words + [(value,) for value, parts in _numbers(text) for _ in range(parts + 1)]
 
 
 def without_idle(text: str) -> str:
-    """Return the words of `text` that a question may be about: no stop words, and none of a greeting."""
-    return " ".join(word for word in _words(_WISHES.sub(" ", text)) if word.casefold() not in _IDLE)
+    """Return `text` without what no question is about: stop words, and words of a greeting."""
+    return _WORD.sub(lambda word: " " if word[1].casefold() in _IDLE else word[0], _cleaned(_WISHES.sub(" ", text)))
+
+
+def words_in(text: str) -> list[str]:
+    """Return the words of `text` as they are spelled, compounds as wholes."""
+    found: list[str] = _WORD.findall(_cleaned(text))
+    return found
+
+
+def typed_words(words: Iterable[str]) -> list[str]:
+    """Return the parts of words that may have a typo: of `_SHORTEST` letters at least, and no digit. Words of unspaced
+    scripts are found by their other pairs."""
+    words = [word for word in words if len(word) <= _LONGEST_TYPED and not _NO_TYPO.search(word)]
+    return [part for word in words for part in _BETWEEN_PARTS.split(word) if len(part) >= _SHORTEST]
+
+
+def folded(word: str) -> str:
+    """Return a word in small letters, without accents."""
+    return word.casefold().translate(_FOLDED)
+
+
+def near_words(word: str, languages: tuple[str, ...]) -> dict[str, str]:
+    """Return the words that one typo makes into `word`: a letter left out, added or replaced, or two swapped. Stems
+    that one typo makes into its stems come with its ending. A word that no question is about has none."""
+    word, near = word.casefold(), dict[str, str]()
+    stems = {stem for forms in _asked(word, languages) for stem in forms if len(stem) >= _SHORTEST}
+    roots = {stem: end for stem in sorted(stems) if len(end := folded(word).removeprefix(stem)) <= _ENDING}
+    for root, end in (roots | {word: ""}).items():
+        blocks = sorted({ord(letter) & ~127 for letter in root})[:2]  # of 128 letters: a script has one or two
+        letters = {chr(start + at).casefold() for start in blocks for at in range(128) if chr(start + at).isalpha()}
+        halves = [(root[:at], root[at:]) for at in range(len(root) + 1)]
+        near |= {head + letter + rest: "" for head, tail in halves for letter in letters for rest in (tail, tail[1:])}
+        near |= {head + rest: "" for head, tail in halves for rest in (tail[1:], tail[1::-1] + tail[2:])}
+        near = {each: shown or each + end for each, shown in near.items()}
+    return {} if any(each[0] == word[0] for each in near.keys() & _IDLE) else near
 
 
 def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
     """Return the first word of `text` that gives each term: what a person would call it."""
     words: dict[str, str] = {}
-    for word in _words(text):
+    for word in words_in(text):
         for term in itertools.chain(*_split(word, language)):
             words.setdefault(term, word)
     return words
 
 
-def _words(text: str) -> list[str]:
-    found: list[str] = _WORD.findall(_UNSEEN.sub("", normalised("NFKC", text)))
-    return found
+def _cleaned(text: str) -> str:
+    """Return a text with one spelling of each letter, and with plain spaces."""
+    return _UNSEEN.sub("", normalised("NFKC", text))
 
 
-def _of_each_word(text: str, find: _lru_cache_wrapper[T], language: Hashable) -> list[T]:
+def _numbers(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the value of each number that has groups or decimals, as `1234.5`, and the number of its parts."""
+    for number in _NUMBER.finditer(text):
+        parts = re.split("[^0-9]", number[0])
+        whole = "".join(parts[:-1] if number[2] else parts)
+        if len(parts) > 1:
+            yield f"{whole}.{number[2] or ''}".rstrip("0").rstrip("."), len(parts)
+
+
+def _of_each_word(words: list[str], find: _lru_cache_wrapper[T], language: Hashable) -> list[T]:
     """Look up each word; results of short words are cached."""
-    return [
-        find(word, language) if len(word) <= _LONGEST_KEPT else find.__wrapped__(word, language)
-        for word in _words(text)
-    ]
+    return [find(word, language) if len(word) <= _LONGEST_KEPT else find.__wrapped__(word, language) for word in words]
 
 
 @lru_cache(maxsize=1 << 17)
@@ -190,7 +249,7 @@ def _plain(word: str, language: str) -> list[str]:
     script = None if word.isascii() else _SCRIPT.search(word)
     stemmer = language if script is None else _SCRIPTS[(script.lastindex or 0) - 1][1]
     if stemmer == VIETNAMESE:  # has no endings, and its accents make other words, which no folded word may meet
-        return [f"vi:{word}"]
+        return [word if word.isdecimal() else f"vi:{word}"]
     if stemmer == ENGLISH:  # its stemmer knows no accents, those of other languages need them
         word = folded
     return [_stem(word, stemmer).translate(_FOLDED) or folded]
