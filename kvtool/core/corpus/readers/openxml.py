@@ -1,0 +1,82 @@
+"""Parts of an Open XML file, strict or transitional, with short names; damaged ones are left out and named."""
+
+from __future__ import annotations
+
+import posixpath
+import zipfile
+from functools import lru_cache
+from typing import NamedTuple
+from urllib.parse import unquote
+from xml.etree.ElementTree import Element
+
+from kvtool.core.corpus.readers.containers import parsed
+from kvtool.core.corpus.readers.document import UnreadableFile
+
+_PREFIXES = {"/math": "m-", "/chart": "c-", "/diagram": "dgm-", "drawingml/2006/main": "a-", "drawingml/main": "a-"}
+
+
+class Link(NamedTuple):
+    """A relationship of a part: what kind of part it leads to, and that part's name."""
+
+    kind: str
+    name: str
+
+
+class Package:
+    """Parts of a file by name, and where they lead.
+
+    Attributes
+    ----------
+    damaged : names of the parts that were wanted and cannot be read.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self.damaged: list[str] = []
+        self._archive = archive
+        self._names = {name.lower(): name for name in archive.namelist()}
+        self._parts: dict[str, Element | None] = {}
+
+    def part(self, name: str) -> Element | None:
+        """Parse a part; None if it is missing or damaged."""
+        if name not in self._parts:
+            try:
+                self._parts[name] = renamed(parsed(self._archive, self._names.get(name.lower(), name)))
+            except UnreadableFile:
+                self.damaged.append(name)
+                self._parts[name] = None
+        return self._parts[name]
+
+    def links(self, name: str = "") -> dict[str, Link]:
+        """Return the relationships of a part, or of the whole file, by their ids."""
+        folder, base = posixpath.split(name)
+        rels = posixpath.join(folder, "_rels", f"{base}.rels")
+        root = self.part(rels) if rels.lower() in self._names else None
+        return {
+            each.get("Id", ""): Link(
+                posixpath.basename(each.get("Type", "")),
+                posixpath.normpath(posixpath.join("/", folder, unquote(each.get("Target", "")))).lstrip("/"),
+            )
+            for each in (root if root is not None else ())
+            if each.get("TargetMode") != "External"
+        }
+
+
+def renamed(root: Element) -> Element:
+    """Name elements by short prefixes (`w-p`, `m-t`, `a-t`; others by none), and attributes without their namespaces."""
+    for element in root.iter():
+        element.tag = _short(element.tag)
+        element.attrib = {_local(name): value for name, value in element.items()}
+    return root
+
+
+@lru_cache(maxsize=4096)
+def _short(tag: str) -> str:
+    space, _, name = tag[1:].rpartition("}")
+    if "wordprocessingml" in space:
+        return f"w-{name}"
+    return next((prefix for end, prefix in _PREFIXES.items() if space.endswith(end)), "") + name
+
+
+@lru_cache(maxsize=4096)
+def _local(name: str) -> str:
+    return name.rpartition("}")[2]

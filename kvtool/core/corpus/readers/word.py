@@ -1,0 +1,398 @@
+"""Word documents of today's formats, by an own walk, and of the one before 2007, by office_oxide."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
+
+from kvtool.core.corpus.readers import html, office, unknown
+from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, is_on, value
+from kvtool.core.corpus.readers.containers import checked, is_old
+from kvtool.core.corpus.readers.document import (
+    Document,
+    UnreadableFile,
+    hidden_note,
+    joined,
+    opened,
+    table_row,
+    unread_note,
+)
+from kvtool.core.corpus.readers.equations import linear
+from kvtool.core.corpus.readers.ir import blocks, counter, image, line
+from kvtool.core.corpus.readers.openxml import Link, Package
+from kvtool.core.corpus.readers.symbols import glyphs
+
+if TYPE_CHECKING:
+    from kvtool.core.corpus.readers.encoding import Reader
+
+_HEADING = re.compile(r"heading (\d)")
+_HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+_MOST_SPAN = 1000  # columns that one cell covers
+_UNSEEN = frozenset(
+    "w-pPr w-rPr w-del w-moveFrom w-instrText w-delText w-delInstrText w-sectPr w-tblPr w-tblPrEx w-tblGrid w-trPr "
+    "w-tcPr w-sdtPr w-sdtEndPr w-ffData w-rubyPr Fallback".split()
+)
+_CHARACTERS = {"w-tab": "\t", "w-ptab": "\t", "w-cr": "\n", "w-noBreakHyphen": "-"}
+_UNREAD = {"w-altChunk": "embedded documents", "w-subDoc": "linked documents", "w-control": "controls"}
+_UNREAD |= {"OLEObject": "embedded files", "w-objectEmbed": "embedded files"}
+_NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
+Piece = tuple[str, str]
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """Return one document, its paragraphs and the rows of its tables numbered, in their order. What other programs
+    have saved under a Word document's name is read by its content.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged, protected by a password, or unpacks to too much.
+    """
+    reader: Reader = unknown.read
+    if data.startswith(b"PK"):
+        reader = _read_new
+    elif is_old(data) and "WordDocument".encode("utf-16-le") in data:
+        reader = _read_old
+    elif data.lstrip().startswith(b"{\\rtf"):
+        reader = office.read_rtf
+    elif _HTML.match(data):
+        reader = html.read
+    elif not source.lower().endswith((".doc", ".dot")):
+        checked(data)
+    return reader(source, data)
+
+
+def _read_old(source: str, data: bytes) -> list[Document]:
+    with opened("Word document", "office-oxide"):
+        from office_oxide import Document as Office
+
+        sections = Office.from_bytes(data, "doc").to_ir()["sections"]
+    heads = [(name, each[name]) for each in sections for name in each if name.endswith(("header", "footer"))]
+    margins = [(name, text) for name, part in heads for text in blocks(part["content"])]
+    body = enumerate((text for each in sections for text in blocks(each["elements"])), 1)
+    return [_joined(source, ((f"¶ {number}", text) for number, text in body), margins, ())]
+
+
+def _joined(source: str, body: Iterable[Piece], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
+    """Put headers before a text and footers after it, each once."""
+    once = {text.strip(): name for name, text in reversed([*margins])}
+    parts = {end: [(end, text) for text, name in reversed(once.items()) if name.endswith(end)] for end in _MARGINS}
+    return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
+
+
+_MARGINS = ("header", "footer")
+
+
+def _read_new(source: str, data: bytes) -> list[Document]:
+    with checked(data) as archive, opened("Word document", "office-oxide"):
+        package = Package(archive)
+        main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "")
+        root = package.part(main or "word/document.xml")
+        body = None if root is None else root.find("w-body")
+        if body is None:
+            raise UnreadableFile("damaged: there is no Word document in it")
+        walk = _Walk(package, main)
+        groups = [(number, [text, *walk.drained()]) for number, text in enumerate(walk.blocks(body), 1)]
+        margins = [*walk.margins(body)]
+    notes = hidden_note("passage", walk.hidden) + unread_note(walk.unread)
+    notes += tuple(f"{name} is damaged: not read" for name in package.damaged)
+    parts = ((f"¶ {number}", text) for number, group in groups for text in group)
+    return [_joined(source, parts, margins, notes)]
+
+
+class _Walk:
+    """A walk through a document in its order.
+
+    Attributes
+    ----------
+    hidden : text that Word does not show.
+    unread : how many parts of each kind are left out.
+    """
+
+    def __init__(self, package: Package, main: str) -> None:
+        self.hidden: list[str] = []
+        self.unread: Counter[str] = Counter()
+        self._package = package
+        self._links = self._main_links = package.links(main)
+        self._styles = Styles(self._named("styles"))
+        self._clauses = Clauses(self._named("numbering"), self._styles)
+        self._fields: list[bool] = []  # open fields, innermost last: has its result begun?
+        self._aside: list[str] = []  # text boxes, notes and charts of the current block
+        self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
+        self._marks: dict[tuple[str, str], str] = {}
+        self._notes: dict[str, dict[str, Element]] = {}
+        self._is_in_cell = False
+
+    def _named(self, kind: str) -> Element | None:
+        """Find the document's part of a kind."""
+        name = next((link.name for link in self._main_links.values() if link.kind == kind), "")
+        return self._package.part(name) if name else None
+
+    def drained(self) -> list[str]:
+        """Take the texts that belong beside the blocks since the last call."""
+        aside, self._aside = self._aside, []
+        return aside
+
+    def _texts(self, element: Element, links: dict[str, Link] | None = None) -> list[str]:
+        """Read a part of its own: a text box, a note, a header."""
+        outer = self._links, self._fields, self._aside, self._carried, self._is_in_cell
+        self._links = self._links if links is None else links
+        self._fields, self._aside, self._carried, self._is_in_cell = [], [], [], False
+        texts = [each for text in self.blocks(element) for each in (text, *self.drained())]
+        self._links, self._fields, self._aside, self._carried, self._is_in_cell = outer
+        return texts
+
+    def margins(self, body: Element) -> Iterator[Piece]:
+        """Yield the headers and footers of all sections, each part once."""
+        seen = set()
+        for each in body.iter():
+            if each.tag in ("w-headerReference", "w-footerReference"):
+                link = self._main_links.get(each.get("id", ""))
+                if link is None or link.name in seen or (part := self._package.part(link.name)) is None:
+                    continue
+                seen.add(link.name)
+                has_number = any("PAGE" in (text.text or text.get("instr") or "") for text in part.iter())
+                for text in self._texts(part, self._package.links(link.name)):
+                    if not has_number or re.search(r"[^\W\d_]", text):
+                        yield each.tag[2:8], text
+
+    def blocks(self, element: Element) -> Iterator[str]:
+        """Yield the text of each paragraph, and of each row of a table."""
+        for child in element:
+            if child.tag == "w-p":
+                yield self._paragraph(child)
+            elif child.tag == "w-tbl":
+                yield from self._table(child)
+            elif child.tag in ("m-oMath", "m-oMathPara"):
+                yield linear(child)
+            elif child.tag in _UNREAD:
+                self.unread[_UNREAD[child.tag]] += 1
+            elif child.tag not in _UNSEEN:
+                yield from self.blocks(child)
+        if self._carried:
+            carried, self._carried = self._carried, []
+            yield line(carried)
+
+    def _paragraph(self, paragraph: Element) -> str:
+        """Return a paragraph with its number, or the mark of a heading or of a list's item."""
+        self._fields = [has_result for has_result in self._fields if has_result]  # an instruction ends with it
+        pieces = [*self._carried, *self._pieces(paragraph, "")]
+        properties = paragraph.find("w-pPr")
+        mark = None if properties is None else properties.find("w-rPr")
+        if mark is not None and (mark.find("w-del") is not None or mark.find("w-moveFrom") is not None):
+            self._carried = pieces
+            return ""
+        self._carried = []
+        text = line(pieces).strip()
+        style = value(None if properties is None else properties.find("w-pStyle")) or self._styles.usual
+        place = self._clauses.place(properties, style)
+        number = "" if place is None else self._clauses.next(place)
+        if not text:
+            return ""
+        rank = 0 if self._is_in_cell else self._rank(properties, style)
+        if place is None and next(self._styles.names(style), "").startswith("list"):
+            own = None if properties is None else properties.find("w-numPr")
+            number = "-" if own is None else ""
+        if number == "-" and (rank or self._is_in_cell):
+            number = ""
+        return " ".join(filter(None, ("#" * rank, number, text)))
+
+    def _rank(self, properties: Element | None, style: str) -> int:
+        """Return how deep a heading is, from 1; 0 for other paragraphs."""
+        for name in self._styles.names(style):
+            if name == "title":
+                return 1
+            if heading := _HEADING.fullmatch(name):
+                return min(6, max(1, int(heading[1])))
+        own = None if properties is None else properties.find("w-outlineLvl")
+        level = count(self._styles.find(style, "w-pPr/w-outlineLvl") if own is None else own, 9)
+        return min(6, level + 1) if level < 9 else 0
+
+    def _table(self, table: Element) -> Iterator[str]:
+        """Yield a table's rows. The only cell of a row that holds a table is read as if it were none."""
+        rows: list[str] = []
+        above: list[str] = []
+        for row in _below(table, "w-tr"):
+            if row.find("w-trPr/w-del") is not None:
+                continue
+            cells = [*_below(row, "w-tc")]
+            if len(cells) == 1 and not self._is_in_cell and next(_below(cells[0], "w-tbl"), None) is not None:
+                rows += self.blocks(cells[0])
+                above = []
+            else:
+                above = self._row(row, cells, above)
+                rows.append(", ".join(above) + ";" if self._is_in_cell else table_row(above))
+        if rows:
+            aside = self.drained()  # after the whole table
+            yield from rows[:-1]
+            self._aside = aside
+            yield rows[-1]
+
+    def _row(self, row: Element, cells: Iterable[Element], above: list[str]) -> list[str]:
+        """Return the texts of a row's columns, those of merged cells in each that they cover."""
+        texts = [""] * min(_MOST_SPAN, count(row.find("w-trPr/w-gridBefore")))
+        for cell in cells:
+            if cell.find("w-tcPr/w-cellDel") is not None:
+                continue
+            text = self._cell(cell)
+            merge, beside = cell.find("w-tcPr/w-vMerge"), cell.find("w-tcPr/w-hMerge")
+            if merge is not None and value(merge, "continue") == "continue":
+                text = text or "".join(above[len(texts) : len(texts) + 1])
+            if beside is not None and value(beside, "continue") == "continue":
+                text = text or "".join(texts[-1:])
+            texts += [text] * min(_MOST_SPAN, max(1, count(cell.find("w-tcPr/w-gridSpan"), 1)))
+        return texts
+
+    def _cell(self, cell: Element) -> str:
+        outer, self._is_in_cell = self._is_in_cell, True
+        text = " ".join(" ".join(self.blocks(cell)).split()).removesuffix(";")
+        self._is_in_cell = outer
+        return text
+
+    def _pieces(self, element: Element, position: str) -> Iterator[Piece]:
+        """Yield what a paragraph, or a part of one, says in its line; what stands beside is put aside."""
+        for child in element:
+            tag = child.tag
+            if tag in _UNSEEN:
+                continue
+            if tag == "w-r":
+                yield from self._run(child)
+            elif tag == "w-fldChar":
+                yield from self._field(child)
+            elif not all(self._fields):
+                yield from self._pieces(child, position)  # of an instruction: only the ends of fields count
+            elif tag in ("w-t", "a-t"):
+                yield child.text or "", position
+            elif tag in _CHARACTERS:
+                yield _CHARACTERS[tag], ""
+            elif tag == "w-br":
+                yield "\n" if child.get("type", "textWrapping") == "textWrapping" else "", ""
+            elif tag == "w-sym":
+                yield glyphs(chr(int(child.get("char", "0"), 16)), child.get("font", "")), position
+            elif tag in ("m-oMath", "m-oMathPara"):
+                yield linear(child), ""
+            elif tag in _NOTES:
+                yield self._note(_NOTES[tag], child), ""
+            elif tag == "w-ruby":
+                base, reading = (
+                    line(self._pieces(each, "")) for each in map(child.find, ("w-rubyBase", "w-rt")) if each
+                )
+                yield f"{base}({reading})", ""
+            else:
+                self._beside(child)
+                if tag == "docPr":
+                    yield image(child.get("descr", "")), ""
+                elif tag != "w-txbxContent":
+                    yield from self._pieces(child, position)
+                if tag == "a-p":
+                    yield " ", ""
+
+    def _run(self, run: Element) -> Iterator[Piece]:
+        """Yield what a run says, and note it if Word hides it."""
+        vanish, script = self._of_run(run, "w-vanish"), self._of_run(run, "w-vertAlign")
+        fonts = run.find("w-rPr/w-rFonts")
+        font = "" if fonts is None else fonts.get("ascii", "")
+        pieces = [(glyphs(text, font), where) for text, where in self._pieces(run, value(script))]
+        if vanish is not None and is_on(value(vanish, "1")) and (text := "".join(text for text, _ in pieces).strip()):
+            self.hidden.append(text)
+        yield from pieces
+
+    def _of_run(self, run: Element, name: str) -> Element | None:
+        own = run.find("w-rPr")
+        if own is None or (found := own.find(name)) is not None:
+            return None if own is None else found
+        return self._styles.find(value(own.find("w-rStyle")), f"w-rPr/{name}")
+
+    def _field(self, char: Element) -> Iterator[Piece]:
+        """Follow a field's begin, start of its result, and end; a form's boxes and choices are in its begin."""
+        kind = char.get("fldCharType")
+        if kind == "begin":
+            box, choice = char.find("w-ffData/w-checkBox"), char.find("w-ffData/w-ddList")
+            if all(self._fields) and box is not None:
+                state = box.find("w-checked")
+                state = box.find("w-default") if state is None else state
+                yield "☒" if state is not None and is_on(value(state, "1")) else "☐", ""
+            if all(self._fields) and choice is not None:
+                entries = choice.findall("w-listEntry")
+                at = count(choice.find("w-result"), count(choice.find("w-default")))
+                yield "".join(map(value, entries[at : at + 1])), ""
+            self._fields.append(False)
+        elif kind == "separate" and self._fields:
+            self._fields[-1] = True
+        elif kind == "end" and self._fields:
+            self._fields.pop()
+
+    def _note(self, kind: str, reference: Element) -> str:
+        """Put a note aside, and return its mark."""
+        if kind not in self._notes:
+            part = self._named(f"{kind}s")
+            self._notes[kind] = {each.get("id", ""): each for each in (() if part is None else part)}
+        key = kind, reference.get("id", "")
+        note = self._notes[kind].get(key[1])
+        if note is None or (kind == "comment" and key in self._marks):
+            return ""
+        if key not in self._marks:
+            number = 1 + sum(other == kind for other, _ in self._marks)
+            own = reference.get("customMarkFollows")
+            self._marks[key] = "" if own and is_on(own) else f"[{counter(number, _MARKS[kind])}]"
+            name = next(link.name for link in self._main_links.values() if link.kind == f"{kind}s")
+            text = " ".join(" ".join(self._texts(note, self._package.links(name))).split())
+            if kind == "comment":
+                self._aside.append(f"[comment by {note.get('author') or 'unknown'}: {text}]")
+                return ""
+            self._aside.append(f"{self._marks[key]} {text}".strip())
+        return self._marks[key]
+
+    def _beside(self, element: Element) -> None:
+        """Put aside what an element shows beside the line: a text box, a chart, a diagram, text drawn as a picture."""
+        if element.tag == "w-txbxContent":
+            self._aside += self._texts(element)
+        elif element.tag == "textpath":
+            self._aside.append(element.get("string", ""))
+        elif element.tag in _UNREAD:
+            self.unread[_UNREAD[element.tag]] += 1
+        elif element.tag in ("c-chart", "dgm-relIds", "chart"):
+            link = self._links.get(element.get("id") or element.get("dm") or "")
+            part = None if link is None else self._package.part(link.name)
+            rows = [] if part is None else [*(_chart(part) if element.tag == "c-chart" else _diagram(part))]
+            self.unread["charts"] += not any(rows)
+            self._aside += rows
+
+
+_MARKS = {"footnote": "decimal", "endnote": "lower_roman", "comment": "decimal"}
+
+
+def _below(element: Element, tag: str) -> Iterator[Element]:
+    """Yield the nearest elements of a name, through controls and marks of changes around them."""
+    for child in element:
+        if child.tag == tag:
+            yield child
+        elif child.tag not in _UNSEEN and child.tag not in ("w-p", "w-tbl", "w-tr", "w-tc"):
+            yield from _below(child, tag)
+
+
+def _diagram(part: Element) -> Iterator[str]:
+    for point in part.iter("dgm-pt"):
+        yield " ".join("".join(text.text or "" for text in each.iter("a-t")) for each in point.iter("a-p"))
+
+
+def _chart(part: Element) -> Iterator[str]:
+    """Yield a chart's titles, and a table of its series."""
+    for title in part.iter("c-title"):
+        yield "".join(text.text or "" for text in title.iter("a-t"))
+    series = [*part.iter("c-ser")]
+    heads = ["".join(text.text or "" for text in each.findall("c-tx//c-v")) for each in series]
+    columns = [_values(each, ("c-cat", "c-xVal")) for each in series[:1]]
+    columns += [_values(each, ("c-val", "c-yVal")) for each in series]
+    if series:
+        yield table_row(["", *heads])
+    for number in sorted({number for column in columns for number in column}):
+        yield table_row(column.get(number, "") for column in columns)
+
+
+def _values(series: Element, names: Iterable[str]) -> dict[int, str]:
+    points = [point for name in names for point in series.findall(f"{name}//c-pt")]
+    return {int(point.get("idx", "0")): point.findtext("c-v", "") for point in points}
