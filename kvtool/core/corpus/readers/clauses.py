@@ -125,6 +125,8 @@ class Clauses:
         if start is not None and at not in self._begun:
             counts.pop(at.level, None)
         self._begun.add(at)
+        for upper in range(at.level):  # a level that was skipped counts
+            counts.setdefault(upper, _start(levels[upper]))
         counts[at.level] = counts[at.level] + 1 if at.level in counts else count(start, _start(levels[at.level]))
         for lower in [lower for lower in counts if lower > at.level]:
             each = levels[lower]
@@ -150,7 +152,7 @@ class Clauses:
 
 
 def _start(level: Element | None) -> int:
-    return count(None if level is None else level.find("w-start"), 1)
+    return 1 if level is None else count(level.find("w-start"))
 
 
 def _format(level: Element | None) -> str:

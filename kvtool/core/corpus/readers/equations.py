@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree.ElementTree import Element
 
-_SIMPLE = re.compile(r"[^\W_]+(?:[.,]\d+)?|\([^()]*\)|.?")
+_SIMPLE = re.compile(r"\d+(?:[.,]\d+)?|[^\W\d_]+|\([^()]*\)|.?")
 _UNSEEN = ("w-del", "w-moveFrom", "w-rPr")
 
 
@@ -18,7 +18,13 @@ def linear(element: Element) -> str:
         return ""
     if (form := _FORMS.get(name)) is not None:
         return form(element)
-    return "".join(map(linear, element))
+    text, was_run = "", True
+    for child in element:
+        part = linear(child)
+        if text[-1:].isalnum() and part[:1].isalnum() and not (was_run and child.tag != "m-func"):
+            text += " "
+        text, was_run = text + part, child.tag in ("m-r", "m-t") if part else was_run
+    return text
 
 
 def _of(element: Element, name: str) -> str:
@@ -27,7 +33,7 @@ def _of(element: Element, name: str) -> str:
 
 
 def _grouped(text: str) -> str:
-    return text if _SIMPLE.fullmatch(text) else f"({text})"
+    return text if _SIMPLE.fullmatch(text := text.strip()) else f"({text})"
 
 
 def _property(element: Element, name: str, usual: str) -> str:
@@ -68,7 +74,7 @@ def _delimited(element: Element) -> str:
 
 def _function(element: Element) -> str:
     name, argument = _of(element, "fName"), _of(element, "e")
-    return name + ("" if argument.startswith(("(", "[", "{")) else " ") + argument
+    return name + ("" if name.isalnum() and argument.startswith(("(", "[", "{")) else " ") + argument
 
 
 def _matrix(element: Element) -> str:
@@ -85,6 +91,7 @@ def _accented(element: Element) -> str:
 
 
 _FORMS = {
+    "oMathPara": lambda element: "\n".join(filter(None, map(linear, element))),
     **{"f": _fraction, "rad": _root, "d": _delimited, "func": _function, "m": _matrix, "eqArr": _lines},
     **{"acc": _accented, "bar": _accented},
     **dict.fromkeys(("sSub", "sSup", "sSubSup", "sPre", "nary", "limLow", "limUpp"), _scripts),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.containers import parsed
+from kvtool.core.corpus.readers.containers import member, parsed
 from kvtool.core.corpus.readers.document import UnreadableFile
 
 _PREFIXES = {"/math": "m-", "/chart": "c-", "/diagram": "dgm-", "drawingml/2006/main": "a-", "drawingml/main": "a-"}
@@ -45,6 +45,10 @@ class Package:
                 self.damaged.append(name)
                 self._parts[name] = None
         return self._parts[name]
+
+    def data(self, name: str) -> bytes:
+        """Return a part as it is. Raises UnreadableFile."""
+        return member(self._archive, self._names.get(name.lower(), name))
 
     def links(self, name: str = "") -> dict[str, Link]:
         """Return the relationships of a part, or of the whole file, by their ids."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _SYMBOL = (
     "\u0020!∀#∃%&∋()∗+,−./0123456789:;<=>?≅ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ[∴]⊥_‾αβχδεφγηιϕκλμνοπθρστυϖωξψζ{|}∼"
     + "\u0000" * 33
@@ -15,6 +17,12 @@ _FONTS = {
     "wingdings": _WINGDINGS,
     "wingdings 2": {0x4F: "✗", 0x50: "✓", 0x51: "☒", 0x52: "☑", 0x53: "☒", 0x54: "☒", 0xA3: "☐", 0x97: "•"},
 }
+
+
+def symbol(code: str, font: str) -> str:
+    """Write a symbol that is given by the number of its code, in hexadecimal."""
+    number = int(code, 16) if re.fullmatch("[0-9A-Fa-f]{2,4}", code) else 0
+    return glyphs(chr(number + 0xF000 if 0x20 <= number < 0x100 else number), font) if number else ""
 
 
 def glyphs(text: str, font: str) -> str:

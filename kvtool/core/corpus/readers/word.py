@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers import html, office, unknown
+from kvtool.core.corpus.readers import unknown
 from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, is_on, value
 from kvtool.core.corpus.readers.containers import checked, is_old
 from kvtool.core.corpus.readers.document import (
     Document,
+    EmptyFile,
     UnreadableFile,
     hidden_note,
     joined,
@@ -23,20 +24,33 @@ from kvtool.core.corpus.readers.document import (
 from kvtool.core.corpus.readers.equations import linear
 from kvtool.core.corpus.readers.ir import blocks, counter, image, line
 from kvtool.core.corpus.readers.openxml import Link, Package
-from kvtool.core.corpus.readers.symbols import glyphs
-
-if TYPE_CHECKING:
-    from kvtool.core.corpus.readers.encoding import Reader
+from kvtool.core.corpus.readers.symbols import glyphs, symbol
 
 _HEADING = re.compile(r"heading (\d)")
-_HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+_DISGUISED = {  # what other programs save under a Word document's name
+    ".rtf": re.compile(rb"\s*\{\\rtf"),
+    ".html": re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE),
+    ".mhtml": re.compile(rb"(?:[\w-]+:[^\n]*\n)*MIME-Version:", re.IGNORECASE),
+}
+_WORD_XML = re.compile(rb"office/word/2003/wordml|office/2006/xmlPackage")
+_EMBEDDED = re.compile(r"^\[Embedded .*\]$", re.MULTILINE)
+_MARGINS = ("header", "footer")
 _MOST_SPAN = 1000  # columns that one cell covers
 _UNSEEN = frozenset(
     "w-pPr w-rPr w-del w-moveFrom w-instrText w-delText w-delInstrText w-sectPr w-tblPr w-tblPrEx w-tblGrid w-trPr "
     "w-tcPr w-sdtPr w-sdtEndPr w-ffData w-rubyPr Fallback".split()
 )
-_CHARACTERS = {"w-tab": "\t", "w-ptab": "\t", "w-cr": "\n", "w-noBreakHyphen": "-"}
-_UNREAD = {"w-altChunk": "embedded documents", "w-subDoc": "linked documents", "w-control": "controls"}
+_SAID: dict[str, Callable[[Element], str]] = {
+    **dict.fromkeys(("w-t", "a-t"), lambda element: element.text or ""),
+    **dict.fromkeys(("w-tab", "w-ptab"), lambda _: "\t"),
+    "w-cr": lambda _: "\n",
+    "w-br": lambda element: "\n" if element.get("type", "textWrapping") == "textWrapping" else "",
+    "w-noBreakHyphen": lambda _: "-",
+    "w-sym": lambda element: symbol(element.get("char", ""), element.get("font", "")),
+    **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
+    "docPr": lambda element: image(element.get("descr", "")),
+}
+_UNREAD = {"w-subDoc": "linked documents", "w-control": "controls"}
 _UNREAD |= {"OLEObject": "embedded files", "w-objectEmbed": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
 Piece = tuple[str, str]
@@ -51,56 +65,87 @@ def read(source: str, data: bytes) -> list[Document]:
     UnreadableFile
         If it is damaged, protected by a password, or unpacks to too much.
     """
-    reader: Reader = unknown.read
+    from kvtool.core.corpus.readers import READERS  # which imports this module
+
+    ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
     if data.startswith(b"PK"):
-        reader = _read_new
-    elif is_old(data) and "WordDocument".encode("utf-16-le") in data:
-        reader = _read_old
-    elif data.lstrip().startswith(b"{\\rtf"):
-        reader = office.read_rtf
-    elif _HTML.match(data):
-        reader = html.read
-    elif not source.lower().endswith((".doc", ".dot")):
+        return [_read_new(source, data)]
+    if is_old(data) and "WordDocument".encode("utf-16-le") in data:
+        return [_read_old(source, data)]
+    if ending in READERS:
+        return READERS[ending](source, data)
+    if _WORD_XML.search(data[:4096]):
+        raise UnreadableFile("a Word document as one XML file", "save it as .docx")
+    if data.startswith(b"\xd0\xcf\x11\xe0") or not source.lower().endswith((".doc", ".dot")):
         checked(data)
-    return reader(source, data)
+    return unknown.read(source, data)
 
 
-def _read_old(source: str, data: bytes) -> list[Document]:
+def _read_old(source: str, data: bytes) -> Document:
     with opened("Word document", "office-oxide"):
         from office_oxide import Document as Office
+        from office_oxide import OfficeOxideError
 
-        sections = Office.from_bytes(data, "doc").to_ir()["sections"]
-    heads = [(name, each[name]) for each in sections for name in each if name.endswith(("header", "footer"))]
+        try:
+            file = Office.from_bytes(data, "doc")
+        except OfficeOxideError as error:
+            if "encrypted" in str(error):
+                raise UnreadableFile("protected by a password", "save a copy without one") from error
+            raise
+        sections, embedded = file.to_ir()["sections"], len(_EMBEDDED.findall(file.plain_text()))
+    heads = [(name, each[name]) for each in sections for name in each if name.endswith(_MARGINS)]
     margins = [(name, text) for name, part in heads for text in blocks(part["content"])]
-    body = enumerate((text for each in sections for text in blocks(each["elements"])), 1)
-    return [_joined(source, ((f"¶ {number}", text) for number, text in body), margins, ())]
+    elements = [element for each in sections for element in each["elements"] if element["type"] != "image"]
+    numbers = sum(map(_unnumber, elements))
+    body = ((f"¶ {number}", text) for number, text in enumerate(blocks(elements), 1))
+    return _joined(source, body, margins, unread_note({"numbers of lists": numbers, "embedded files": embedded}))
+
+
+def _unnumber(element: dict[str, Any]) -> int:
+    """Take the numbers from a list, and those inside of it, since the library counts bullets, too, and always from 1;
+    return how many items have lost one."""
+    if element["type"] == "table":
+        cells = (cell for row in element["rows"] for cell in row["cells"])
+        return sum(_unnumber(each) for cell in cells for each in cell["content"])
+    counted = 0
+    listed = [element] if element["type"] == "list" else []
+    while listed:
+        each = listed.pop()
+        each["ordered"] = False
+        counted += len(each["items"])
+        listed += [item["nested"] for item in each["items"] if item.get("nested")]
+    return counted
 
 
 def _joined(source: str, body: Iterable[Piece], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Put headers before a text and footers after it, each once."""
-    once = {text.strip(): name for name, text in reversed([*margins])}
-    parts = {end: [(end, text) for text, name in reversed(once.items()) if name.endswith(end)] for end in _MARGINS}
-    return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
+    """Put headers before a text and footers after it, each once. Raises EmptyFile, or says what was not read."""
+    once: dict[str, str] = {}
+    for name, text in margins:
+        once.setdefault(text.strip(), name)
+    parts = {end: [(end, text) for text, name in once.items() if name.endswith(end)] for end in _MARGINS}
+    try:
+        return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
+    except EmptyFile as error:
+        if not notes:
+            raise
+        raise UnreadableFile(f"there is no text in it ({'; '.join(notes)})") from error
 
 
-_MARGINS = ("header", "footer")
-
-
-def _read_new(source: str, data: bytes) -> list[Document]:
-    with checked(data) as archive, opened("Word document", "office-oxide"):
+def _read_new(source: str, data: bytes) -> Document:
+    with checked(data) as archive, opened("Word document", "the standard library"):
         package = Package(archive)
         main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "")
         root = package.part(main or "word/document.xml")
         body = None if root is None else root.find("w-body")
         if body is None:
             raise UnreadableFile("damaged: there is no Word document in it")
-        walk = _Walk(package, main)
+        walk = _Walk(package, main or "word/document.xml")
         groups = [(number, [text, *walk.drained()]) for number, text in enumerate(walk.blocks(body), 1)]
         margins = [*walk.margins(body)]
     notes = hidden_note("passage", walk.hidden) + unread_note(walk.unread)
-    notes += tuple(f"{name} is damaged: not read" for name in package.damaged)
+    notes += tuple(f"damaged: {name}: not read" for name in package.damaged)
     parts = ((f"¶ {number}", text) for number, group in groups for text in group)
-    return [_joined(source, parts, margins, notes)]
+    return _joined(source, parts, margins, notes)
 
 
 class _Walk:
@@ -168,6 +213,8 @@ class _Walk:
                 yield from self._table(child)
             elif child.tag in ("m-oMath", "m-oMathPara"):
                 yield linear(child)
+            elif child.tag == "w-altChunk":
+                yield from self._embedded(child)
             elif child.tag in _UNREAD:
                 self.unread[_UNREAD[child.tag]] += 1
             elif child.tag not in _UNSEEN:
@@ -175,6 +222,16 @@ class _Walk:
         if self._carried:
             carried, self._carried = self._carried, []
             yield line(carried)
+
+    def _embedded(self, chunk: Element) -> Iterator[str]:
+        """Yield the parts of a document of another format that stands here."""
+        link = self._links.get(chunk.get("id", ""))
+        try:
+            documents = read("", self._package.data("" if link is None else link.name))
+        except UnreadableFile:
+            self.unread["embedded documents"] += 1
+        else:
+            yield from (part for document in documents for part in document.text.split("\n\n"))
 
     def _paragraph(self, paragraph: Element) -> str:
         """Return a paragraph with its number, or the mark of a heading or of a list's item."""
@@ -224,7 +281,8 @@ class _Walk:
                 above = []
             else:
                 above = self._row(row, cells, above)
-                rows.append(", ".join(above) + ";" if self._is_in_cell else table_row(above))
+                texts = above[:1] if len(cells) == 1 else above  # a row of one cell is a heading
+                rows.append(", ".join(texts) + ";" if self._is_in_cell else table_row(texts))
         if rows:
             aside = self.drained()  # after the whole table
             yield from rows[:-1]
@@ -254,9 +312,9 @@ class _Walk:
 
     def _pieces(self, element: Element, position: str) -> Iterator[Piece]:
         """Yield what a paragraph, or a part of one, says in its line; what stands beside is put aside."""
+        last = ""
         for child in element:
-            tag = child.tag
-            if tag in _UNSEEN:
+            if (tag := child.tag) in _UNSEEN:
                 continue
             if tag == "w-r":
                 yield from self._run(child)
@@ -264,31 +322,19 @@ class _Walk:
                 yield from self._field(child)
             elif not all(self._fields):
                 yield from self._pieces(child, position)  # of an instruction: only the ends of fields count
-            elif tag in ("w-t", "a-t"):
-                yield child.text or "", position
-            elif tag in _CHARACTERS:
-                yield _CHARACTERS[tag], ""
-            elif tag == "w-br":
-                yield "\n" if child.get("type", "textWrapping") == "textWrapping" else "", ""
-            elif tag == "w-sym":
-                yield glyphs(chr(int(child.get("char", "0"), 16)), child.get("font", "")), position
-            elif tag in ("m-oMath", "m-oMathPara"):
-                yield linear(child), ""
+            elif (said := _SAID.get(tag)) is not None:
+                yield (" " if last == tag == "m-oMath" else "") + said(child), position
             elif tag in _NOTES:
                 yield self._note(_NOTES[tag], child), ""
             elif tag == "w-ruby":
-                base, reading = (
-                    line(self._pieces(each, "")) for each in map(child.find, ("w-rubyBase", "w-rt")) if each
-                )
-                yield f"{base}({reading})", ""
+                parts = (child.find("w-rubyBase"), child.find("w-rt"))
+                base, reading = ("" if part is None else line(self._pieces(part, "")) for part in parts)
+                yield f"{base}({reading})" if reading else base, position
             else:
                 self._beside(child)
-                if tag == "docPr":
-                    yield image(child.get("descr", "")), ""
-                elif tag != "w-txbxContent":
+                if tag != "w-txbxContent":
                     yield from self._pieces(child, position)
-                if tag == "a-p":
-                    yield " ", ""
+            last = tag
 
     def _run(self, run: Element) -> Iterator[Piece]:
         """Yield what a run says, and note it if Word hides it."""
@@ -341,7 +387,8 @@ class _Walk:
             name = next(link.name for link in self._main_links.values() if link.kind == f"{kind}s")
             text = " ".join(" ".join(self._texts(note, self._package.links(name))).split())
             if kind == "comment":
-                self._aside.append(f"[comment by {note.get('author') or 'unknown'}: {text}]")
+                author = f" by {note.get('author')}" if note.get("author") else ""
+                self._aside.append(f"[comment{author}: {text}]")
                 return ""
             self._aside.append(f"{self._marks[key]} {text}".strip())
         return self._marks[key]
@@ -395,4 +442,14 @@ def _chart(part: Element) -> Iterator[str]:
 
 def _values(series: Element, names: Iterable[str]) -> dict[int, str]:
     points = [point for name in names for point in series.findall(f"{name}//c-pt")]
-    return {int(point.get("idx", "0")): point.findtext("c-v", "") for point in points}
+    return {
+        int(at): _rounded(point.findtext("c-v", "")) for point in points if (at := point.get("idx", "")).isdecimal()
+    }
+
+
+def _rounded(text: str) -> str:
+    """Write a number that is saved as 4.4000000000000004 as 4.4."""
+    try:
+        return f"{float(text):.15g}" if len(text) > 15 else text
+    except ValueError:
+        return text
