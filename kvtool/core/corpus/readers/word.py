@@ -70,7 +70,7 @@ def read(source: str, data: bytes) -> list[Document]:
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
     if data.startswith(b"PK"):
         return [_read_new(source, data)]
-    if is_old(data) and "WordDocument".encode("utf-16-le") in data:
+    if is_old(data) and "worddocument".encode("utf-16-le") in data.lower():
         return [_read_old(source, data)]
     if ending in READERS:
         return READERS[ending](source, data)
@@ -281,7 +281,7 @@ class _Walk:
                 above = []
             else:
                 above = self._row(row, cells, above)
-                texts = above[:1] if len(cells) == 1 else above  # a row of one cell is a heading
+                texts = above[:1] if len(cells) == 1 == len(set(above)) else above  # a row of one cell is a heading
                 rows.append(", ".join(texts) + ";" if self._is_in_cell else table_row(texts))
         if rows:
             aside = self.drained()  # after the whole table
