@@ -1,70 +1,58 @@
-"""Automatic numbers of a Word document's paragraphs: clauses, headings, items of lists."""
+"""Styles of a Word document, and the automatic numbers of its clauses, headings and lists."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import lru_cache
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.ir import counter
 
-_LEVELS = 9
+_NUMBER = "w-pPr/w-numPr/w-"
 
 
-class Numbering(NamedTuple):
-    """A paragraph's place in the numbering: the list's id, and the level, from 0."""
+def find(element: Element | None, path: str) -> Element | None:
+    return None if element is None else element.find(path)
 
-    list_id: str
-    level: int
+
+def value(element: Element | None, path: str, usual: str = "") -> str:
+    """Return the value of a property."""
+    found = find(element, path)
+    return usual if found is None else found.get("val", usual)
+
+
+def count(element: Element | None, path: str, usual: int = 0) -> int:
+    text = value(element, path)
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else usual
+
+
+def is_on(element: Element | None, path: str) -> bool:
+    """Return True for a switch that is there, and not said to be off."""
+    found = find(element, path)
+    return found is not None and found.get("val") not in ("0", "false", "off")
 
 
 class Styles:
     """Styles of a document, each with those that it is based on."""
 
     def __init__(self, root: Element | None) -> None:
-        found = () if root is None else root.findall("w-style")
-        self._styles = {each.get("styleId", ""): each for each in found}
-        self._found: dict[tuple[str, str], Element | None] = {}
-        self.usual = next((key for key, each in self._styles.items() if _is_usual(each)), "")
-
-    def names(self, key: str) -> Iterator[str]:
-        """Yield the names in lower case of a style and of those that it is based on."""
-        for _, style in self.chain(key):
-            yield value(style.find("w-name")).lower()
+        self._styles = {} if root is None else {each.get("styleId", ""): each for each in root.findall("w-style")}
+        usual = (key for key, each in self._styles.items() if each.get("type") == "paragraph" and each.get("default"))
+        self.usual = next(usual, "")
+        self.find = lru_cache(maxsize=None)(self._find)
 
     def chain(self, key: str) -> Iterator[tuple[str, Element]]:
+        """Yield a style and those that it is based on, with their ids."""
         seen = set()
         while key in self._styles and key not in seen:
             seen.add(key)
             yield key, self._styles[key]
-            key = value(self._styles[key].find("w-basedOn"))
+            key = value(self._styles[key], "w-basedOn")
 
-    def find(self, key: str, path: str) -> Element | None:
+    def _find(self, key: str, path: str) -> Element | None:
         """Find a property of a style, or else of those that it is based on."""
-        if (key, path) not in self._found:
-            found = (style.find(path) for _, style in self.chain(key))
-            self._found[key, path] = next((each for each in found if each is not None), None)
-        return self._found[key, path]
-
-
-def _is_usual(style: Element) -> bool:
-    return style.get("type") == "paragraph" and is_on(style.get("default", "0"))
-
-
-def value(element: Element | None, usual: str = "") -> str:
-    """Return an element's main attribute."""
-    return usual if element is None else element.get("val", usual)
-
-
-def count(element: Element | None, usual: int = 0) -> int:
-    text = value(element)
-    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else usual
-
-
-def is_on(text: str) -> bool:
-    """Return True for a switch that is on: it need not say so."""
-    return text not in ("0", "false", "off")
+        return next((found for _, style in self.chain(key) if (found := style.find(path)) is not None), None)
 
 
 class Clauses:
@@ -77,86 +65,60 @@ class Clauses:
 
     def __init__(self, root: Element | None, styles: Styles) -> None:
         self._styles = styles
-        root = Element("none") if root is None else root
-        self._plans = {each.get("abstractNumId", ""): each for each in root.findall("w-abstractNum")}
-        self._lists = {each.get("numId", ""): each for each in root.findall("w-num")}
-        self._levels: dict[str, tuple[str, list[Element | None]]] = {}
+        self._lists = {} if root is None else {each.get("numId", ""): each for each in root.findall("w-num")}
+        plans = [] if root is None else root.findall("w-abstractNum")
+        self._plans = {each.get("abstractNumId", ""): each for each in plans}
+        self._levels = lru_cache(maxsize=None)(self._find_levels)
         self._counts: dict[str, dict[int, int]] = {}
-        self._begun: set[Numbering] = set()
+        self._begun: set[tuple[str, int]] = set()
 
-    def place(self, properties: Element | None, style: str) -> Numbering | None:
-        """Find which list and level a paragraph belongs to, by itself or by its style."""
-        own = None if properties is None else properties.find("w-numPr")
-        list_id = value(None if own is None else own.find("w-numId"))
-        level = None if own is None else own.find("w-ilvl")
-        if not list_id:
-            list_id = value(self._styles.find(style, "w-pPr/w-numPr/w-numId"))
-            keys = [key for key, _ in self._styles.chain(style)]
-            linked = (value(None if each is None else each.find("w-pStyle")) for each in self._of(list_id)[1])
-            level = self._styles.find(style, "w-pPr/w-numPr/w-ilvl") if level is None else level
-            if level is None:
-                at = next((number for number, each in enumerate(linked) if each and each in keys), 0)
-                return Numbering(list_id, at) if list_id in self._lists else None
-        return Numbering(list_id, min(_LEVELS - 1, count(level))) if list_id in self._lists else None
+    def _find_levels(self, list_id: str) -> tuple[str, dict[int, Element]]:
+        """Return the id of the plan that a list counts by, and the definitions of its levels."""
+        listed = self._lists[list_id]
+        linked = value(self._plans.get(value(listed, "w-abstractNumId")), "w-numStyleLink")
+        other = self._lists.get(value(self._styles.find(linked, f"{_NUMBER}numId"), "."), listed)
+        plan = self._plans.get(key := value(other, "w-abstractNumId"), other)
+        levels = (*plan.findall("w-lvl"), *listed.findall("w-lvlOverride/w-lvl"))
+        return key, {int(at): each for each in levels if (at := each.get("ilvl", "")) in tuple("012345678")}
 
-    def _of(self, list_id: str) -> tuple[str, list[Element | None]]:
-        """Return the plan that a list counts by, and the definitions of its levels."""
-        if list_id not in self._levels:
-            listed = self._lists.get(list_id, Element("none"))
-            key = value(listed.find("w-abstractNumId"))
-            plan = self._plans.get(key, Element("none"))
-            if (link := value(plan.find("w-numStyleLink"))) and (
-                other := self._lists.get(value(self._styles.find(link, "w-pPr/w-numPr/w-numId")))
-            ) is not None:
-                key = value(other.find("w-abstractNumId"))
-                plan = self._plans.get(key, plan)
-            levels: list[Element | None] = [None] * _LEVELS
-            for each in (*plan.findall("w-lvl"), *listed.findall("w-lvlOverride/w-lvl")):
-                if (at := each.get("ilvl", "")) in tuple("012345678"):
-                    levels[int(at)] = each
-            self._levels[list_id] = key, levels
-        return self._levels[list_id]
+    def next(self, properties: Element | None, style: str) -> str | None:
+        """Count a paragraph and return its number: `-` for a bullet, "" if none is shown, None outside of lists."""
+        list_id, own = value(properties, "w-numPr/w-numId"), find(properties, "w-numPr/w-ilvl")
+        by_style = list_id or value(self._styles.find(style, f"{_NUMBER}numId"), ".")
+        if by_style not in self._lists:
+            return None
+        key, levels = self._levels(by_style)
+        level = min(8, count(own, "."))
+        if own is None and not list_id:
+            names = {value(each, "w-pStyle"): at for at, each in levels.items()}
+            usual = min(8, count(self._styles.find(style, f"{_NUMBER}ilvl"), "."))
+            level = next((names[name] for name, _ in self._styles.chain(style) if name in names), usual)
+        return self._counted(by_style, key, levels, level)
 
-    def next(self, at: Numbering) -> str:
-        """Count a paragraph and return its number; `-` for a bullet, "" if none is shown."""
-        key, levels = self._of(at.list_id)
+    def _counted(self, list_id: str, key: str, levels: dict[int, Element], level: int) -> str:
         counts = self._counts.setdefault(key, {})
-        start = self._lists[at.list_id].find(f"w-lvlOverride[@ilvl='{at.level}']/w-startOverride")
-        if start is not None and at not in self._begun:
-            counts.pop(at.level, None)
-        self._begun.add(at)
-        for upper in range(at.level):  # a level that was skipped counts
-            counts.setdefault(upper, _start(levels[upper]))
-        counts[at.level] = counts[at.level] + 1 if at.level in counts else count(start, _start(levels[at.level]))
-        for lower in [lower for lower in counts if lower > at.level]:
-            each = levels[lower]
-            if at.level < count(None if each is None else each.find("w-lvlRestart"), lower):
+        start = f"w-lvlOverride[@ilvl='{level}']/w-startOverride"
+        if (list_id, level) not in self._begun and find(self._lists[list_id], start) is not None:
+            counts.pop(level, None)
+        self._begun.add((list_id, level))
+        for upper in range(level):  # a level that was skipped counts
+            counts.setdefault(upper, count(levels.get(upper), "w-start"))
+        first = count(self._lists[list_id], start, count(levels.get(level), "w-start"))
+        counts[level] = counts.get(level, first - 1) + 1
+        for lower in [lower for lower in counts if lower > level]:
+            if level < count(levels.get(lower), "w-lvlRestart", lower):
                 del counts[lower]
-        return self._written(levels, at.level, counts)
-
-    def _written(self, levels: list[Element | None], level: int, counts: dict[int, int]) -> str:
-        own = levels[level]
-        if own is None:
+        if level not in levels or _form(levels[level]) == "bullet":
             return "-"
-        if _format(own) == "bullet":
-            return "-"
-        legal = own.find("w-isLgl")
-        plain = legal is not None and is_on(value(legal, "1"))
+        is_legal = is_on(levels[level], "w-isLgl")
 
         def number(found: re.Match[str]) -> str:
-            upper = int(found[1]) - 1
-            form = _format(levels[upper])
-            return counter(counts.get(upper, _start(levels[upper])), "decimal" if plain and form != "none" else form)
+            form = _form(levels.get(upper := int(found[1]) - 1))
+            return counter(counts.get(upper, 0), "decimal" if is_legal and form != "none" else form)
 
-        return re.sub("%([1-9])", number, value(own.find("w-lvlText"))).strip()
-
-
-def _start(level: Element | None) -> int:
-    return 1 if level is None else count(level.find("w-start"))
+        return re.sub("%([1-9])", number, value(levels[level], "w-lvlText")).strip()
 
 
-def _format(level: Element | None) -> str:
-    form = None if level is None else level.find("w-numFmt")
-    if form is None and level is not None:  # of a choice, the one that every program knows
-        form = level.find(".//Fallback/w-numFmt")
-    return value(form, "decimal")
+def _form(level: Element | None) -> str:
+    """Return the format of a level's numbers; of a choice, the one that every program knows."""
+    return value(level, "w-numFmt") or value(level, ".//Fallback/w-numFmt", "decimal")

@@ -6,17 +6,16 @@ import posixpath
 import zipfile
 from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import unquote
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.containers import member, parsed
 from kvtool.core.corpus.readers.document import UnreadableFile
 
-_PREFIXES = {"/math": "m-", "/chart": "c-", "/diagram": "dgm-", "drawingml/2006/main": "a-", "drawingml/main": "a-"}
+_PREFIXES = {"/math": "m", "/chart": "c", "/diagram": "dgm", "drawingml/2006/main": "a", "drawingml/main": "a"}
 
 
 class Link(NamedTuple):
-    """A relationship of a part: what kind of part it leads to, and that part's name."""
+    """A relationship of a part: the kind of the part that it leads to, and that part's name."""
 
     kind: str
     name: str
@@ -34,17 +33,18 @@ class Package:
         self.damaged: list[str] = []
         self._archive = archive
         self._names = {name.lower(): name for name in archive.namelist()}
-        self._parts: dict[str, Element | None] = {}
 
     def part(self, name: str) -> Element | None:
         """Parse a part; None if it is missing or damaged."""
-        if name not in self._parts:
-            try:
-                self._parts[name] = renamed(parsed(self._archive, self._names.get(name.lower(), name)))
-            except UnreadableFile:
-                self.damaged.append(name)
-                self._parts[name] = None
-        return self._parts[name]
+        try:
+            root = parsed(self._archive, self._names.get(name.lower(), name))
+        except UnreadableFile:
+            self.damaged += () if name in self.damaged else (name,)
+            return None
+        for element in root.iter():
+            element.tag = _short(element.tag)
+            element.attrib = {_local(key): text for key, text in element.items()}
+        return root
 
     def data(self, name: str) -> bytes:
         """Return a part as it is. Raises UnreadableFile."""
@@ -58,27 +58,19 @@ class Package:
         return {
             each.get("Id", ""): Link(
                 posixpath.basename(each.get("Type", "")),
-                posixpath.normpath(posixpath.join("/", folder, unquote(each.get("Target", "")))).lstrip("/"),
+                posixpath.normpath(posixpath.join("/", folder, each.get("Target", ""))).lstrip("/"),
             )
-            for each in (root if root is not None else ())
-            if each.get("TargetMode") != "External"
+            for each in (() if root is None else root)
         }
-
-
-def renamed(root: Element) -> Element:
-    """Name elements by short prefixes (`w-p`, `m-t`, `a-t`; others by none), and attributes without their namespaces."""
-    for element in root.iter():
-        element.tag = _short(element.tag)
-        element.attrib = {_local(name): value for name, value in element.items()}
-    return root
 
 
 @lru_cache(maxsize=4096)
 def _short(tag: str) -> str:
-    space, _, name = tag[1:].rpartition("}")
-    if "wordprocessingml" in space:
-        return f"w-{name}"
-    return next((prefix for end, prefix in _PREFIXES.items() if space.endswith(end)), "") + name
+    """Name an element `w-p`, `m-t`, `a-t`; those of other vocabularies by their names only."""
+    space, _, name = tag.rpartition("}")
+    prefix = "w" if "wordprocessingml" in space else ""
+    prefix = next((short for end, short in _PREFIXES.items() if space.endswith(end)), prefix)
+    return f"{prefix}-{name}" if prefix else name
 
 
 @lru_cache(maxsize=4096)

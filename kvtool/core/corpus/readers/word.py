@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers import unknown
-from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, is_on, value
+from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, find, is_on, value
 from kvtool.core.corpus.readers.containers import checked, is_old
 from kvtool.core.corpus.readers.document import (
     Document,
@@ -26,7 +26,7 @@ from kvtool.core.corpus.readers.ir import blocks, counter, image, line
 from kvtool.core.corpus.readers.openxml import Link, Package
 from kvtool.core.corpus.readers.symbols import glyphs, symbol
 
-_HEADING = re.compile(r"heading (\d)")
+_HEADING = re.compile(r"title|heading (\d)")
 _DISGUISED = {  # what other programs save under a Word document's name
     ".rtf": re.compile(rb"\s*\{\\rtf"),
     ".html": re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE),
@@ -53,6 +53,7 @@ _SAID: dict[str, Callable[[Element], str]] = {
 _UNREAD = {"w-subDoc": "linked documents", "w-control": "controls"}
 _UNREAD |= {"OLEObject": "embedded files", "w-objectEmbed": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
+_NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
 Piece = tuple[str, str]
 
 
@@ -168,7 +169,7 @@ class _Walk:
         self._aside: list[str] = []  # text boxes, notes and charts of the current block
         self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
         self._marks: dict[tuple[str, str], str] = {}
-        self._notes: dict[str, dict[str, Element]] = {}
+        self._notes: dict[str, tuple[dict[str, Element], dict[str, Link]]] = {}
         self._is_in_cell = False
 
     def _named(self, kind: str) -> Element | None:
@@ -238,34 +239,27 @@ class _Walk:
         self._fields = [has_result for has_result in self._fields if has_result]  # an instruction ends with it
         pieces = [*self._carried, *self._pieces(paragraph, "")]
         properties = paragraph.find("w-pPr")
-        mark = None if properties is None else properties.find("w-rPr")
-        if mark is not None and (mark.find("w-del") is not None or mark.find("w-moveFrom") is not None):
+        if any(find(properties, f"w-rPr/w-{change}") is not None for change in ("del", "moveFrom")):
             self._carried = pieces
             return ""
         self._carried = []
         text = line(pieces).strip()
-        style = value(None if properties is None else properties.find("w-pStyle")) or self._styles.usual
-        place = self._clauses.place(properties, style)
-        number = "" if place is None else self._clauses.next(place)
-        if not text:
-            return ""
-        rank = 0 if self._is_in_cell else self._rank(properties, style)
-        if place is None and next(self._styles.names(style), "").startswith("list"):
-            own = None if properties is None else properties.find("w-numPr")
-            number = "-" if own is None else ""
+        style = value(properties, "w-pStyle") or self._styles.usual
+        names = [value(each, "w-name").lower() for _, each in self._styles.chain(style)]
+        number = self._clauses.next(properties, style)
+        if number is None and find(properties, "w-numPr") is None and "".join(names[:1]).startswith("list"):
+            number = "-"
+        rank = 0 if self._is_in_cell else self._rank(properties, style, names)
         if number == "-" and (rank or self._is_in_cell):
             number = ""
-        return " ".join(filter(None, ("#" * rank, number, text)))
+        return " ".join(filter(None, ("#" * rank, number, text))) if text else ""
 
-    def _rank(self, properties: Element | None, style: str) -> int:
+    def _rank(self, properties: Element | None, style: str, names: Iterable[str]) -> int:
         """Return how deep a heading is, from 1; 0 for other paragraphs."""
-        for name in self._styles.names(style):
-            if name == "title":
-                return 1
+        for name in names:
             if heading := _HEADING.fullmatch(name):
-                return min(6, max(1, int(heading[1])))
-        own = None if properties is None else properties.find("w-outlineLvl")
-        level = count(self._styles.find(style, "w-pPr/w-outlineLvl") if own is None else own, 9)
+                return min(6, max(1, int(heading[1] or 1)))
+        level = count(properties, "w-outlineLvl", count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", 9))
         return min(6, level + 1) if level < 9 else 0
 
     def _table(self, table: Element) -> Iterator[str]:
@@ -291,17 +285,15 @@ class _Walk:
 
     def _row(self, row: Element, cells: Iterable[Element], above: list[str]) -> list[str]:
         """Return the texts of a row's columns, those of merged cells in each that they cover."""
-        texts = [""] * min(_MOST_SPAN, count(row.find("w-trPr/w-gridBefore")))
+        texts = [""] * min(_MOST_SPAN, count(row, "w-trPr/w-gridBefore"))
         for cell in cells:
             if cell.find("w-tcPr/w-cellDel") is not None:
                 continue
             text = self._cell(cell)
-            merge, beside = cell.find("w-tcPr/w-vMerge"), cell.find("w-tcPr/w-hMerge")
-            if merge is not None and value(merge, "continue") == "continue":
-                text = text or "".join(above[len(texts) : len(texts) + 1])
-            if beside is not None and value(beside, "continue") == "continue":
-                text = text or "".join(texts[-1:])
-            texts += [text] * min(_MOST_SPAN, max(1, count(cell.find("w-tcPr/w-gridSpan"), 1)))
+            for merge, before in (("vMerge", above[len(texts) :]), ("hMerge", texts[-1:])):
+                if cell.find(f"w-tcPr/w-{merge}") is not None and value(cell, f"w-tcPr/w-{merge}") != "restart":
+                    text = text or "".join(before[:1])
+            texts += [text] * min(_MOST_SPAN, max(1, count(cell, "w-tcPr/w-gridSpan", 1)))
         return texts
 
     def _cell(self, cell: Element) -> str:
@@ -338,19 +330,21 @@ class _Walk:
 
     def _run(self, run: Element) -> Iterator[Piece]:
         """Yield what a run says, and note it if Word hides it."""
-        vanish, script = self._of_run(run, "w-vanish"), self._of_run(run, "w-vertAlign")
-        fonts = run.find("w-rPr/w-rFonts")
-        font = "" if fonts is None else fonts.get("ascii", "")
-        pieces = [(glyphs(text, font), where) for text, where in self._pieces(run, value(script))]
-        if vanish is not None and is_on(value(vanish, "1")) and (text := "".join(text for text, _ in pieces).strip()):
+        own = run.find("w-rPr")
+        style = value(own, "w-rStyle")
+        hides = [self._styles.find(style, "w-rPr/w-vanish") if style else None, find(own, "w-vanish")]
+        script = value(own, "w-vertAlign") or value(
+            self._styles.find(style, "w-rPr/w-vertAlign") if style else None, "."
+        )
+        font = find(own, "w-rFonts")
+        pieces = [
+            (text if font is None else glyphs(text, font.get("ascii", "")), where)
+            for text, where in self._pieces(run, script)
+        ]
+        is_hidden = is_on(next((each for each in reversed(hides) if each is not None), None), ".")
+        if is_hidden and (text := "".join(text for text, _ in pieces).strip()):
             self.hidden.append(text)
         yield from pieces
-
-    def _of_run(self, run: Element, name: str) -> Element | None:
-        own = run.find("w-rPr")
-        if own is None or (found := own.find(name)) is not None:
-            return None if own is None else found
-        return self._styles.find(value(own.find("w-rStyle")), f"w-rPr/{name}")
 
     def _field(self, char: Element) -> Iterator[Piece]:
         """Follow a field's begin, start of its result, and end; a form's boxes and choices are in its begin."""
@@ -358,39 +352,33 @@ class _Walk:
         if kind == "begin":
             box, choice = char.find("w-ffData/w-checkBox"), char.find("w-ffData/w-ddList")
             if all(self._fields) and box is not None:
-                state = box.find("w-checked")
-                state = box.find("w-default") if state is None else state
-                yield "☒" if state is not None and is_on(value(state, "1")) else "☐", ""
+                yield "☒" if is_on(box, "w-default" if box.find("w-checked") is None else "w-checked") else "☐", ""
             if all(self._fields) and choice is not None:
-                entries = choice.findall("w-listEntry")
-                at = count(choice.find("w-result"), count(choice.find("w-default")))
-                yield "".join(map(value, entries[at : at + 1])), ""
+                at = count(choice, "w-result", count(choice, "w-default"))
+                yield "".join(value(each, ".") for each in choice.findall("w-listEntry")[at : at + 1]), ""
             self._fields.append(False)
-        elif kind == "separate" and self._fields:
-            self._fields[-1] = True
-        elif kind == "end" and self._fields:
+        elif self._fields:
             self._fields.pop()
+            self._fields += [True] if kind == "separate" else []
 
     def _note(self, kind: str, reference: Element) -> str:
         """Put a note aside, and return its mark."""
         if kind not in self._notes:
-            part = self._named(f"{kind}s")
-            self._notes[kind] = {each.get("id", ""): each for each in (() if part is None else part)}
+            name = next((link.name for link in self._main_links.values() if link.kind == f"{kind}s"), "")
+            part = self._package.part(name) if name else None
+            notes = {} if part is None else {each.get("id", ""): each for each in part}
+            self._notes[kind] = notes, self._package.links(name)
+        notes, links = self._notes[kind]
         key = kind, reference.get("id", "")
-        note = self._notes[kind].get(key[1])
-        if note is None or (kind == "comment" and key in self._marks):
-            return ""
-        if key not in self._marks:
-            number = 1 + sum(other == kind for other, _ in self._marks)
-            own = reference.get("customMarkFollows")
-            self._marks[key] = "" if own and is_on(own) else f"[{counter(number, _MARKS[kind])}]"
-            name = next(link.name for link in self._main_links.values() if link.kind == f"{kind}s")
-            text = " ".join(" ".join(self._texts(note, self._package.links(name))).split())
-            if kind == "comment":
-                author = f" by {note.get('author')}" if note.get("author") else ""
-                self._aside.append(f"[comment{author}: {text}]")
-                return ""
-            self._aside.append(f"{self._marks[key]} {text}".strip())
+        if key in self._marks or key[1] not in notes:
+            return self._marks.get(key, "")
+        number = 1 + sum(other == kind for other, _ in self._marks)
+        is_own = kind == "comment" or reference.get("customMarkFollows", "0") not in ("0", "false", "off")
+        self._marks[key] = "" if is_own else f"[{counter(number, _NUMBERS[kind])}]"
+        text = " ".join(" ".join(self._texts(notes[key[1]], links)).split())
+        author = notes[key[1]].get("author", "")
+        comment = f"[comment{' by ' * bool(author)}{author}: {text}]"
+        self._aside.append(comment if kind == "comment" else f"{self._marks[key]} {text}".strip())
         return self._marks[key]
 
     def _beside(self, element: Element) -> None:
@@ -407,9 +395,6 @@ class _Walk:
             rows = [] if part is None else [*(_chart(part) if element.tag == "c-chart" else _diagram(part))]
             self.unread["charts"] += not any(rows)
             self._aside += rows
-
-
-_MARKS = {"footnote": "decimal", "endnote": "lower_roman", "comment": "decimal"}
 
 
 def _below(element: Element, tag: str) -> Iterator[Element]:
