@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -501,6 +502,48 @@ def test_locked_files_are_refused(ending: str) -> None:
     data = b"\xd0\xcf\x11\xe0" + bytes(500) + "EncryptedPackage".encode("utf-16-le") + bytes(500)
     with pytest.raises(UnreadableFile, match="password"):
         read(data, ending)
+
+
+# ---- the format before 2007 ----
+
+
+def doc(text: str, flags: int = 0) -> bytes:
+    """A Word 97 file of one piece: a header, the text, and a table that says where it is, in a compound file."""
+    main = bytearray(8192)
+    main[0x800 : 0x800 + 2 * len(text)] = text.encode("utf-16-le")
+    struct.pack_into("<HHxxxxxxH", main, 0, 0xA5EC, 0xC1, 0x200 | flags)  # word 5: which table, encrypted or not
+    struct.pack_into("<H", main, 0x20, 14)
+    struct.pack_into("<H", main, 0x3E, 22)
+    struct.pack_into("<I", main, 0x4C, len(text))
+    struct.pack_into("<H", main, 0x98, 93)
+    pieces = struct.pack("<IIHIH", 0, len(text), 0, 0x800, 0)
+    struct.pack_into("<II", main, 0x1A2, 0, 5 + len(pieces))
+    table = (b"\2" + struct.pack("<I", len(pieces)) + pieces).ljust(4096, b"\0")
+    free, end = 0xFFFFFFFF, 0xFFFFFFFE
+    chains = [0xFFFFFFFD, end, *range(3, 18), end, *range(19, 26), end]  # of sectors: FAT, folder, main, table
+    fat = struct.pack("<128I", *chains, *[free] * (128 - len(chains)))
+
+    def entry(name: str, kind: int, start: int, size: int, child: int = free, right: int = free) -> bytes:
+        written = name.encode("utf-16-le").ljust(64, b"\0") + struct.pack("<HBB", 2 * len(name) + 2, kind, 1)
+        return (written + struct.pack("<III", free, right, child)).ljust(116, b"\0") + struct.pack("<IQ", start, size)
+
+    folder = entry("Root Entry", 5, end, 0, child=1) + entry("1Table", 2, 18, 4096, right=2)
+    folder += entry("WordDocument", 2, 2, 8192)
+    head = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16) + struct.pack("<HHHHH", 0x3E, 3, 0xFFFE, 9, 6)
+    head += bytes(6) + struct.pack("<9I", 0, 1, 1, 0, 4096, end, 0, end, 0) + struct.pack("<109I", 0, *[free] * 108)
+    return head + fat + folder.ljust(512, b"\0") + bytes(main) + table
+
+
+@pytest.mark.parametrize("ending", [".doc", ".dot", ".docx"])
+def test_old_documents_are_read(ending: str) -> None:
+    document = read(doc('The keeper, Zoë, lit it.\rSee \x13 HYPERLINK "x" \x14the log\x15.\r'), ending)
+    assert document.text == "The keeper, Zoë, lit it.\n\nSee the log.\n"
+    assert [mark.place for mark in document.marks] == ["¶ 1", "¶ 2"]
+
+
+def test_locked_old_documents_are_refused() -> None:
+    with pytest.raises(UnreadableFile, match="password"):
+        read(doc("secret\r", flags=0x100), ".doc")
 
 
 # ---- the tree of office_oxide ----

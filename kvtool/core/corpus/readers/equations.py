@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from xml.etree.ElementTree import Element
 
 _SIMPLE = re.compile(r"\d+(?:[.,]\d+)?|[^\W\d_]+|\([^()]*\)|.?")
@@ -75,7 +76,7 @@ def _function(element: Element) -> str:
 
 
 _SCRIPTED = ("sSub", "sSup", "sSubSup", "sPre", "nary", "limLow", "limUpp")
-_READ = {
+_READ: dict[str, Callable[[Element], str]] = {
     **{"f": _fraction, "rad": _root, "d": _delimited, "func": _function},
     "acc": lambda element: _of(element, "e") + _property(element, "chr", "\u0302"),
     "bar": lambda element: _of(element, "e") + "\u0305",

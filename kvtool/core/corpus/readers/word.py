@@ -50,8 +50,7 @@ _SAID: dict[str, Callable[[Element], str]] = {
     **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
     "docPr": lambda element: image(element.get("descr", "")),
 }
-_UNREAD = {"w-subDoc": "linked documents", "w-control": "controls"}
-_UNREAD |= {"OLEObject": "embedded files", "w-objectEmbed": "embedded files"}
+_UNREAD = {"w-subDoc": "linked documents", "w-control": "controls", "OLEObject": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
 _NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
 Piece = tuple[str, str]
@@ -97,24 +96,21 @@ def _read_old(source: str, data: bytes) -> Document:
     heads = [(name, each[name]) for each in sections for name in each if name.endswith(_MARGINS)]
     margins = [(name, text) for name, part in heads for text in blocks(part["content"])]
     elements = [element for each in sections for element in each["elements"] if element["type"] != "image"]
-    numbers = sum(map(_unnumber, elements))
+    numbers = _unnumber(elements)
     body = ((f"¶ {number}", text) for number, text in enumerate(blocks(elements), 1))
     return _joined(source, body, margins, unread_note({"numbers of lists": numbers, "embedded files": embedded}))
 
 
-def _unnumber(element: dict[str, Any]) -> int:
-    """Take the numbers from a list, and those inside of it, since the library counts bullets, too, and always from 1;
-    return how many items have lost one."""
-    if element["type"] == "table":
-        cells = (cell for row in element["rows"] for cell in row["cells"])
-        return sum(_unnumber(each) for cell in cells for each in cell["content"])
+def _unnumber(elements: Iterable[dict[str, Any]]) -> int:
+    """Take the numbers from lists, since the library counts bullets, too, and always from 1; return how many."""
     counted = 0
-    listed = [element] if element["type"] == "list" else []
-    while listed:
-        each = listed.pop()
-        each["ordered"] = False
-        counted += len(each["items"])
-        listed += [item["nested"] for item in each["items"] if item.get("nested")]
+    for each in elements:
+        if "rows" in each:
+            counted += sum(_unnumber(cell["content"]) for row in each["rows"] for cell in row["cells"])
+        if "items" in each:
+            each["ordered"] = False
+            for item in each["items"]:
+                counted += 1 + _unnumber([] if item.get("nested") is None else [item["nested"]])
     return counted
 
 
@@ -168,8 +164,7 @@ class _Walk:
         self._fields: list[bool] = []  # open fields, innermost last: has its result begun?
         self._aside: list[str] = []  # text boxes, notes and charts of the current block
         self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
-        self._marks: dict[tuple[str, str], str] = {}
-        self._notes: dict[str, tuple[dict[str, Element], dict[str, Link]]] = {}
+        self._notes: dict[str, tuple[dict[str, Element], dict[str, Link], dict[str, str]]] = {}
         self._is_in_cell = False
 
     def _named(self, kind: str) -> Element | None:
@@ -326,25 +321,24 @@ class _Walk:
                 self._beside(child)
                 if tag != "w-txbxContent":
                     yield from self._pieces(child, position)
+                yield " " * (tag == "a-p"), ""
             last = tag
 
     def _run(self, run: Element) -> Iterator[Piece]:
         """Yield what a run says, and note it if Word hides it."""
-        own = run.find("w-rPr")
-        style = value(own, "w-rStyle")
-        hides = [self._styles.find(style, "w-rPr/w-vanish") if style else None, find(own, "w-vanish")]
-        script = value(own, "w-vertAlign") or value(
-            self._styles.find(style, "w-rPr/w-vertAlign") if style else None, "."
-        )
-        font = find(own, "w-rFonts")
-        pieces = [
-            (text if font is None else glyphs(text, font.get("ascii", "")), where)
-            for text, where in self._pieces(run, script)
-        ]
-        is_hidden = is_on(next((each for each in reversed(hides) if each is not None), None), ".")
-        if is_hidden and (text := "".join(text for text, _ in pieces).strip()):
+        vanish, script, font = (self._of_run(run, name) for name in ("w-vanish", "w-vertAlign", "w-rFonts"))
+        name = "" if font is None else font.get("ascii", "")
+        pieces = [(glyphs(text, name), where) for text, where in self._pieces(run, value(script, "."))]
+        if is_on(vanish, ".") and (text := "".join(text for text, _ in pieces).strip()):
             self.hidden.append(text)
         yield from pieces
+
+    def _of_run(self, run: Element, name: str) -> Element | None:
+        """Find a property of a run, or of its style."""
+        own = run.find("w-rPr")
+        if own is None or own.find(name) is not None or not (style := value(own, "w-rStyle")):
+            return find(own, name)
+        return self._styles.find(style, f"w-rPr/{name}")
 
     def _field(self, char: Element) -> Iterator[Piece]:
         """Follow a field's begin, start of its result, and end; a form's boxes and choices are in its begin."""
@@ -365,21 +359,20 @@ class _Walk:
         """Put a note aside, and return its mark."""
         if kind not in self._notes:
             name = next((link.name for link in self._main_links.values() if link.kind == f"{kind}s"), "")
-            part = self._package.part(name) if name else None
+            part = self._named(f"{kind}s")
             notes = {} if part is None else {each.get("id", ""): each for each in part}
-            self._notes[kind] = notes, self._package.links(name)
-        notes, links = self._notes[kind]
-        key = kind, reference.get("id", "")
-        if key in self._marks or key[1] not in notes:
-            return self._marks.get(key, "")
-        number = 1 + sum(other == kind for other, _ in self._marks)
-        is_own = kind == "comment" or reference.get("customMarkFollows", "0") not in ("0", "false", "off")
-        self._marks[key] = "" if is_own else f"[{counter(number, _NUMBERS[kind])}]"
-        text = " ".join(" ".join(self._texts(notes[key[1]], links)).split())
-        author = notes[key[1]].get("author", "")
+            self._notes[kind] = notes, self._package.links(name), {}
+        notes, links, marks = self._notes[kind]
+        key = reference.get("id", "")
+        if key in marks or key not in notes:
+            return marks.get(key, "")
+        has_own = kind == "comment" or reference.get("customMarkFollows", "0") not in ("0", "false", "off")
+        marks[key] = "" if has_own else f"[{counter(len(marks) + 1, _NUMBERS[kind])}]"
+        text = " ".join(" ".join(self._texts(notes[key], links)).split())
+        author = notes[key].get("author", "")
         comment = f"[comment{' by ' * bool(author)}{author}: {text}]"
-        self._aside.append(comment if kind == "comment" else f"{self._marks[key]} {text}".strip())
-        return self._marks[key]
+        self._aside.append(comment if kind == "comment" else f"{marks[key]} {text}".strip())
+        return marks[key]
 
     def _beside(self, element: Element) -> None:
         """Put aside what an element shows beside the line: a text box, a chart, a diagram, text drawn as a picture."""
