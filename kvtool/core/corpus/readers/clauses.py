@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from xml.etree.ElementTree import Element
 
@@ -40,19 +39,21 @@ class Styles:
         self._styles = {} if root is None else {each.get("styleId", ""): each for each in root.findall("w-style")}
         usual = (key for key, each in self._styles.items() if each.get("type") == "paragraph" and each.get("default"))
         self.usual = next(usual, "")
+        self.chain = lru_cache(maxsize=None)(self._find_chain)
         self.find = lru_cache(maxsize=None)(self._find)
 
-    def chain(self, key: str) -> Iterator[tuple[str, Element]]:
-        """Yield a style and those that it is based on, with their ids."""
-        seen = set()
-        while key in self._styles and key not in seen:
-            seen.add(key)
-            yield key, self._styles[key]
-            key = value(self._styles[key], "w-basedOn")
+    def _find_chain(self, key: str) -> dict[str, Element]:
+        """Return a style, then those that it is based on, by their ids."""
+        found: dict[str, Element] = {}
+        while key in self._styles and key not in found:
+            found[key] = self._styles[key]
+            key = value(found[key], "w-basedOn")
+        return found
 
     def _find(self, key: str, path: str) -> Element | None:
         """Find a property of a style, or else of those that it is based on."""
-        return next((found for _, style in self.chain(key) if (found := style.find(path)) is not None), None)
+        chain = self.chain(key).values()
+        return next((found for style in chain if (found := style.find(path)) is not None), None)
 
 
 class Clauses:
@@ -92,7 +93,7 @@ class Clauses:
         if own is None and not list_id:
             names = {value(each, "w-pStyle"): at for at, each in levels.items()}
             usual = min(8, count(self._styles.find(style, f"{_NUMBER}ilvl"), "."))
-            level = next((names[name] for name, _ in self._styles.chain(style) if name in names), usual)
+            level = next((names[name] for name in self._styles.chain(style) if name in names), usual)
         return self._counted(by_style, key, levels, level)
 
     def _counted(self, list_id: str, key: str, levels: dict[int, Element], level: int) -> str:

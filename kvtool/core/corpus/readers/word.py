@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -22,7 +23,7 @@ from kvtool.core.corpus.readers.document import (
     unread_note,
 )
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import blocks, counter, image, line
+from kvtool.core.corpus.readers.ir import LONGEST_LABEL, blocks, counter, image, line
 from kvtool.core.corpus.readers.openxml import Link, Package
 from kvtool.core.corpus.readers.symbols import glyphs, symbol
 
@@ -35,7 +36,8 @@ _DISGUISED = {  # what other programs save under a Word document's name
 _WORD_XML = re.compile(rb"office/word/2003/wordml|office/2006/xmlPackage")
 _EMBEDDED = re.compile(r"^\[Embedded .*\]$", re.MULTILINE)
 _MARGINS = ("header", "footer")
-_MOST_SPAN = 1000  # columns that one cell covers
+_BODY = 9  # outline level of what is no heading
+_MOST_COLUMNS = 63  # of a Word table
 _UNSEEN = frozenset(
     "w-pPr w-rPr w-del w-moveFrom w-instrText w-delText w-delInstrText w-sectPr w-tblPr w-tblPrEx w-tblGrid w-trPr "
     "w-tcPr w-sdtPr w-sdtEndPr w-ffData w-rubyPr Fallback".split()
@@ -161,6 +163,7 @@ class _Walk:
         self._links = self._main_links = package.links(main)
         self._styles = Styles(self._named("styles"))
         self._clauses = Clauses(self._named("numbering"), self._styles)
+        self._level = lru_cache(maxsize=None)(self._find_level)
         self._fields: list[bool] = []  # open fields, innermost last: has its result begun?
         self._aside: list[str] = []  # text boxes, notes and charts of the current block
         self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
@@ -240,22 +243,29 @@ class _Walk:
         self._carried = []
         text = line(pieces).strip()
         style = value(properties, "w-pStyle") or self._styles.usual
-        names = [value(each, "w-name").lower() for _, each in self._styles.chain(style)]
         number = self._clauses.next(properties, style)
-        if number is None and find(properties, "w-numPr") is None and "".join(names[:1]).startswith("list"):
+        if (
+            number is None
+            and find(properties, "w-numPr") is None
+            and value(self._styles.find(style, "w-name"), ".").lower().startswith("list")
+        ):
             number = "-"
-        rank = 0 if self._is_in_cell else self._rank(properties, style, names)
+        rank = 0 if self._is_in_cell else self._rank(properties, style)
         if number == "-" and (rank or self._is_in_cell):
             number = ""
         return " ".join(filter(None, ("#" * rank, number, text))) if text else ""
 
-    def _rank(self, properties: Element | None, style: str, names: Iterable[str]) -> int:
+    def _rank(self, properties: Element | None, style: str) -> int:
         """Return how deep a heading is, from 1; 0 for other paragraphs."""
-        for name in names:
-            if heading := _HEADING.fullmatch(name):
-                return min(6, max(1, int(heading[1] or 1)))
-        level = count(properties, "w-outlineLvl", count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", 9))
-        return min(6, level + 1) if level < 9 else 0
+        level = count(properties, "w-outlineLvl", self._level(style))
+        return min(6, level + 1) if level < _BODY else 0
+
+    def _find_level(self, style: str) -> int:
+        """Return the outline level of a style, from 0; that of other text is 9."""
+        for each in self._styles.chain(style).values():
+            if heading := _HEADING.fullmatch(value(each, "w-name").lower()):
+                return max(0, int(heading[1] or 1) - 1)
+        return count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", _BODY)
 
     def _table(self, table: Element) -> Iterator[str]:
         """Yield a table's rows. The only cell of a row that holds a table is read as if it were none."""
@@ -280,15 +290,16 @@ class _Walk:
 
     def _row(self, row: Element, cells: Iterable[Element], above: list[str]) -> list[str]:
         """Return the texts of a row's columns, those of merged cells in each that they cover."""
-        texts = [""] * min(_MOST_SPAN, count(row, "w-trPr/w-gridBefore"))
+        texts = [""] * min(_MOST_COLUMNS, count(row, "w-trPr/w-gridBefore"))
         for cell in cells:
             if cell.find("w-tcPr/w-cellDel") is not None:
                 continue
             text = self._cell(cell)
             for merge, before in (("vMerge", above[len(texts) :]), ("hMerge", texts[-1:])):
                 if cell.find(f"w-tcPr/w-{merge}") is not None and value(cell, f"w-tcPr/w-{merge}") != "restart":
-                    text = text or "".join(before[:1])
-            texts += [text] * min(_MOST_SPAN, max(1, count(cell, "w-tcPr/w-gridSpan", 1)))
+                    text = text or "".join(label for label in before[:1] if len(label) <= LONGEST_LABEL)
+            span = max(1, min(count(cell, "w-tcPr/w-gridSpan", 1), _MOST_COLUMNS - len(texts)))
+            texts += [text] + [text if len(text) <= LONGEST_LABEL else ""] * (span - 1)
         return texts
 
     def _cell(self, cell: Element) -> str:
