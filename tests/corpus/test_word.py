@@ -433,9 +433,17 @@ def test_a_table_within_a_cell_stays_in_it() -> None:
 
 def test_a_table_that_only_frames_others_is_none() -> None:
     inner = table(cell("a") + cell("b"), cell("c") + cell("d"))
-    document = read(docx(table(f"<w:tc>{p(run('Head'))}{inner}</w:tc>")))
+    document = read(docx(table(cell("") + f"<w:tc>{p(run('Head'))}{inner}</w:tc>")))
     assert document.text == "Head\n\na | b\n\nc | d\n"
-    assert [mark.place for mark in document.marks] == ["¶ 1", "¶ 2", "¶ 3"]
+    assert [mark.place for mark in document.marks] == ["¶ 2", "¶ 3", "¶ 4"]
+
+
+def test_long_texts_of_merged_cells_are_not_repeated() -> None:
+    long = "word " * 80
+    body = table(
+        cell(long, '<w:gridSpan w:val="2"/>') + cell("a"), cell(long, '<w:vMerge w:val="restart"/>') + cell("b")
+    )
+    assert text_of(body).split("\n\n") == [f"{long.strip()} |  | a", f"{long.strip()} | b"]
 
 
 def test_an_odd_grid_does_not_lose_the_file() -> None:

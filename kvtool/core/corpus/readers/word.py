@@ -50,7 +50,7 @@ _SAID: dict[str, Callable[[Element], str]] = {
     "w-noBreakHyphen": lambda _: "-",
     "w-sym": lambda element: symbol(element.get("char", ""), element.get("font", "")),
     **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
-    "docPr": lambda element: image(element.get("descr", "")),
+    "docPr": lambda element: image(element.get("descr", "")) and f"{image(element.get('descr', ''))} ",
 }
 _UNREAD = {"w-subDoc": "linked documents", "w-control": "controls", "OLEObject": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
@@ -198,7 +198,7 @@ class _Walk:
                 if link is None or link.name in seen or (part := self._package.part(link.name)) is None:
                     continue
                 seen.add(link.name)
-                has_number = any("PAGE" in (text.text or text.get("instr") or "") for text in part.iter())
+                has_number = any("PAGE" in (each.text or each.get("instr") or "").upper() for each in part.iter())
                 for text in self._texts(part, self._package.links(link.name)):
                     if not has_number or re.search(r"[^\W\d_]", text):
                         yield each.tag[2:8], text
@@ -268,20 +268,22 @@ class _Walk:
         return count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", _BODY)
 
     def _table(self, table: Element) -> Iterator[str]:
-        """Yield a table's rows. The only cell of a row that holds a table is read as if it were none."""
+        """Yield a table's rows. A row is only a frame if just one cell has text, and a table within it."""
         rows: list[str] = []
         above: list[str] = []
         for row in _below(table, "w-tr"):
             if row.find("w-trPr/w-del") is not None:
                 continue
             cells = [*_below(row, "w-tc")]
-            if len(cells) == 1 and not self._is_in_cell and next(_below(cells[0], "w-tbl"), None) is not None:
-                rows += self.blocks(cells[0])
+            filled = [cell for cell in cells if any((each.text or "").strip() for each in cell.iter("w-t"))]
+            if len(filled) == 1 and not self._is_in_cell and next(_below(filled[0], "w-tbl"), None) is not None:
+                rows += (text for cell in cells for text in self.blocks(cell))
                 above = []
             else:
                 above = self._row(row, cells, above)
                 texts = above[:1] if len(cells) == 1 == len(set(above)) else above  # a row of one cell is a heading
-                rows.append(", ".join(texts) + ";" if self._is_in_cell else table_row(texts))
+                inner = ", ".join(texts).rstrip(", ")
+                rows.append((inner and f"{inner};") if self._is_in_cell else table_row(texts))
         if rows:
             aside = self.drained()  # after the whole table
             yield from rows[:-1]
@@ -382,7 +384,7 @@ class _Walk:
         text = " ".join(" ".join(self._texts(notes[key], links)).split())
         author = notes[key].get("author", "")
         comment = f"[comment{' by ' * bool(author)}{author}: {text}]"
-        self._aside.append(comment if kind == "comment" else f"{marks[key]} {text}".strip())
+        self._aside += [comment if kind == "comment" else f"{marks[key]} {text}".strip()] if text else []
         return marks[key]
 
     def _beside(self, element: Element) -> None:
