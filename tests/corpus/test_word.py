@@ -472,11 +472,12 @@ def test_strict_files_are_read() -> None:
     assert read(made.getvalue()).text == "Haul\n\n4\n"
 
 
+@pytest.mark.parametrize("damage", ["<w:broken", '<?xml version="1.0" encoding="none"?><a/>', ""])
 @pytest.mark.parametrize("kind", ["footnotes", "styles", "numbering", "comments", "header1"])
-def test_a_damaged_part_is_named_and_the_rest_is_read(kind: str) -> None:
+def test_a_damaged_part_is_named_and_the_rest_is_read(kind: str, damage: str) -> None:
     refer = '<w:r><w:footnoteReference w:id="2"/></w:r><w:r><w:commentReference w:id="2"/></w:r>'
     body = p(run("The rest.") + refer) + '<w:sectPr><w:headerReference r:id="header1"/></w:sectPr>'
-    document = read(docx(body, {kind: "<w:broken"}))
+    document = read(docx(body, {kind: damage}))
     assert document.text == "The rest.\n"
     assert document.notes == (f"damaged: word/{kind}.xml: not read",)
 

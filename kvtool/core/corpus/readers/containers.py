@@ -75,7 +75,7 @@ def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
     """
     try:
         return ElementTree.fromstring(member(archive, name))
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # of an encoding that is none
         raise UnreadableFile(f"damaged: {name}: {error}") from error
 
 
