@@ -238,9 +238,9 @@ def test_a_missing_package_is_named_once(
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    for name in ("a.docx", "b.docx", "c.pdf", "d.odt"):
+    for name in ("a.pptx", "b.pptx", "c.pdf", "d.docx"):
         (folder / name).write_bytes(sound[name[2:]])
-    missing = "sys.modules.update(docx=None, pypdfium2=None)\n"
+    missing = "sys.modules.update(pptx=None, office_oxide=None, pypdfium2=None)\n"
     monkeypatch.setattr(reading_module, "_PROGRAM", missing + reading_module._PROGRAM)
     done = fresh(folder, "--read-timeout", "10m").fine(0)
     assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}

@@ -26,6 +26,7 @@ from kvtool.core.corpus.readers import (
     svg,
     text,
     unknown,
+    word,
 )
 from kvtool.core.corpus.readers.containers import GZIP, gunzip, without_gz
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
@@ -57,7 +58,7 @@ _ARCHIVES = frozenset(
 )
 _FOREIGN = (
     *(*_IMAGES, *_ARCHIVES),
-    *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .doc .pages .wpd .hwp .hwpx .xls .xlsb .ods .numbers".split(),
+    *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .pages .wpd .hwp .hwpx .xls .xlsb .ods .numbers".split(),
     *".ppt .odp .vsd .msg .pst .ost".split(),
     *".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .mid .midi .aiff".split(),
     *".mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .3gp".split(),
@@ -96,7 +97,7 @@ _FORMATS = (
     _Format(subtitles.read, (".srt", ".vtt"), is_bounded=False),
     _Format(roff.read, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
     _Format(pdf.read, (".pdf",), library="pypdfium2"),
-    _Format(office.read_word, (".docx", ".docm", ".dotx"), library="python-docx"),
+    _Format(word.read, (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"), library="office-oxide"),
     _Format(office.read_slides, (".pptx", ".pptm", ".ppsx", ".potx"), library="python-pptx"),
     _Format(office.read_sheets, (".xlsx", ".xlsm", ".xltx"), library="openpyxl"),
     _Format(office.read_opendocument, (".odt", ".ott")),

@@ -45,6 +45,12 @@ def checked(data: bytes) -> zipfile.ZipFile:
     return archive
 
 
+def is_old(data: bytes) -> bool:
+    """Return True for an Office file of the format before 2007; one that is encrypted as a whole is for :func:`checked`
+    to refuse."""
+    return data.startswith(_OLD_OFFICE) and "EncryptedPackage".encode("utf-16-le") not in data
+
+
 def member(archive: zipfile.ZipFile, name: str) -> bytes:
     """Unpack one member. Raises UnreadableFile if it is missing, damaged, or larger than allowed."""
     try:
@@ -69,7 +75,7 @@ def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
     """
     try:
         return ElementTree.fromstring(member(archive, name))
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # of an encoding that is none
         raise UnreadableFile(f"damaged: {name}: {error}") from error
 
 

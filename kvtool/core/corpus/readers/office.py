@@ -1,21 +1,15 @@
-"""Office files: Word documents, presentations, workbooks, OpenDocument texts, and rich text."""
+"""Office files: presentations, workbooks, OpenDocument texts, and rich text."""
 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.containers import checked, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, numbered, opened
 
-if TYPE_CHECKING:
-    from docx.table import Table
-    from docx.text.paragraph import Paragraph
-
-_HEADING = re.compile(r"heading (\d)")
 _TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
 _TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
 _OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
@@ -23,50 +17,14 @@ _UNSEEN = (f"{_TEXT}tracked-changes", f"{_OFFICE}annotation", f"{_TEXT}note-cita
 _SPACES = {f"{_TEXT}tab": "\t", f"{_TEXT}line-break": "\n"}
 
 
-def read_word(source: str, data: bytes) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered, in their order.
+def read_slides(source: str, data: bytes) -> list[Document]:
+    """Return one document, its slides marked, each with its notes. A note names hidden slides.
 
     Raises
     ------
     UnreadableFile
         If it is damaged, protected by a password, or unpacks to too much; so do the other readers here.
     """
-    checked(data).close()
-    with opened("Word document", "python-docx"):
-        import docx
-        from docx.table import Table
-
-        file = docx.Document(io.BytesIO(data))
-        blocks = [
-            block
-            for each in file.iter_inner_content()
-            for block in (_table_rows(each) if isinstance(each, Table) else [_paragraph(each)])
-        ]
-    return [numbered(source, "markdown", "¶", blocks)]
-
-
-def _paragraph(paragraph: Paragraph) -> str:
-    """Return a paragraph with the mark of a heading or of a list's item."""
-    text = paragraph.text.strip()
-    style = (paragraph.style.name or "").lower() if paragraph.style is not None else ""
-    if not text:
-        return ""
-    if style == "title":
-        return f"# {text}"
-    if heading := _HEADING.fullmatch(style):
-        return f"{'#' * min(6, max(1, int(heading[1])))} {text}"
-    return f"- {text}" if style.startswith("list") else text
-
-
-def _table_rows(table: Table) -> Iterator[str]:
-    """Yield a table's rows, a cell that spans several columns once."""
-    for row in table.rows:
-        cells = {id(cell._tc): " ".join(cell.text.split()) for cell in row.cells}
-        yield " | ".join(text for text in cells.values() if text)
-
-
-def read_slides(source: str, data: bytes) -> list[Document]:
-    """Return one document, its slides marked, each with its notes. A note names hidden slides."""
     checked(data).close()
     with opened("presentation", "python-pptx"):
         from pptx import Presentation

@@ -1,0 +1,446 @@
+"""Word documents of today's formats, by an own walk, and of the one before 2007, by office_oxide."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from kvtool.core.corpus.readers import unknown
+from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, find, is_on, value
+from kvtool.core.corpus.readers.containers import checked, is_old
+from kvtool.core.corpus.readers.document import (
+    Document,
+    EmptyFile,
+    UnreadableFile,
+    hidden_note,
+    joined,
+    opened,
+    table_row,
+    unread_note,
+)
+from kvtool.core.corpus.readers.equations import linear
+from kvtool.core.corpus.readers.ir import LONGEST_LABEL, blocks, counter, image, line
+from kvtool.core.corpus.readers.openxml import Link, Package
+from kvtool.core.corpus.readers.symbols import glyphs, symbol
+
+_HEADING = re.compile(r"title|heading (\d)")
+_DISGUISED = {  # what other programs save under a Word document's name
+    ".rtf": re.compile(rb"\s*\{\\rtf"),
+    ".html": re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE),
+    ".mhtml": re.compile(rb"(?:[\w-]+:[^\n]*\n)*MIME-Version:", re.IGNORECASE),
+}
+_WORD_XML = re.compile(rb"office/word/2003/wordml|office/2006/xmlPackage")
+_EMBEDDED = re.compile(r"^\[Embedded .*\]$", re.MULTILINE)
+_MARGINS = ("header", "footer")
+_BODY = 9  # outline level of what is no heading
+_MOST_COLUMNS = 63  # of a Word table
+_UNSEEN = frozenset(
+    "w-pPr w-rPr w-del w-moveFrom w-instrText w-delText w-delInstrText w-sectPr w-tblPr w-tblPrEx w-tblGrid w-trPr "
+    "w-tcPr w-sdtPr w-sdtEndPr w-ffData w-rubyPr Fallback".split()
+)
+_SAID: dict[str, Callable[[Element], str]] = {
+    **dict.fromkeys(("w-t", "a-t"), lambda element: element.text or ""),
+    **dict.fromkeys(("w-tab", "w-ptab"), lambda _: "\t"),
+    "w-cr": lambda _: "\n",
+    "w-br": lambda element: "\n" if element.get("type", "textWrapping") == "textWrapping" else "",
+    "w-noBreakHyphen": lambda _: "-",
+    "w-sym": lambda element: symbol(element.get("char", ""), element.get("font", "")),
+    **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
+    "docPr": lambda element: image(element.get("descr", "")) and f"{image(element.get('descr', ''))} ",
+}
+_UNREAD = {"w-subDoc": "linked documents", "w-control": "controls", "OLEObject": "embedded files"}
+_NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
+_NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
+Piece = tuple[str, str]
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """Return one document, its paragraphs and the rows of its tables numbered, in their order. What other programs
+    have saved under a Word document's name is read by its content.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged, protected by a password, or unpacks to too much.
+    """
+    from kvtool.core.corpus.readers import READERS  # which imports this module
+
+    ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
+    if data.startswith(b"PK"):
+        return [_read_new(source, data)]
+    if is_old(data) and "worddocument".encode("utf-16-le") in data.lower():
+        return [_read_old(source, data)]
+    if ending in READERS:
+        return READERS[ending](source, data)
+    if _WORD_XML.search(data[:4096]):
+        raise UnreadableFile("a Word document as one XML file", "save it as .docx")
+    if data.startswith(b"\xd0\xcf\x11\xe0") or not source.lower().endswith((".doc", ".dot")):
+        checked(data)
+    return unknown.read(source, data)
+
+
+def _read_old(source: str, data: bytes) -> Document:
+    with opened("Word document", "office-oxide"):
+        from office_oxide import Document as Office
+        from office_oxide import OfficeOxideError
+
+        try:
+            file = Office.from_bytes(data, "doc")
+        except OfficeOxideError as error:
+            if "encrypted" in str(error):
+                raise UnreadableFile("protected by a password", "save a copy without one") from error
+            raise
+        sections, embedded = file.to_ir()["sections"], len(_EMBEDDED.findall(file.plain_text()))
+    heads = [(name, each[name]) for each in sections for name in each if name.endswith(_MARGINS)]
+    margins = [(name, text) for name, part in heads for text in blocks(part["content"])]
+    elements = [element for each in sections for element in each["elements"] if element["type"] != "image"]
+    numbers = _unnumber(elements)
+    body = ((f"¶ {number}", text) for number, text in enumerate(blocks(elements), 1))
+    return _joined(source, body, margins, unread_note({"numbers of lists": numbers, "embedded files": embedded}))
+
+
+def _unnumber(elements: Iterable[dict[str, Any]]) -> int:
+    """Take the numbers from lists, since the library counts bullets, too, and always from 1; return how many."""
+    counted = 0
+    for each in elements:
+        if "rows" in each:
+            counted += sum(_unnumber(cell["content"]) for row in each["rows"] for cell in row["cells"])
+        if "items" in each:
+            each["ordered"] = False
+            for item in each["items"]:
+                counted += 1 + _unnumber([] if item.get("nested") is None else [item["nested"]])
+    return counted
+
+
+def _joined(source: str, body: Iterable[Piece], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
+    """Put headers before a text and footers after it, each once. Raises EmptyFile, or says what was not read."""
+    once: dict[str, str] = {}
+    for name, text in margins:
+        once.setdefault(text.strip(), name)
+    parts = {end: [(end, text) for text, name in once.items() if name.endswith(end)] for end in _MARGINS}
+    try:
+        return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
+    except EmptyFile as error:
+        if not notes:
+            raise
+        raise UnreadableFile(f"there is no text in it ({'; '.join(notes)})") from error
+
+
+def _read_new(source: str, data: bytes) -> Document:
+    with checked(data) as archive, opened("Word document", "the standard library"):
+        package = Package(archive)
+        main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "")
+        root = package.part(main or "word/document.xml")
+        body = None if root is None else root.find("w-body")
+        if body is None:
+            raise UnreadableFile("damaged: there is no Word document in it")
+        walk = _Walk(package, main or "word/document.xml")
+        groups = [(number, [text, *walk.drained()]) for number, text in enumerate(walk.blocks(body), 1)]
+        margins = [*walk.margins(body)]
+    notes = hidden_note("passage", walk.hidden) + unread_note(walk.unread)
+    notes += tuple(f"damaged: {name}: not read" for name in package.damaged)
+    parts = ((f"¶ {number}", text) for number, group in groups for text in group)
+    return _joined(source, parts, margins, notes)
+
+
+class _Walk:
+    """A walk through a document in its order.
+
+    Attributes
+    ----------
+    hidden : text that Word does not show.
+    unread : how many parts of each kind are left out.
+    """
+
+    def __init__(self, package: Package, main: str) -> None:
+        self.hidden: list[str] = []
+        self.unread: Counter[str] = Counter()
+        self._package = package
+        self._links = self._main_links = package.links(main)
+        self._styles = Styles(self._named("styles"))
+        self._clauses = Clauses(self._named("numbering"), self._styles)
+        self._level = lru_cache(maxsize=None)(self._find_level)
+        self._fields: list[bool] = []  # open fields, innermost last: has its result begun?
+        self._aside: list[str] = []  # text boxes, notes and charts of the current block
+        self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
+        self._notes: dict[str, tuple[dict[str, Element], dict[str, Link], dict[str, str]]] = {}
+        self._is_in_cell = False
+
+    def _named(self, kind: str) -> Element | None:
+        """Find the document's part of a kind."""
+        name = next((link.name for link in self._main_links.values() if link.kind == kind), "")
+        return self._package.part(name) if name else None
+
+    def drained(self) -> list[str]:
+        """Take the texts that belong beside the blocks since the last call."""
+        aside, self._aside = self._aside, []
+        return aside
+
+    def _texts(self, element: Element, links: dict[str, Link] | None = None) -> list[str]:
+        """Read a part of its own: a text box, a note, a header."""
+        outer = self._links, self._fields, self._aside, self._carried, self._is_in_cell
+        self._links = self._links if links is None else links
+        self._fields, self._aside, self._carried, self._is_in_cell = [], [], [], False
+        texts = [each for text in self.blocks(element) for each in (text, *self.drained())]
+        self._links, self._fields, self._aside, self._carried, self._is_in_cell = outer
+        return texts
+
+    def margins(self, body: Element) -> Iterator[Piece]:
+        """Yield the headers and footers of all sections, each part once."""
+        seen = set()
+        for each in body.iter():
+            if each.tag in ("w-headerReference", "w-footerReference"):
+                link = self._main_links.get(each.get("id", ""))
+                if link is None or link.name in seen or (part := self._package.part(link.name)) is None:
+                    continue
+                seen.add(link.name)
+                has_number = any("PAGE" in (each.text or each.get("instr") or "").upper() for each in part.iter())
+                for text in self._texts(part, self._package.links(link.name)):
+                    if not has_number or re.search(r"[^\W\d_]", text):
+                        yield each.tag[2:8], text
+
+    def blocks(self, element: Element) -> Iterator[str]:
+        """Yield the text of each paragraph, and of each row of a table."""
+        for child in element:
+            if child.tag == "w-p":
+                yield self._paragraph(child)
+            elif child.tag == "w-tbl":
+                yield from self._table(child)
+            elif child.tag in ("m-oMath", "m-oMathPara"):
+                yield linear(child)
+            elif child.tag == "w-altChunk":
+                yield from self._embedded(child)
+            elif child.tag in _UNREAD:
+                self.unread[_UNREAD[child.tag]] += 1
+            elif child.tag not in _UNSEEN:
+                yield from self.blocks(child)
+        if self._carried:
+            carried, self._carried = self._carried, []
+            yield line(carried)
+
+    def _embedded(self, chunk: Element) -> Iterator[str]:
+        """Yield the parts of a document of another format that stands here."""
+        link = self._links.get(chunk.get("id", ""))
+        try:
+            documents = read("", self._package.data("" if link is None else link.name))
+        except UnreadableFile:
+            self.unread["embedded documents"] += 1
+        else:
+            yield from (part for document in documents for part in document.text.split("\n\n"))
+
+    def _paragraph(self, paragraph: Element) -> str:
+        """Return a paragraph with its number, or the mark of a heading or of a list's item."""
+        self._fields = [has_result for has_result in self._fields if has_result]  # an instruction ends with it
+        pieces = [*self._carried, *self._pieces(paragraph, "")]
+        properties = paragraph.find("w-pPr")
+        if any(find(properties, f"w-rPr/w-{change}") is not None for change in ("del", "moveFrom")):
+            self._carried = pieces
+            return ""
+        self._carried = []
+        text = line(pieces).strip()
+        style = value(properties, "w-pStyle") or self._styles.usual
+        number = self._clauses.next(properties, style)
+        if (
+            number is None
+            and find(properties, "w-numPr") is None
+            and value(self._styles.find(style, "w-name"), ".").lower().startswith("list")
+        ):
+            number = "-"
+        rank = 0 if self._is_in_cell else self._rank(properties, style)
+        if number == "-" and (rank or self._is_in_cell):
+            number = ""
+        return " ".join(filter(None, ("#" * rank, number, text))) if text else ""
+
+    def _rank(self, properties: Element | None, style: str) -> int:
+        """Return how deep a heading is, from 1; 0 for other paragraphs."""
+        level = count(properties, "w-outlineLvl", self._level(style))
+        return min(6, level + 1) if level < _BODY else 0
+
+    def _find_level(self, style: str) -> int:
+        """Return the outline level of a style, from 0; that of other text is 9."""
+        for each in self._styles.chain(style).values():
+            if heading := _HEADING.fullmatch(value(each, "w-name").lower()):
+                return max(0, int(heading[1] or 1) - 1)
+        return count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", _BODY)
+
+    def _table(self, table: Element) -> Iterator[str]:
+        """Yield a table's rows. A row is only a frame if just one cell has text, and a table within it."""
+        rows: list[str] = []
+        above: list[str] = []
+        for row in _below(table, "w-tr"):
+            if row.find("w-trPr/w-del") is not None:
+                continue
+            cells = [*_below(row, "w-tc")]
+            filled = [cell for cell in cells if any((each.text or "").strip() for each in cell.iter("w-t"))]
+            if len(filled) == 1 and not self._is_in_cell and next(_below(filled[0], "w-tbl"), None) is not None:
+                rows += (text for cell in cells for text in self.blocks(cell))
+                above = []
+            else:
+                above = self._row(row, cells, above)
+                texts = above[:1] if len(cells) == 1 == len(set(above)) else above  # a row of one cell is a heading
+                inner = ", ".join(texts).rstrip(", ")
+                rows.append((inner and f"{inner};") if self._is_in_cell else table_row(texts))
+        if rows:
+            aside = self.drained()  # after the whole table
+            yield from rows[:-1]
+            self._aside = aside
+            yield rows[-1]
+
+    def _row(self, row: Element, cells: Iterable[Element], above: list[str]) -> list[str]:
+        """Return the texts of a row's columns, those of merged cells in each that they cover."""
+        texts = [""] * min(_MOST_COLUMNS, count(row, "w-trPr/w-gridBefore"))
+        for cell in cells:
+            if cell.find("w-tcPr/w-cellDel") is not None:
+                continue
+            text = self._cell(cell)
+            for merge, before in (("vMerge", above[len(texts) :]), ("hMerge", texts[-1:])):
+                if cell.find(f"w-tcPr/w-{merge}") is not None and value(cell, f"w-tcPr/w-{merge}") != "restart":
+                    text = text or "".join(label for label in before[:1] if len(label) <= LONGEST_LABEL)
+            span = max(1, min(count(cell, "w-tcPr/w-gridSpan", 1), _MOST_COLUMNS - len(texts)))
+            texts += [text] + [text if len(text) <= LONGEST_LABEL else ""] * (span - 1)
+        return texts
+
+    def _cell(self, cell: Element) -> str:
+        outer, self._is_in_cell = self._is_in_cell, True
+        text = " ".join(" ".join(self.blocks(cell)).split()).removesuffix(";")
+        self._is_in_cell = outer
+        return text
+
+    def _pieces(self, element: Element, position: str) -> Iterator[Piece]:
+        """Yield what a paragraph, or a part of one, says in its line; what stands beside is put aside."""
+        last = ""
+        for child in element:
+            if (tag := child.tag) in _UNSEEN:
+                continue
+            if tag == "w-r":
+                yield from self._run(child)
+            elif tag == "w-fldChar":
+                yield from self._field(child)
+            elif not all(self._fields):
+                yield from self._pieces(child, position)  # of an instruction: only the ends of fields count
+            elif (said := _SAID.get(tag)) is not None:
+                yield (" " if last == tag == "m-oMath" else "") + said(child), position
+            elif tag in _NOTES:
+                yield self._note(_NOTES[tag], child), ""
+            elif tag == "w-ruby":
+                parts = (child.find("w-rubyBase"), child.find("w-rt"))
+                base, reading = ("" if part is None else line(self._pieces(part, "")) for part in parts)
+                yield f"{base}({reading})" if reading else base, position
+            else:
+                self._beside(child)
+                if tag != "w-txbxContent":
+                    yield from self._pieces(child, position)
+                yield " " * (tag == "a-p"), ""
+            last = tag
+
+    def _run(self, run: Element) -> Iterator[Piece]:
+        """Yield what a run says, and note it if Word hides it."""
+        vanish, script, font = (self._of_run(run, name) for name in ("w-vanish", "w-vertAlign", "w-rFonts"))
+        name = "" if font is None else font.get("ascii", "")
+        pieces = [(glyphs(text, name), where) for text, where in self._pieces(run, value(script, "."))]
+        if is_on(vanish, ".") and (text := "".join(text for text, _ in pieces).strip()):
+            self.hidden.append(text)
+        yield from pieces
+
+    def _of_run(self, run: Element, name: str) -> Element | None:
+        """Find a property of a run, or of its style."""
+        own = run.find("w-rPr")
+        if own is None or own.find(name) is not None or not (style := value(own, "w-rStyle")):
+            return find(own, name)
+        return self._styles.find(style, f"w-rPr/{name}")
+
+    def _field(self, char: Element) -> Iterator[Piece]:
+        """Follow a field's begin, start of its result, and end; a form's boxes and choices are in its begin."""
+        kind = char.get("fldCharType")
+        if kind == "begin":
+            box, choice = char.find("w-ffData/w-checkBox"), char.find("w-ffData/w-ddList")
+            if all(self._fields) and box is not None:
+                yield "☒" if is_on(box, "w-default" if box.find("w-checked") is None else "w-checked") else "☐", ""
+            if all(self._fields) and choice is not None:
+                at = count(choice, "w-result", count(choice, "w-default"))
+                yield "".join(value(each, ".") for each in choice.findall("w-listEntry")[at : at + 1]), ""
+            self._fields.append(False)
+        elif self._fields:
+            self._fields.pop()
+            self._fields += [True] if kind == "separate" else []
+
+    def _note(self, kind: str, reference: Element) -> str:
+        """Put a note aside, and return its mark."""
+        if kind not in self._notes:
+            name = next((link.name for link in self._main_links.values() if link.kind == f"{kind}s"), "")
+            part = self._named(f"{kind}s")
+            notes = {} if part is None else {each.get("id", ""): each for each in part}
+            self._notes[kind] = notes, self._package.links(name), {}
+        notes, links, marks = self._notes[kind]
+        key = reference.get("id", "")
+        if key in marks or key not in notes:
+            return marks.get(key, "")
+        has_own = kind == "comment" or reference.get("customMarkFollows", "0") not in ("0", "false", "off")
+        marks[key] = "" if has_own else f"[{counter(len(marks) + 1, _NUMBERS[kind])}]"
+        text = " ".join(" ".join(self._texts(notes[key], links)).split())
+        author = notes[key].get("author", "")
+        comment = f"[comment{' by ' * bool(author)}{author}: {text}]"
+        self._aside += [comment if kind == "comment" else f"{marks[key]} {text}".strip()] if text else []
+        return marks[key]
+
+    def _beside(self, element: Element) -> None:
+        """Put aside what an element shows beside the line: a text box, a chart, a diagram, text drawn as a picture."""
+        if element.tag == "w-txbxContent":
+            self._aside += self._texts(element)
+        elif element.tag == "textpath":
+            self._aside.append(element.get("string", ""))
+        elif element.tag in _UNREAD:
+            self.unread[_UNREAD[element.tag]] += 1
+        elif element.tag in ("c-chart", "dgm-relIds", "chart"):
+            link = self._links.get(element.get("id") or element.get("dm") or "")
+            part = None if link is None else self._package.part(link.name)
+            rows = [] if part is None else [*(_chart(part) if element.tag == "c-chart" else _diagram(part))]
+            self.unread["charts"] += not any(rows)
+            self._aside += rows
+
+
+def _below(element: Element, tag: str) -> Iterator[Element]:
+    """Yield the nearest elements of a name, through controls and marks of changes around them."""
+    for child in element:
+        if child.tag == tag:
+            yield child
+        elif child.tag not in _UNSEEN and child.tag not in ("w-p", "w-tbl", "w-tr", "w-tc"):
+            yield from _below(child, tag)
+
+
+def _diagram(part: Element) -> Iterator[str]:
+    for point in part.iter("dgm-pt"):
+        yield " ".join("".join(text.text or "" for text in each.iter("a-t")) for each in point.iter("a-p"))
+
+
+def _chart(part: Element) -> Iterator[str]:
+    """Yield a chart's titles, and a table of its series."""
+    for title in part.iter("c-title"):
+        yield "".join(text.text or "" for text in title.iter("a-t"))
+    series = [*part.iter("c-ser")]
+    heads = ["".join(text.text or "" for text in each.findall("c-tx//c-v")) for each in series]
+    columns = [_values(each, ("c-cat", "c-xVal")) for each in series[:1]]
+    columns += [_values(each, ("c-val", "c-yVal")) for each in series]
+    if series:
+        yield table_row(["", *heads])
+    for number in sorted({number for column in columns for number in column}):
+        yield table_row(column.get(number, "") for column in columns)
+
+
+def _values(series: Element, names: Iterable[str]) -> dict[int, str]:
+    points = [point for name in names for point in series.findall(f"{name}//c-pt")]
+    return {
+        int(at): _rounded(point.findtext("c-v", "")) for point in points if (at := point.get("idx", "")).isdecimal()
+    }
+
+
+def _rounded(text: str) -> str:
+    """Write a number that is saved as 4.4000000000000004 as 4.4."""
+    try:
+        return f"{float(text):.15g}" if len(text) > 15 else text
+    except ValueError:
+        return text

@@ -1,0 +1,614 @@
+"""Word documents: text outside plain runs, numbers of clauses, tables, variants of the format, and damaged parts."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.corpus.readers import read_documents
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.readers.ir import blocks, counter, line
+
+_MAIN = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+_OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
+_SPACES = " ".join(
+    f'xmlns:{name}="{space}"'
+    for name, space in {
+        "w": _MAIN,
+        "r": f"{_OFFICE}/relationships",
+        "m": f"{_OFFICE}/math",
+        "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
+        "wp": "http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing",
+        "wps": "http://schemas.microsoft.com/office/word/2010/wordprocessingShape",
+        "a": "http://schemas.openxmlformats.org/drawingml/2006/main",
+        "c": "http://schemas.openxmlformats.org/drawingml/2006/chart",
+        "dgm": "http://schemas.openxmlformats.org/drawingml/2006/diagram",
+        "v": "urn:schemas-microsoft-com:vml",
+        "o": "urn:schemas-microsoft-com:office:office",
+    }.items()
+)
+_TYPES = '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>'
+_REFERENCE = '<w:r><w:footnoteReference w:id="2"/></w:r>'
+_RELS = "http://schemas.openxmlformats.org/package/2006/relationships"
+
+
+def run(text: str, properties: str = "") -> str:
+    return f'<w:r><w:rPr>{properties}</w:rPr><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+
+def p(inside: str, properties: str = "") -> str:
+    return f"<w:p><w:pPr>{properties}</w:pPr>{inside}</w:p>"
+
+
+def cell(text: str, properties: str = "") -> str:
+    return f"<w:tc><w:tcPr>{properties}</w:tcPr>{p(run(text))}</w:tc>"
+
+
+def table(*rows: str) -> str:
+    return "<w:tbl><w:tblPr/>" + "".join(f"<w:tr>{row}</w:tr>" for row in rows) + "</w:tbl>"
+
+
+def field(instruction: str, result: str = "") -> str:
+    marks = [f'<w:r><w:fldChar w:fldCharType="{kind}"/></w:r>' for kind in ("begin", "separate", "end")]
+    return f"{marks[0]}<w:r><w:instrText>{instruction}</w:instrText></w:r>{marks[1]}{result}{marks[2]}"
+
+
+def numbered(level: int = 0, list_id: int = 1) -> str:
+    return f'<w:numPr><w:ilvl w:val="{level}"/><w:numId w:val="{list_id}"/></w:numPr>'
+
+
+def levels(*each: tuple[str, str], start: int = 1) -> str:
+    """Levels of a list: each with its format and its text."""
+    return "".join(
+        f'<w:lvl w:ilvl="{level}"><w:start w:val="{start}"/><w:numFmt w:val="{form}"/>'
+        f'<w:lvlText w:val="{text}"/></w:lvl>'
+        for level, (form, text) in enumerate(each)
+    )
+
+
+def numbering(*plans: str) -> str:
+    """The part that defines lists 1, 2, … of these levels."""
+    body = "".join(f'<w:abstractNum w:abstractNumId="{n}">{plan}</w:abstractNum>' for n, plan in enumerate(plans))
+    body += "".join(f'<w:num w:numId="{n + 1}"><w:abstractNumId w:val="{n}"/></w:num>' for n in range(len(plans)))
+    return f"<w:numbering {_SPACES}>{body}</w:numbering>"
+
+
+def part(name: str, inside: str) -> str:
+    return f"<w:{name} {_SPACES}>{inside}</w:{name}>"
+
+
+def docx(body: str, parts: Mapping[str, str] = {}, main: str = "word/document.xml") -> bytes:
+    """A Word file; `parts` by their kind, which is the id of their relationship, too."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("[Content_Types].xml", _TYPES)
+        link = f'<Relationship Id="main" Type="{_OFFICE}/relationships/officeDocument" Target="/{main}"/>'
+        archive.writestr("_rels/.rels", f'<Relationships xmlns="{_RELS}">{link}</Relationships>')
+        archive.writestr(main, f"<w:document {_SPACES}><w:body>{body}</w:body></w:document>")
+        links = ""
+        for name, text in parts.items():
+            archive.writestr(f"word/{name}.xml", text)
+            kind = name.rstrip("0123456789")
+            links += f'<Relationship Id="{name}" Type="{_OFFICE}/relationships/{kind}" Target="{name}.xml"/>'
+        folder, _, base = main.rpartition("/")
+        archive.writestr(f"{folder}/_rels/{base}.rels", f'<Relationships xmlns="{_RELS}">{links}</Relationships>')
+    return made.getvalue()
+
+
+def read(data: bytes, ending: str = ".docx") -> Document:
+    (document,) = read_documents(Path(f"/in/a{ending}"), data)
+    return document
+
+
+def text_of(body: str, parts: Mapping[str, str] = {}) -> str:
+    return read(docx(body, parts)).text.rstrip("\n")
+
+
+# ---- text outside plain runs ----
+
+
+def test_tracked_changes_are_read_as_accepted() -> None:
+    moved = "".join(f"<w:{side}>{run('Pay by noon. ')}</w:{side}>" for side in ("moveFrom", "moveTo"))
+    gone = '<w:del w:author="A"><w:r><w:delText>sixty</w:delText></w:r></w:del>'
+    body = p(moved + run("Rent is ") + gone + f"<w:ins>{run('eighty')}</w:ins>" + run(" crowns."))
+    assert text_of(body) == "Pay by noon. Rent is eighty crowns."
+
+
+def test_paragraphs_join_where_the_mark_between_them_is_deleted() -> None:
+    body = p(run("The term ends "), "<w:rPr><w:del/></w:rPr>") + p(run("in May.")) + p(run("Signed."))
+    assert text_of(body) == "The term ends in May.\n\nSigned."
+
+
+def test_deleted_rows_are_left_out() -> None:
+    body = table(cell("kept"), f"<w:trPr><w:del/></w:trPr>{cell('gone')}")
+    assert text_of(body) == "kept"
+
+
+def test_content_controls_are_read_at_every_level() -> None:
+    control = "<w:sdt><w:sdtPr><w:dropDownList/></w:sdtPr><w:sdtContent>{}</w:sdtContent></w:sdt>"
+    line = p(run("Berth ") + control.format(run("North")) + "<w:smartTag>" + run(" pier") + "</w:smartTag>")
+    rows = "<w:tbl>" + control.format(f"<w:tr>{control.format(cell('Depth'))}{cell('4 m')}</w:tr>") + "</w:tbl>"
+    assert text_of(control.format(p(run("Title"))) + line + rows) == "Title\n\nBerth North pier\n\nDepth | 4 m"
+
+
+def test_text_boxes_are_read_once() -> None:
+    box = f"<w:txbxContent>{p(run('Beware of the tide'))}</w:txbxContent>"
+    choice = f'<mc:Choice Requires="wps"><w:drawing><wps:txbx>{box}</wps:txbx></w:drawing></mc:Choice>'
+    drawn = f"<mc:AlternateContent>{choice}<mc:Fallback><w:pict>{box}</w:pict></mc:Fallback></mc:AlternateContent>"
+    document = read(docx(p(run("before")) + p(f"{run('Pier')}<w:r>{drawn}</w:r>") + p(run("after"))))
+    assert document.text == "before\n\nPier\n\nBeware of the tide\n\nafter\n"
+    assert [mark.place for mark in document.marks] == ["¶ 1", "¶ 2", "¶ 3"]
+
+
+def test_vml_text_boxes_and_word_art_are_read() -> None:
+    box = f"<w:txbxContent>{p(run('Old box'))}</w:txbxContent>"
+    drawn = f'<w:pict><v:shape><v:textbox>{box}</v:textbox><v:textpath string="DRAFT"/></v:shape></w:pict>'
+    assert text_of(p(f"<w:r>{drawn}</w:r>")) == "Old box\n\nDRAFT"
+
+
+def test_notes_follow_their_paragraph_with_their_marks() -> None:
+    refer = '<w:r><w:{}Reference w:id="{}"/></w:r>'
+    notes = {
+        "footnotes": part("footnotes", f'<w:footnote w:id="7">{p(run("Not on Sundays."))}</w:footnote>'),
+        "endnotes": part("endnotes", f'<w:endnote w:id="3">{p(run("See the log."))}</w:endnote>'),
+    }
+    body = p(run("Open daily.") + refer.format("footnote", 7) + refer.format("endnote", 3)) + p(run("Next."))
+    assert text_of(body, notes) == "Open daily.[1][i]\n\n[1] Not on Sundays.\n\n[i] See the log.\n\nNext."
+
+
+def test_notes_of_a_table_follow_it() -> None:
+    notes = {"footnotes": part("footnotes", f'<w:footnote w:id="2">{p(run("in crowns"))}</w:footnote>')}
+    head = f"<w:tc>{p(run('Fee') + _REFERENCE)}</w:tc>"
+    assert text_of(table(head + cell("Pier"), cell("6") + cell("North")), notes) == (
+        "Fee[1] | Pier\n\n6 | North\n\n[1] in crowns"
+    )
+
+
+def test_a_note_that_refers_to_itself_ends() -> None:
+    again = p(run("Loop") + _REFERENCE)
+    notes = {"footnotes": part("footnotes", f'<w:footnote w:id="2">{again}</w:footnote>')}
+    assert text_of(p(run("A") + _REFERENCE), notes) == "A[1]\n\n[1] Loop[1]"
+
+
+def test_comments_are_marked_with_their_authors() -> None:
+    said = f'<w:comment w:id="0" w:author="Ines">{p(run("Ask the harbour master."))}</w:comment>'
+    body = p(run("The crane is hired.") + '<w:r><w:commentReference w:id="0"/></w:r>')
+    assert text_of(body, {"comments": part("comments", said)}) == (
+        "The crane is hired.\n\n[comment by Ines: Ask the harbour master.]"
+    )
+
+
+def test_headers_and_footers_are_read_once_with_their_own_places() -> None:
+    refer = '<w:headerReference w:type="{}" r:id="{}"/><w:footerReference r:id="footer1"/>'
+    sections = refer.format("default", "header1"), refer.format("first", "header2"), refer.format("default", "header3")
+    body = p(run("One."), f"<w:sectPr>{sections[0]}</w:sectPr>") + p(run("Two."))
+    body += f"<w:sectPr>{sections[1]}{sections[2]}</w:sectPr>"
+    parts = {
+        "header1": part("hdr", p(run("Order 77"))),
+        "header2": part("hdr", p(run("First page"))),
+        "header3": part("hdr", p(run("Order 77"))),
+        "footer1": part("ftr", p(run("Valid in May")) + p(field("PAGE", run("1")))),
+    }
+    document = read(docx(body, parts))
+    assert document.text == "Order 77\n\nFirst page\n\nOne.\n\nTwo.\n\nValid in May\n"
+    assert [mark.place for mark in document.marks] == ["header", "¶ 1", "¶ 2", "footer"]
+
+
+def test_fields_give_their_results() -> None:
+    nested = field(f"IF {field('MERGEFIELD x', run('secret'))} = 1", run("granted"))
+    simple = f'<w:fldSimple w:instr="DATE">{run("4 May")}</w:fldSimple>'
+    link = f'<w:hyperlink r:id="none">{run("the site")}</w:hyperlink>'
+    assert text_of(p(run("Leave ") + nested + run(" on ") + simple + run(", see ") + link)) == (
+        "Leave granted on 4 May, see the site"
+    )
+
+
+def test_a_field_that_never_ends_hides_nothing_after_it() -> None:
+    begun = '<w:r><w:fldChar w:fldCharType="begin"/></w:r>'
+    assert text_of(p(begun + run("lost")) + p(run("kept"))) == "kept"
+
+
+def test_boxes_and_choices_of_old_forms_are_read() -> None:
+    box = '<w:ffData><w:checkBox><w:default w:val="0"/><w:checked/></w:checkBox></w:ffData>'
+    choice = '<w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="oak"/><w:listEntry w:val="elm"/></w:ddList>'
+    made = "".join(
+        f'<w:r><w:fldChar w:fldCharType="begin">{data}</w:fldChar></w:r><w:r><w:fldChar w:fldCharType="end"/></w:r>'
+        for data in (box, choice + "</w:ffData>")
+    )
+    assert text_of(p(run("Paid ") + made)) == "Paid ☒elm"
+
+
+@pytest.mark.parametrize(
+    ("equation", "shown"),
+    [
+        ("<m:f><m:num>{a+b}</m:num><m:den>{2c}</m:den></m:f>", "(a+b)/(2c)"),
+        ("<m:f><m:num>{x}</m:num><m:den>{y}</m:den></m:f>", "x/y"),
+        ("<m:rad><m:deg/><m:e>{x}</m:e></m:rad>", "sqrt(x)"),
+        ("<m:rad><m:deg>{3}</m:deg><m:e>{8}</m:e></m:rad>", "sqrt[3](8)"),
+        ("{E=m}<m:sSup><m:e>{c}</m:e><m:sup>{2}</m:sup></m:sSup>", "E=mc^2"),
+        ("<m:sSubSup><m:e>{x}</m:e><m:sub>{i}</m:sub><m:sup>{n+1}</m:sup></m:sSubSup>{y}", "x_i^(n+1) y"),
+        (
+            '<m:nary><m:naryPr><m:chr m:val="∑"/></m:naryPr><m:sub>{i=1}</m:sub><m:sup>{n}</m:sup>'
+            "<m:e>{i}</m:e></m:nary>",
+            "∑_(i=1)^n i",
+        ),
+        ('<m:d><m:dPr><m:begChr m:val="["/><m:endChr m:val="]"/></m:dPr><m:e>{a}</m:e><m:e>{b}</m:e></m:d>', "[a|b]"),
+        ("<m:func><m:fName>{log}</m:fName><m:e>{x}</m:e></m:func>", "log x"),
+        (
+            "<m:m><m:mr><m:e>{1}</m:e><m:e>{0}</m:e></m:mr><m:mr><m:e>{0}</m:e><m:e>{1}</m:e></m:mr></m:m>",
+            "[1, 0; 0, 1]",
+        ),
+        ("<m:acc><m:e>{x}</m:e></m:acc>", "x\u0302"),
+    ],
+)
+def test_equations_are_read_in_one_line(equation: str, shown: str) -> None:
+    written = equation.replace("{", "<m:r><m:t>").replace("}", "</m:t></m:r>")
+    assert text_of(p(run("so ") + f"<m:oMath>{written}</m:oMath>" + run(" holds"))) == f"so {shown} holds"
+
+
+def test_raised_and_lowered_characters_keep_their_sense() -> None:
+    high, low = '<w:vertAlign w:val="superscript"/>', '<w:vertAlign w:val="subscript"/>'
+    body = p(
+        run("10")
+        + run("-", high)
+        + run("6", high)
+        + run(" m of H")
+        + run("2", low)
+        + run("O, the 21")
+        + run("st", high)
+    )
+    assert text_of(body) == "10^-6 m of H2O, the 21st"
+
+
+def test_symbols_hyphens_tabs_and_breaks() -> None:
+    inside = (
+        '<w:sym w:font="Wingdings" w:char="F0FE"/><w:t>co</w:t><w:softHyphen/><w:t>op</w:t><w:noBreakHyphen/>'
+        "<w:t>x</w:t>"
+        '<w:tab/><w:t>y</w:t><w:br/><w:t>z</w:t><w:br w:type="page"/>'
+    )
+    greek = run("\uf061 > \uf0a5", '<w:rFonts w:ascii="Symbol"/>')
+    assert text_of(p(f"<w:r>{inside}</w:r>{greek}")) == "☑coop-x\ty\nzα > ∞"
+
+
+def test_readings_follow_their_words() -> None:
+    ruby = f"<w:ruby><w:rt>{run('とうだい')}</w:rt><w:rubyBase>{run('灯台')}</w:rubyBase></w:ruby>"
+    assert text_of(p(f"<w:r>{ruby}</w:r>" + run("の光"))) == "灯台(とうだい)の光"
+
+
+def test_hidden_text_is_read_and_named() -> None:
+    document = read(
+        docx(p(run("Fee 6. ") + run("Our cost is 4.", "<w:vanish/>") + run(" Thanks.", '<w:vanish w:val="0"/>')))
+    )
+    assert document.text == "Fee 6. Our cost is 4. Thanks.\n"
+    assert document.notes == ("hidden passage 'Our cost is 4.': read like those that are shown",)
+
+
+def test_charts_are_read_as_tables() -> None:
+    points = "".join(f'<c:pt idx="{n}"><c:v>{{}}</c:v></c:pt>' for n in (0, 1))
+    series = (
+        f"<c:ser><c:tx><c:v>Catch</c:v></c:tx><c:cat>{points.format('May', 'June')}</c:cat>"
+        f"<c:val>{points.format('4.4000000000000004', '7')}</c:val></c:ser>"
+    )
+    title = "<c:title><a:p><a:r><a:t>Catch by month</a:t></a:r></a:p></c:title>"
+    chart = f"<c:chartSpace {_SPACES}><c:chart>{title}{series}</c:chart></c:chartSpace>"
+    drawn = '<w:r><w:drawing><wp:docPr descr="A bar chart"/><c:chart r:id="chart1"/></w:drawing></w:r>'
+    assert text_of(p(drawn), {"chart1": chart}) == (
+        "[image: A bar chart]\n\nCatch by month\n\n | Catch\n\nMay | 4.4\n\nJune | 7"
+    )
+
+
+def test_diagrams_are_read() -> None:
+    points = "".join(f"<dgm:pt><a:p><a:r><a:t>{text}</a:t></a:r></a:p></dgm:pt>" for text in ("Cast", "Haul"))
+    diagram = f"<dgm:dataModel {_SPACES}>{points}</dgm:dataModel>"
+    drawn = '<w:r><w:drawing><dgm:relIds r:dm="diagramData1"/></w:drawing></w:r>'
+    assert text_of(p(run("Steps:") + drawn), {"diagramData1": diagram}) == "Steps:\n\nCast\n\nHaul"
+
+
+def test_embedded_files_are_counted() -> None:
+    document = read(
+        docx(p(run("See the sheet.") + '<w:r><w:object><o:OLEObject ProgID="Excel.Sheet.12"/></w:object></w:r>'))
+    )
+    assert document.notes == ("embedded files: 1 not read",)
+
+
+def test_embedded_pages_are_read_and_others_counted() -> None:
+    body = p(run("Terms:")) + '<w:altChunk r:id="aFChunk1"/><w:altChunk r:id="aFChunk2"/>'
+    document = read(docx(body, {"aFChunk1": "<html><body><p>Pay in May.</p></body></html>", "aFChunk2": "%PDF-1.4"}))
+    assert document.text == "Terms:\n\nPay in May.\n"
+    assert document.notes == ("embedded documents: 1 not read",)
+
+
+def test_a_file_of_embedded_files_says_so() -> None:
+    with pytest.raises(UnreadableFile, match=r"no text in it \(embedded files: 1 not read"):
+        read(docx(p("<w:r><w:object><o:OLEObject/></w:object></w:r>")))
+
+
+# ---- automatic numbers ----
+
+
+def test_clauses_count_on_several_levels() -> None:
+    lists = numbering(levels(("decimal", "%1."), ("decimal", "%1.%2"), ("lowerLetter", "(%3)"), ("bullet", "·")))
+    body = "".join(p(run(name), numbered(level)) for name, level in zip("abcdefg", (0, 1, 2, 2, 1, 0, 1), strict=True))
+    body += p(run("plain")) + p(run("h"), numbered(1)) + p(run("i"), numbered(3))
+    assert text_of(body, {"numbering": lists}).split("\n\n") == [
+        *("1. a", "1.1 b", "(a) c", "(b) d", "1.2 e", "2. f", "2.1 g", "plain", "2.2 h", "- i"),
+    ]
+
+
+def test_a_skipped_level_counts() -> None:
+    lists = numbering(levels(("decimal", "%1"), ("decimal", "%1.%2"), ("decimal", "%1.%2.%3")))
+    body = "".join(p(run("x"), numbered(level)) for level in (0, 2, 1))
+    assert text_of(body, {"numbering": lists}).split("\n\n") == ["1 x", "1.1.1 x", "1.2 x"]
+
+
+def test_starts_and_restarts_of_lists() -> None:
+    lists = numbering(levels(("decimal", "Article %1:"), start=4), levels(("upperRoman", "%1."))).replace(
+        "</w:numbering>",
+        '<w:num w:numId="9"><w:abstractNumId w:val="1"/><w:lvlOverride w:ilvl="0"><w:startOverride w:val="1"/>'
+        "</w:lvlOverride></w:num></w:numbering>",
+    )
+    body = "".join(p(run("x"), numbered(0, list_id)) for list_id in (1, 2, 2, 1, 9, 9))
+    assert text_of(body, {"numbering": lists}).split("\n\n") == [
+        *("Article 4: x", "I. x", "II. x", "Article 5: x", "I. x", "II. x"),
+    ]
+
+
+def test_levels_that_never_restart_and_legal_numbers() -> None:
+    plan = levels(("upperRoman", "%1"), ("decimal", "%1.%2")).replace(
+        '<w:lvlText w:val="%1.%2"/>', '<w:lvlRestart w:val="0"/><w:isLgl/><w:lvlText w:val="%1.%2"/>'
+    )
+    body = "".join(p(run("x"), numbered(level)) for level in (0, 1, 0, 1))
+    assert text_of(body, {"numbering": numbering(plan)}).split("\n\n") == ["I x", "1.1 x", "II x", "2.2 x"]
+
+
+def test_headings_are_numbered_by_their_styles() -> None:
+    styles = "".join(
+        f'<w:style w:type="paragraph" w:styleId="{key}"><w:name w:val="{name}"/><w:basedOn w:val="{base}"/><w:pPr>'
+        f"{numbered_by}</w:pPr></w:style>"
+        for key, name, base, numbered_by in (
+            ("H1", "heading 1", "", '<w:numPr><w:numId w:val="1"/></w:numPr>'),
+            ("H2", "heading 2", "H1", ""),
+            ("Own", "My heading", "H1", ""),
+        )
+    )
+    plan = levels(("decimal", "%1"), ("decimal", "%1.%2")).replace(
+        '<w:numFmt w:val="decimal"/><w:lvlText w:val="%1.%2"/>',
+        '<w:numFmt w:val="decimal"/><w:pStyle w:val="H2"/><w:lvlText w:val="%1.%2"/>',
+    )
+    body = "".join(p(run("x"), f'<w:pStyle w:val="{key}"/>') for key in ("H1", "H2", "Own"))
+    body += p(run("y"), '<w:pStyle w:val="H1"/><w:numPr><w:numId w:val="0"/></w:numPr>')
+    parts = {"styles": part("styles", styles), "numbering": numbering(plan)}
+    assert text_of(body, parts).split("\n\n") == ["# 1 x", "## 1.1 x", "# 2 x", "# y"]
+
+
+@pytest.mark.parametrize(
+    ("number", "style", "shown"),
+    [
+        *((4, "lowerRoman", "iv"), (1990, "upperRoman", "MCMXC"), (28, "upperLetter", "BB"), (7, "decimalZero", "07")),
+        *((22, "ordinal", "22nd"), (12, "ordinal", "12th"), (2, "ganada", "나"), (21, "chineseCounting", "二十一")),
+        *((3, "decimalEnclosedCircle", "③"), (3, "none", ""), (0, "lowerLetter", "0"), (5, "cardinalText", "5")),
+    ],
+)
+def test_styles_of_numbers(number: int, style: str, shown: str) -> None:
+    assert counter(number, style) == shown
+
+
+# ---- tables ----
+
+
+def test_cells_keep_their_columns() -> None:
+    before = '<w:trPr><w:gridBefore w:val="1"/></w:trPr>'
+    body = table(
+        cell("Pier") + cell("May") + cell("June"),
+        cell("North") + cell("") + cell("4"),
+        before + cell("7") + cell("8"),
+        cell("both", '<w:gridSpan w:val="2"/>') + cell("9"),
+        cell("Closed in winter", '<w:gridSpan w:val="3"/>'),
+    )
+    assert text_of(body).split("\n\n") == [
+        *("Pier | May | June", "North |  | 4", " | 7 | 8", "both | both | 9", "Closed in winter"),
+    ]
+
+
+def test_labels_of_merged_rows_are_repeated() -> None:
+    first, more = '<w:vMerge w:val="restart"/>', "<w:vMerge/>"
+    body = table(
+        cell("North", first) + cell("May") + cell("3"),
+        cell("", more) + cell("June") + cell("4"),
+        cell("South", first) + cell("May") + cell("5"),
+    )
+    assert text_of(body).split("\n\n") == ["North | May | 3", "North | June | 4", "South | May | 5"]
+
+
+def test_a_table_within_a_cell_stays_in_it() -> None:
+    inner = table(cell("high") + cell("3 m"), cell("low") + cell("1 m"))
+    body = table(f"<w:tc>{p(run('Tide'))}{inner}{p('')}</w:tc>" + cell("Port"))
+    assert text_of(body) == "Tide high, 3 m; low, 1 m | Port"
+
+
+def test_a_table_that_only_frames_others_is_none() -> None:
+    inner = table(cell("a") + cell("b"), cell("c") + cell("d"))
+    document = read(docx(table(cell("") + f"<w:tc>{p(run('Head'))}{inner}</w:tc>")))
+    assert document.text == "Head\n\na | b\n\nc | d\n"
+    assert [mark.place for mark in document.marks] == ["¶ 2", "¶ 3", "¶ 4"]
+
+
+def test_long_texts_of_merged_cells_are_not_repeated() -> None:
+    long = "word " * 80
+    body = table(
+        cell(long, '<w:gridSpan w:val="2"/>') + cell("a"), cell(long, '<w:vMerge w:val="restart"/>') + cell("b")
+    )
+    assert text_of(body).split("\n\n") == [f"{long.strip()} |  | a", f"{long.strip()} | b"]
+
+
+def test_an_odd_grid_does_not_lose_the_file() -> None:
+    body = table(cell("a", '<w:gridSpan w:val="900000000"/>') + cell("b"), cell("c", '<w:gridSpan w:val="-4"/>'))
+    text = text_of(p(run("before")) + body + p(run("after")))
+    assert text.startswith("before\n\na | a")
+    assert text.endswith("a | b\n\nc\n\nafter")
+
+
+# ---- variants, and damage ----
+
+
+@pytest.mark.parametrize("ending", [".docx", ".docm", ".dotx", ".dotm", ".doc"])
+def test_all_kinds_of_word_files_are_read(ending: str) -> None:
+    document = read(docx(p(run("The winch needs oil.")), main="word/document2.xml"), ending)
+    assert (document.text, document.kind) == ("The winch needs oil.\n", "markdown")
+
+
+def test_strict_files_are_read() -> None:
+    strict = docx(p(run("Haul")) + table(cell("4")), {"footnotes": part("footnotes", "")})
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(strict)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            text = old.read(name).decode().replace(_MAIN, "http://purl.oclc.org/ooxml/wordprocessingml/main")
+            new.writestr(name, text.replace(_OFFICE, "http://purl.oclc.org/ooxml/officeDocument"))
+    assert read(made.getvalue()).text == "Haul\n\n4\n"
+
+
+@pytest.mark.parametrize("damage", ["<w:broken", '<?xml version="1.0" encoding="none"?><a/>', ""])
+@pytest.mark.parametrize("kind", ["footnotes", "styles", "numbering", "comments", "header1"])
+def test_a_damaged_part_is_named_and_the_rest_is_read(kind: str, damage: str) -> None:
+    refer = '<w:r><w:footnoteReference w:id="2"/></w:r><w:r><w:commentReference w:id="2"/></w:r>'
+    body = p(run("The rest.") + refer) + '<w:sectPr><w:headerReference r:id="header1"/></w:sectPr>'
+    document = read(docx(body, {kind: damage}))
+    assert document.text == "The rest.\n"
+    assert document.notes == (f"damaged: word/{kind}.xml: not read",)
+
+
+def test_what_has_no_document_is_refused() -> None:
+    with pytest.raises(UnreadableFile, match="damaged"):
+        read(docx("").replace(b"document.xml", b"elsewhere.xm"))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [(b"{\\rtf1\\ansi The lamp is lit.}", "text"), (b"<!DOCTYPE html><p>The lamp is lit.</p>", "html")],
+)
+def test_disguised_files_are_read_by_their_content(data: bytes, kind: str) -> None:
+    document = read(data, ".doc")
+    assert (document.text.strip(), document.kind) == ("The lamp is lit.", kind)
+
+
+def test_plain_text_under_an_old_name_is_read() -> None:
+    assert read(b"digraph { a -> b }\n", ".dot").text == "digraph { a -> b }\n"
+
+
+def test_word_documents_as_xml_are_refused_by_name() -> None:
+    data = b'<?xml version="1.0"?><w:wordDocument xmlns:w="http://schemas.microsoft.com/office/word/2003/wordml"/>'
+    with pytest.raises(UnreadableFile, match="XML file"):
+        read(data, ".doc")
+
+
+@pytest.mark.parametrize("ending", [".doc", ".docx"])
+def test_locked_files_are_refused(ending: str) -> None:
+    data = b"\xd0\xcf\x11\xe0" + bytes(500) + "EncryptedPackage".encode("utf-16-le") + bytes(500)
+    with pytest.raises(UnreadableFile, match="password"):
+        read(data, ending)
+
+
+# ---- the format before 2007 ----
+
+
+def doc(text: str, flags: int = 0) -> bytes:
+    """A Word 97 file of one piece: a header, the text, and a table that says where it is, in a compound file."""
+    main = bytearray(8192)
+    main[0x800 : 0x800 + 2 * len(text)] = text.encode("utf-16-le")
+    struct.pack_into("<HHxxxxxxH", main, 0, 0xA5EC, 0xC1, 0x200 | flags)  # word 5: which table, encrypted or not
+    struct.pack_into("<H", main, 0x20, 14)
+    struct.pack_into("<H", main, 0x3E, 22)
+    struct.pack_into("<I", main, 0x4C, len(text))
+    struct.pack_into("<H", main, 0x98, 93)
+    pieces = struct.pack("<IIHIH", 0, len(text), 0, 0x800, 0)
+    struct.pack_into("<II", main, 0x1A2, 0, 5 + len(pieces))
+    table = (b"\2" + struct.pack("<I", len(pieces)) + pieces).ljust(4096, b"\0")
+    free, end = 0xFFFFFFFF, 0xFFFFFFFE
+    chains = [0xFFFFFFFD, end, *range(3, 18), end, *range(19, 26), end]  # of sectors: FAT, folder, main, table
+    fat = struct.pack("<128I", *chains, *[free] * (128 - len(chains)))
+
+    def entry(name: str, kind: int, start: int, size: int, child: int = free, right: int = free) -> bytes:
+        written = name.encode("utf-16-le").ljust(64, b"\0") + struct.pack("<HBB", 2 * len(name) + 2, kind, 1)
+        return (written + struct.pack("<III", free, right, child)).ljust(116, b"\0") + struct.pack("<IQ", start, size)
+
+    folder = entry("Root Entry", 5, end, 0, child=1) + entry("1Table", 2, 18, 4096, right=2)
+    folder += entry("WordDocument", 2, 2, 8192)
+    head = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16) + struct.pack("<HHHHH", 0x3E, 3, 0xFFFE, 9, 6)
+    head += bytes(6) + struct.pack("<9I", 0, 1, 1, 0, 4096, end, 0, end, 0) + struct.pack("<109I", 0, *[free] * 108)
+    return head + fat + folder.ljust(512, b"\0") + bytes(main) + table
+
+
+@pytest.mark.parametrize("ending", [".doc", ".dot", ".docx"])
+def test_old_documents_are_read(ending: str) -> None:
+    document = read(doc('The keeper, Zoë, lit it.\rSee \x13 HYPERLINK "x" \x14the log\x15.\r'), ending)
+    assert document.text == "The keeper, Zoë, lit it.\n\nSee the log.\n"
+    assert [mark.place for mark in document.marks] == ["¶ 1", "¶ 2"]
+
+
+def test_locked_old_documents_are_refused() -> None:
+    with pytest.raises(UnreadableFile, match="password"):
+        read(doc("secret\r", flags=0x100), ".doc")
+
+
+# ---- the tree of office_oxide ----
+
+
+def _said(text: str, position: str = "") -> dict[str, object]:
+    return {"type": "text", "text": text, "vertical_align": position}
+
+
+def _paragraph(*content: Mapping[str, object]) -> dict[str, object]:
+    return {"type": "paragraph", "content": [*content]}
+
+
+def test_lists_of_the_tree_have_their_numbers() -> None:
+    inner = {
+        "ordered": True,
+        "style": "lower_alpha",
+        "marker_pattern": "%1.%2)",
+        "items": [{"content": [_paragraph(_said("b"))]}],
+    }
+    outer = {
+        **{"type": "list", "ordered": True, "start_number": 4, "style": "decimal"},
+        "items": [{"content": [_paragraph(_said("a"))], "nested": inner}, {"content": [_paragraph(_said("c"))]}],
+    }
+    assert [*blocks([outer])] == ["4. a", "4.a) b", "5. c"]
+
+
+def test_spans_of_the_tree_repeat_their_cells() -> None:
+    def one(text: str, columns: int = 1, rows: int = 1) -> dict[str, object]:
+        return {"content": [_paragraph(_said(text))], "col_span": columns, "row_span": rows}
+
+    rows = [{"cells": [one("a", 2), one("b", 1, 2)]}, {"cells": [one("c"), one("d")]}]
+    assert [*blocks([{"type": "table", "rows": rows}])] == ["a | a | b", "c | d | b"]
+
+
+def test_other_elements_of_the_tree() -> None:
+    elements = [
+        {"type": "heading", "level": 2, "content": [_said("Head"), {"type": "footnote_ref", "note_id": 1}]},
+        {"type": "text_box", "content": [_paragraph(_said("10"), _said("6", "superscript"))]},
+        {"type": "footnote", "id": 1, "content": [_paragraph(_said("Note"))]},
+        {"type": "endnote", "id": 1, "author": "Ines", "content": [_paragraph(_said("Why?"))]},
+        {"type": "image", "alt_text": "A plan of the pier"},
+        {"type": "image", "alt_text": "image1.png"},
+    ]
+    assert [*blocks(elements)] == [
+        *("## Head[1]", "10^6", "[1] Note", "[comment by Ines: Why?]", "[image: A plan of the pier]", ""),
+    ]
+
+
+def test_lines_of_pieces() -> None:
+    pieces = [
+        ("x", ""),
+        ("n+1", "superscript"),
+        (" and 10", ""),
+        ("2", "subscript"),
+        (", Foo", ""),
+        ("TM", "superscript"),
+    ]
+    assert line(pieces) == "x^(n+1) and 10_2, FooTM"
