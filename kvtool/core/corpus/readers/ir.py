@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from kvtool.core.corpus.readers.document import table_row
 
-_ROMAN = tuple(zip((1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1), "m cm d cd c xc l xl x ix v iv i".split()))
-_ORDINAL = re.compile(r"\d(st|nd|rd|th|er|re|e|è|ème|o|a|os|as)$", re.IGNORECASE)
+_ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
+_ROMAN |= {4: "iv", 1: "i"}
+_RAISED = re.compile(r"(?:(?<=\d)(?![aeo]\b)|(?<=[^\W\d]|[)\]]))(?=[-+−–(]?\d|[-+−–(]?\w\b)")  # not 1st, 1o, Mlle
+_LOWERED = re.compile(r"(?<=\d)(?=\w)|(?<=[^\W\d])(?=[^\W\d])")  # not H2O
+_COMPOUND = re.compile(r".*\w[^\w.,;:)]")
 _FILE_NAME = re.compile(r"\S*|[^\n]*\.\w{3,4}")
 _MOST_SPAN = 1000  # columns or rows that one cell covers
 Item = Mapping[str, Any]
@@ -17,33 +22,35 @@ Item = Mapping[str, Any]
 
 def words(content: Iterable[Item]) -> str:
     """Join inline items to text: runs, line breaks, raised and lowered characters, marks of notes."""
-    text = ""
-    for item in content:
-        if item["type"] == "text":
-            text = scripted(text, item["text"], item.get("vertical_align") or "")
-        elif item["type"] == "line_break":
-            text += "\n"
-        elif item["type"] in ("footnote_ref", "endnote_ref"):
-            text += f"[{item.get('marker') or item['note_id']}]"
-    return text
+    return line(map(_piece, content))
 
 
-def scripted(before: str, text: str, position: str) -> str:
-    """Append a run to a text, with `^` or `_` where a raised or lowered one would be read as part of what it follows.
+def _piece(item: Item) -> tuple[str, str]:
+    if item["type"] == "text":
+        return item["text"], item.get("vertical_align") or ""
+    if item["type"] in ("footnote_ref", "endnote_ref"):
+        return f"[{item.get('marker') or item['note_id']}]", ""
+    return "\n" if item["type"] == "line_break" else "", ""
+
+
+def line(pieces: Iterable[tuple[str, str]]) -> str:
+    """Join texts, with `^` or `_` before a raised or lowered one that would be read as part of what it follows.
 
     Parameters
     ----------
-    position : `superscript`, `subscript`, or anything else for the usual line.
+    pieces : each with its position: `superscript`, `subscript`, or anything else for the usual line.
     """
-    text = text if position not in ("superscript", "subscript") else text.rstrip() + " " * text.endswith(" ")
-    last, first, core = before[-1:], text[:1], text.strip()
-    if last.isalnum() or last in tuple(")]"):
-        if position == "superscript" and (first.isalnum() or first in tuple("-+−–(")):
-            if not _ORDINAL.search(last + core):
-                return f"{before}^{core if core[1:].isalnum() or len(core) < 2 else f'({core})'}{text[len(core) :]}"
-        elif position == "subscript" and first.isalnum() and (last.isdigit() or first.isalpha()):
-            return f"{before}_{text}"
-    return before + text
+    whole = ""
+    for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
+        text = "".join(text for text, _ in group)
+        mark = {"superscript": _RAISED, "subscript": _LOWERED}.get(position)
+        if mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
+            core = text.strip()
+            text = (
+                ("^" if mark is _RAISED else "_") + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]
+            )
+        whole += text
+    return whole
 
 
 def blocks(elements: Iterable[Item]) -> Iterator[str]:
@@ -105,7 +112,7 @@ def counter(number: int, style: str) -> str:
     name = style.lower().replace("_", "")
     if "roman" in name and 0 < number < 4000:
         text = ""
-        for value, letters in _ROMAN:
+        for value, letters in _ROMAN.items():
             text += letters * (number // value)
             number %= value
     elif ("alpha" in name or "letter" in name) and number > 0:
