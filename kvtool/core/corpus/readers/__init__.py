@@ -88,6 +88,10 @@ _CODE = (
     *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
     *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
 )
+_OPENDOCUMENT = (
+    *(".odt", ".ott", ".fodt", ".ods", ".ots", ".fods"),
+    *(".odp", ".otp", ".fodp", ".odg", ".otg", ".fodg", ".odf"),
+)
 _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
     _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
@@ -100,7 +104,7 @@ _FORMATS = (
     _Format(office.read_word, (".docx", ".docm", ".dotx"), library="python-docx"),
     _Format(office.read_slides, (".pptx", ".pptm", ".ppsx", ".potx"), library="python-pptx"),
     _Format(office.read_sheets, (".xlsx", ".xlsm", ".xltx"), library="openpyxl"),
-    _Format(opendocument.read_opendocument, (".odt", ".ott")),
+    _Format(opendocument.read, _OPENDOCUMENT),
     _Format(rtf.read, (".rtf",)),
     _Format(epub.read, (".epub",)),
     _Format(mail.read, (".eml", ".mbox")),

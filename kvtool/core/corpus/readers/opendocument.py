@@ -1,53 +1,406 @@
-"""x."""
+"""OpenDocument files, packed or flat: texts, spreadsheets, presentations, drawings and formulas."""
+
 from __future__ import annotations
-from collections.abc import Iterable, Iterator
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
-from kvtool.core.corpus.readers.containers import checked, parsed
-from kvtool.core.corpus.readers.document import *
-from kvtool.core.corpus.readers.document import Document, hidden_note, numbered
-_TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
-_TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
-_OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
-_UNSEEN = (f"{_TEXT}tracked-changes", f"{_OFFICE}annotation", f"{_TEXT}note-citation")
-_SPACES = {f"{_TEXT}tab": "\t", f"{_TEXT}line-break": "\n"}
+from zipfile import ZipFile
+
+from kvtool.core.corpus.readers.containers import checked, member, parsed
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, unread_note
+from kvtool.core.corpus.readers.ir import Item, counter, image, line, rows
+
+_SPACE = re.compile(r"\{(?:.*[:/])?([A-Za-z]+)[-a-z]*(?:[:/][\d.]+)?/?\}")  # ends in `text:1.0}`, `MathML}`
+_WHITE = re.compile(r"[ \t\r\n]+")
+_MANIFEST = "META-INF/manifest.xml"
+_UNSEEN = frozenset("text:tracked-changes table:tracked-changes office:forms drawing:image text:number".split())
+_SPACES = {"text:s": " ", "text:tab": "\t", "text:line-break": "\n"}
+_FIELDS = frozenset("text:page-number text:page-count text:sheet-name ".split())
+_PLACEHOLDERS = frozenset("header footer date-time page-number".split())
+_ROWS = frozenset("table:table-header-rows table:table-rows table:table-row-group".split())
+_FORMATS = {"i": "lower_roman", "I": "upper_roman", "a": "lower_alpha", "A": "upper_alpha"}
+_MATH = {
+    "mfrac": "{}/{}",
+    "msup": "{}^{}",
+    "msub": "{}_{}",
+    "msubsup": "{}_{}^{}",
+    "msqrt": "√{}",
+    "mroot": "√[{1}]{0}",
+}
+_MATH |= {"munder": "{}_{}", "mover": "{}^{}", "munderover": "{}_{}^{}"}
+_MOST_COPIES = 1000  # of a row, or of an empty cell between others, that a file repeats by a number
 
 
-def read_opendocument(source: str, data: bytes) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered. A note names hidden sections."""
+def read(source: str, data: bytes) -> list[Document]:
+    """Return one document. Its paragraphs and the rows of its tables are numbered, or its slides, or the rows of its
+    sheets. Notes name hidden parts, and count embedded objects that are not read.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged, protected by a password, or unpacks to too much.
+    """
+    if b"<" in data[:4]:
+        return [_Reader(None, [_parsed(data)]).document(source)]
     with checked(data) as archive:
-        content = parsed(archive, "content.xml")
-    body = content.find(f"{_OFFICE}body")
-    blocks = () if body is None else _blocks(body, "")
-    sections = content.iter(f"{_TEXT}section")
-    hidden = [each.get(f"{_TEXT}name", "") for each in sections if each.get(f"{_TEXT}display", "true") != "true"]
-    return [numbered(source, "markdown", "¶", blocks, hidden_note("section", hidden))]
+        if _MANIFEST in archive.namelist() and b"encryption-data" in member(archive, _MANIFEST):
+            raise UnreadableFile("protected by a password", "save a copy without one")
+        content, damaged = _named(parsed(archive, "content.xml")), 0
+        try:
+            styles = [_named(parsed(archive, "styles.xml"))] if "styles.xml" in archive.namelist() else []
+        except UnreadableFile:
+            styles, damaged = [], 1
+        return [_Reader(archive, [*styles, content], damaged).document(source)]
 
 
-def _blocks(element: Element, bullet: str) -> Iterator[str]:
-    """Yield the blocks below an element, in their order; `bullet` precedes each paragraph."""
-    for child in element:
-        if child.tag == f"{_TEXT}h":
-            rank = child.get(f"{_TEXT}outline-level", "1")
-            yield f"{'#' * min(6, int(rank) if rank.isdecimal() else 1)} {_words(child)}"
-        elif child.tag == f"{_TEXT}p":
-            yield bullet + words if (words := _words(child)) else ""
-        elif child.tag == f"{_TABLE}table-row":
-            cells = (" ".join(_words(cell).split()) for cell in child)
-            yield " | ".join(cell for cell in cells if cell)
-        elif child.tag not in _UNSEEN:
-            yield from _blocks(child, "- " if child.tag == f"{_TEXT}list" else bullet)
+def _parsed(data: bytes) -> Element:
+    try:
+        return _named(ElementTree.fromstring(data))
+    except ElementTree.ParseError as error:
+        raise UnreadableFile(f"damaged: {error}") from error
 
 
-def _words(element: Element) -> str:
-    """Return all text in an element, with a space between paragraphs inside of it."""
-    parts = [element.text or ""]
-    for child in element:
-        if child.tag == f"{_TEXT}s":
-            parts.append(" ")
-        elif child.tag not in _UNSEEN:
-            parts.append(_SPACES.get(child.tag) or _words(child))
-            parts.append(" " if child.tag == f"{_TEXT}p" else "")
-        parts.append(child.tail or "")
-    return "".join(parts).strip(" ") if element.tag in (f"{_TEXT}p", f"{_TEXT}h") else "".join(parts)
+def _named(root: Element) -> Element:
+    """Give elements and attributes the names that people know: `text:p`."""
+    for element in root.iter():
+        attributes = {_short(name): value for name, value in element.attrib.items()}
+        element.tag = _short(element.tag)
+        element.attrib.clear()
+        element.attrib.update(attributes)
+    return root
 
 
+@lru_cache(4096)
+def _short(name: str) -> str:
+    return _SPACE.sub(r"\1:", name, 1)
+
+
+def _number(element: Element | None, name: str, default: int = 1) -> int:
+    value = "" if element is None else element.get(name, "")
+    return int(value) if value.isdecimal() and len(value) < 10 else default
+
+
+class _Reader:
+    """The parts of a file, and what is known of them while its text is read.
+
+    Parameters
+    ----------
+    archive : holds embedded objects; None for a flat file.
+    roots : of the styles, if they are in a part of their own, and of the content.
+    damaged : number of parts that could not be read.
+    """
+
+    def __init__(self, archive: ZipFile | None, roots: list[Element], damaged: int = 0) -> None:
+        self._archive, self._roots = archive, roots
+        self._styles: dict[str, dict[str, str]] = {}  # by name: attributes, and those of its properties
+        self._levels: dict[tuple[str, int], Element] = {}  # how items of a list are numbered; "": headings
+        self._forms: dict[str, Element] = {}
+        for element in (each for root in roots for each in root.iter()):
+            if element.tag in ("text:list-style", "text:outline-style"):
+                name = element.get("style:name", "") if element.tag == "text:list-style" else ""
+                self._levels |= {(name, _number(level, "text:level")): level for level in element}
+            elif element.tag == "style:style":
+                self._styles[element.get("style:name", "")] = dict(
+                    item for each in (element, *element) for item in each.items()
+                )
+            elif element.tag.startswith("form:"):
+                self._forms[element.get("form:id") or element.get("namespace:id", "")] = element
+        self._numbers: dict[tuple[str, int], int] = {}  # the last one given, by list style and level
+        self._list = ("", 0)  # style and level
+        self._objects: set[str] = set()
+        self._unread = Counter({"damaged parts": damaged})
+        self._hidden: dict[str, list[str]] = {"section": [], "sheet": [], "slide": []}
+
+    def document(self, source: str) -> Document:
+        root = self._roots[-1]
+        body = next((each for each in root if each.tag == "office:body"), root)
+        content = next((each for each in body if each.tag.startswith("office:")), body)
+        parts = [*self._parts(root, content)]
+        before, after = self._margins(content)
+        notes = [note for kind, names in self._hidden.items() for note in hidden_note(kind, names)]
+        gap = "\n" if content.tag == "office:spreadsheet" else "\n\n"
+        return joined(source, "markdown", [*before, *parts, *after], gap, (*notes, *unread_note(self._unread)))
+
+    def _parts(self, root: Element, content: Element) -> Iterator[tuple[str, str]]:
+        """Yield all places in their order, each with its text."""
+        if content.tag == "office:spreadsheet":
+            for sheet in content:
+                yield from self._sheet(sheet) if sheet.tag == "table:table" else ()
+        elif content.tag in ("office:presentation", "office:drawing"):
+            label = "slide" if content.tag == "office:presentation" else "p."
+            for number, page in enumerate((each for each in content if each.tag == "drawing:page"), 1):
+                text = "\n".join(filter(None, self._blocks(page)))
+                yield f"{label} {number}", text
+                if text and self._property(page, "drawing:style-name", "presentation:visibility") == "hidden":
+                    self._hidden["slide"].append(str(number))
+        else:
+            blocks = [_formula(root)] if root.tag == "MathML:math" else self._blocks(content)
+            yield from ((f"¶ {number}", text) for number, text in enumerate(blocks, 1))
+            sections = (each for each in content.iter("text:section") if each.get("text:display", "true") != "true")
+            self._hidden["section"] += [each.get("text:name", "") for each in sections]
+
+    def _sheet(self, sheet: Element) -> Iterator[tuple[str, str]]:
+        name, last = sheet.get("table:name", ""), 0
+        for number, text in self._rows(sheet):
+            if text:
+                yield f"{name} row {number}", text if last else f"# {name}\n\n{text}"
+                last = number
+        shapes = [text for each in sheet if each.tag == "table:shapes" for text in self._blocks(each)]
+        yield f"{name} row {last or 1}", "\n".join(filter(None, shapes))
+        if last and self._property(sheet, "table:style-name", "table:display") == "false":
+            self._hidden["sheet"].append(name)
+
+    def _property(self, element: Element, style: str, name: str) -> str:
+        return self._styles.get(element.get(style, ""), {}).get(name, "")
+
+    def _margins(self, content: Element) -> list[list[tuple[str, str]]]:
+        """Return the headers and the footers of all pages that the content uses, each text once."""
+        pages = {each.get("style:name", ""): each for root in self._roots for each in root.iter("style:master-page")}
+        used = {value for each in content.iter() for name, value in each.items() if name.endswith("master-page-name")}
+        used |= {style.get("style:master-page-name", "") for style in self._styles.values()}
+        used |= {pages[name].get("style:next-style-name", "") for name in used if name in pages}
+        found: dict[str, dict[str, None]] = {"header": {}, "footer": {}}
+        for number, (name, page) in enumerate(pages.items()):
+            for element in page if name in used or number == 0 else ():
+                what = element.tag + " " + element.get("presentation:class", "drawing:")
+                place = "footer" if "footer" in what else "header"
+                is_shown = place in what or what.count("drawing:") == 2  # a shape without a class is no placeholder
+                if is_shown and element.get("style:display") != "false":
+                    found[place] |= dict.fromkeys(self._marginal(element))
+        for element in content:
+            if element.tag in ("presentation:header-decl", "presentation:footer-decl"):
+                found[element.tag[13:19]].setdefault(element.text or "")
+        return [[(place, text) for text in texts] for place, texts in found.items()]
+
+    def _marginal(self, element: Element) -> Iterator[str]:
+        """Yield the paragraphs of a header or footer, except those that only count pages."""
+        for each in element.iter("text:p"):
+            fields = {field.text or "" for field in each.iter() if field.tag in _FIELDS}
+            words = self._paragraph(each)
+            if not fields or {*re.findall(r"[^\W\d_]+", words)} - {"Page", "of", *fields}:
+                yield words
+
+    def _blocks(self, element: Iterable[Element]) -> Iterator[str]:
+        """Yield the blocks below an element in their order: paragraphs, rows of tables, texts of shapes."""
+        for child in element:
+            tag, kind = child.tag, child.get("presentation:class", "")
+            if tag in ("text:p", "text:h"):
+                yield self._paragraph(child)
+            elif tag in _BLOCKS:
+                yield from _BLOCKS[tag](self, child)
+            elif kind == "title":
+                yield f"# {' '.join(self._blocks(child))}".rstrip("# ")
+            elif tag not in _UNSEEN and kind not in _PLACEHOLDERS:
+                yield from self._blocks(child)
+
+    def _paragraph(self, element: Element, mark: str = "") -> str:
+        """Return a paragraph or heading, and in further lines the notes, comments and shapes that belong to it."""
+        attached: list[str] = []
+        words = line(self._pieces(element, "", attached)).strip(" ")
+        if element.tag == "text:h":
+            rank = min(6, max(1, _number(element, "text:outline-level")))
+            words = f"{'#' * rank} {mark or self._outline(element, rank)}{words}"
+        elif words:
+            words = mark + words
+        return "\n".join(filter(None, [words, *attached]))
+
+    def _pieces(self, element: Element, position: str, attached: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield the texts in a paragraph, each with its position: `superscript`, `subscript` or ""."""
+        yield _WHITE.sub(" ", element.text or ""), position
+        for child in element:
+            tag = child.tag
+            if tag in _SPACES:
+                yield _SPACES[tag] * min(_MOST_COPIES, _number(child, "text:c")), ""
+            elif tag == "text:note":
+                yield from self._note(child, attached)
+            elif tag == "text:ruby":
+                base, reading = [self._paragraph(each) for each in child][:2]
+                yield f"{base}({reading})", position
+            elif tag == "office:annotation" or (tag.startswith("drawing:") and tag != "drawing:a"):
+                texts = [*filter(None, self._blocks([child]))]
+                if child.get("text:anchor-type") == "as-char" and len(texts) == 1:
+                    yield texts[0], position
+                else:
+                    attached += texts
+            elif tag not in _UNSEEN:
+                raised = self._property(child, "text:style-name", "style:text-position")
+                yield from self._pieces(child, _position(raised) or position, attached)
+                yield " " if tag == "text:p" else "", position
+            yield _WHITE.sub(" ", child.tail or ""), position
+
+    def _note(self, note: Element, attached: list[str]) -> Iterator[tuple[str, str]]:
+        mark = "".join(text for each in note.iter("text:note-citation") for text in each.itertext())
+        body = " ".join(text for each in note if each.tag == "text:note-body" for text in self._blocks(each))
+        attached.append(f"[{mark}] {body}")
+        yield f"[{mark}]", ""
+
+    def _comment(self, comment: Element) -> Iterator[str]:
+        author = "".join(each.text or "" for each in comment if each.tag == "elements:creator")
+        yield f"[comment{f' by {author}' if author else ''}: {' '.join(self._blocks(comment))}]"
+
+    def _notes_page(self, page: Element) -> Iterator[str]:
+        if text := "\n".join(filter(None, self._blocks(page))):
+            yield f"Notes: {text}"
+
+    def _object(self, embedded: Element) -> Iterator[str]:
+        """Yield a formula, the titles and values of a chart, or the text of another file in this one."""
+        path = embedded.get("xlink:href", "").removeprefix("./")
+        root = next((each for each in embedded if each.tag in ("office:document", "MathML:math")), None)
+        if root is None and self._archive is not None and path not in self._objects:
+            self._objects.add(path)
+            with suppress(UnreadableFile):
+                root = _named(parsed(self._archive, f"{path}/content.xml"))
+        if root is None or embedded.tag == "drawing:object-ole":
+            self._unread["embedded objects"] += 1
+        elif root.tag == "MathML:math":
+            yield _formula(root)
+        else:
+            yield from self._blocks(root)
+
+    def _control(self, control: Element) -> Iterator[str]:
+        """Yield a field of a form: its label, and its value."""
+        form = self._forms.get(control.get("drawing:control", ""), control)
+        chosen = [each.get("form:label", "") for each in form if each.get("form:current-selected") == "true"]
+        state = {"checked": "yes", "unchecked": "no"}.get(form.get("form:current-state", form.get("form:state", "")))
+        value = form.get("form:current-value") or form.get("form:value") or state or ", ".join(chosen)
+        label = form.get("form:label") or form.get("form:name", "")
+        yield f"{label}: {value}" if value else form.get("form:label", "")
+
+    def _listed(self, listed: Element) -> Iterator[str]:
+        """Yield the blocks of a list, its items with their numbers or dashes."""
+        outer = self._list
+        style, level = self._list = listed.get("text:style-name", outer[0]), outer[1] + 1
+        if listed.get("text:continue-numbering") != "true" and not listed.get("text:continue-list"):
+            self._numbers.pop((style, level), None)
+        for item in listed:
+            has_mark = item.tag == "text:list-item"
+            if start := _number(item, "text:start-value", 0):
+                self._numbers[style, level] = start - 1
+            for child in item:
+                if has_mark and child.tag in ("text:p", "text:h"):
+                    yield self._paragraph(child, self._next_mark(style, level) or "- ")
+                    has_mark = False
+                else:
+                    yield from self._blocks([child])
+        self._list = outer
+
+    def _outline(self, heading: Element, rank: int) -> str:
+        """Return the number of a heading, if headings are numbered."""
+        style = self._styles.get(heading.get("text:style-name", ""), {})
+        if heading.get("text:is-list-header") == "true" or style.get("style:list-style-name") == "":
+            return ""
+        for deeper in range(rank + 1, 11):
+            self._numbers.pop(("", deeper), None)
+        return self._next_mark("", rank)
+
+    def _next_mark(self, style: str, level: int) -> str:
+        """Count one item of a list on; return its number as it is shown, or ""."""
+        form = self._levels.get((style, level))
+        key = (style, level)
+        self._numbers[key] = self._numbers.get(key, _number(form, "text:start-value") - 1) + 1
+        if form is None or not form.get("style:num-format"):
+            return ""
+        shown = range(max(1, level + 1 - _number(form, "text:display-levels")), level + 1)
+        formats = [
+            (each, self._levels[style, each].get("style:num-format", ""))
+            for each in shown
+            if (style, each) in self._levels
+        ]
+        numbers = [
+            counter(self._numbers.get((style, each), 1), _FORMATS.get(kind, "decimal"))
+            for each, kind in formats
+            if kind
+        ]
+        mark = form.get("style:num-prefix", "") + ".".join(numbers) + form.get("style:num-suffix", "")
+        return mark.strip() + " "
+
+    def _table(self, table: Element) -> Iterator[str]:
+        yield from (text for _, text in self._rows(table))
+
+    def _rows(self, table: Element) -> Iterator[tuple[int, str]]:
+        """Yield the rows of a table, each with its number. A merged cell stands in each row and column it covers."""
+        numbers = [0]
+
+        def items() -> Iterator[Item]:
+            for row in _table_rows(table):
+                item, first = {"cells": [*self._cells(row)]}, numbers[-1] + 1
+                copies = _number(row, "table:number-rows-repeated")
+                for number in range(first, first + min(copies, _MOST_COPIES)):
+                    numbers[0] = number
+                    yield item
+                if item["cells"]:
+                    self._unread["repeated rows"] += max(0, copies - _MOST_COPIES)
+                numbers[0] = first + copies - 1
+
+        for text in rows(items()):
+            yield numbers[0], text
+
+    def _cells(self, row: Element) -> Iterator[Item]:
+        """Yield the cells of a row up to the last one with a text or a span, and copies of repeated ones."""
+        empty = 0
+        for cell in row:
+            if cell.tag != "table:table-cell":
+                continue  # what a merged cell covers
+            copies = min(_MOST_COPIES, _number(cell, "table:number-columns-repeated"))
+            spans = [_number(cell, f"table:number-{what}-spanned") for what in ("columns", "rows")]
+            text = self._cell(cell)
+            if not text and spans == [1, 1]:
+                empty += copies
+                continue
+            for content, count in (("", empty), (text, copies)):
+                made = {"type": "code_block", "content": content}
+                width, height = spans if content else (1, 1)
+                yield from [{"content": [made], "col_span": width, "row_span": height}] * count
+            empty = 0
+
+    def _cell(self, cell: Element) -> str:
+        text = " ".join(filter(None, self._blocks(cell)))
+        if any(each.tag == "table:table" for each in cell.iter()):
+            text = text.replace(" | ", ", ")
+        values = (cell.get(f"office:{kind}-value", "") for kind in ("string", "date", "time", "boolean"))
+        return text or next(filter(None, values), cell.get("office:value", ""))
+
+
+_BLOCKS: dict[str, Callable[[_Reader, Element], Iterable[str]]] = {
+    "text:list": _Reader._listed,
+    "table:table": _Reader._table,
+    "office:annotation": _Reader._comment,
+    "presentation:notes": _Reader._notes_page,
+    "drawing:object": _Reader._object,
+    "drawing:object-ole": _Reader._object,
+    "drawing:control": _Reader._control,
+    "svg:title": lambda reader, title: [image(title.text or "")],
+    "svg:desc": lambda reader, title: [image(title.text or "")],
+}
+
+
+def _table_rows(table: Element) -> Iterator[Element]:
+    for child in table:
+        if child.tag == "table:table-row":
+            yield child
+        elif child.tag in _ROWS:
+            yield from _table_rows(child)
+
+
+def _position(value: str) -> str:
+    """Return the position that a style's `super 58%` or `-33% 58%` means."""
+    if value.startswith(("sub", "-")):
+        return "subscript"
+    return "superscript" if value and not value.startswith("0%") else ""
+
+
+def _formula(element: Element) -> str:
+    """Return MathML in one line, `(a + b)/c`."""
+    name = element.tag.rpartition(":")[2]
+    parts = [] if name.startswith("annotation") else [part for each in element if (part := _formula(each))]
+    form = _MATH.get(name, "")
+    if name in ("msqrt", "menclose"):
+        parts = [" ".join(parts)]
+    if form and len(parts) == form.count("}"):
+        return form.format(*(part if part.isalnum() or len(part) == 1 else f"({part})" for part in parts))
+    return " ".join(filter(None, ["" if name.startswith("annotation") else (element.text or "").strip(), *parts]))
