@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.corpus.readers import (
+    archive,
     epub,
     html,
     jsonl,
@@ -111,11 +112,12 @@ _FORMATS = (
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
     _Format(svg.read, (".svg",)),
+    _Format(archive.read, (".zip",)),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, mail.read)  # of files that may hold several documents
+_SEVERAL = (jsonl.read, mail.read, archive.read)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
@@ -166,7 +168,7 @@ def is_archive(path: PurePath) -> bool:
 def kind_of(path: PurePath) -> str:
     """Name what a file is that no reader takes: `image`, `archive`, by another foreign ending that, else `binary`."""
     known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
-    return known if is_foreign(path) else "binary"
+    return known if is_foreign(path) or is_archive(path) else "binary"
 
 
 def read_documents(path: Path, data: bytes) -> list[Document]:
@@ -182,14 +184,19 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     UnreadableFile
         If the file is empty, binary, or holds no text.
     """
+    return read_as(path, source_of(path), data)
+
+
+def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
+    """Read documents as :meth:`read_documents` does, under the name of another source than the path."""
     plugin = plugin_of(path)
     if plugin is None:
         name = without_gz(path)
         data = data if name == path else gunzip(data)
-        return READERS.get(ending_of(name), unknown.read)(source_of(path), data)
+        return READERS.get(ending_of(name), unknown.read)(source, data)
     try:
         read: Reader = plugin.load()
-        return read(source_of(path), data)
+        return read(source, data)
     except PluginError as error:
         raise UnreadableFile(error.message, error.hint) from error
 
@@ -200,9 +207,10 @@ def ending_of(path: PurePath) -> str:
 
 
 def file_of(source: str) -> str:
-    """Return the file of a document: one of several is called `file.jsonl#id`."""
-    file, mark, _ = source.rpartition("#")
-    return file if mark and READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL else source
+    """Return the file of a document: one of several is called `file.jsonl#id`, or `file.zip#name`."""
+    marks = (at for at, character in enumerate(source) if character == "#")  # a name in an archive may have some
+    files = (source[:at] for at in marks)
+    return next((file for file in files if READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL), source)
 
 
 def source_of(path: Path) -> str:

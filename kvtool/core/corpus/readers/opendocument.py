@@ -109,26 +109,27 @@ class _Reader:
                     item for each in (element, *element) for item in each.items()
                 )
             elif element.tag.startswith("form:"):
-                self._forms[element.get("form:id") or element.get("namespace:id", "")] = element
+                self._forms[element.get("form:id", element.get("namespace:id", ""))] = element
         self._numbers: dict[tuple[str, int], int] = {}  # the last one given, by list style and level
         self._list = ("", 0)  # style and level
         self._objects: set[str] = set()
         self._unread = Counter({"damaged parts": damaged})
-        self._hidden: dict[str, list[str]] = {"section": [], "sheet": [], "slide": []}
+        self._hidden: dict[str, list[object]] = {"section": [], "sheet": [], "slide": []}
 
     def document(self, source: str) -> Document:
         root = self._roots[-1]
         body = next((each for each in root if each.tag == "office:body"), root)
         content = next((each for each in body if each.tag.startswith("office:")), body)
+        self._is_book = content.tag == "office:spreadsheet"
         parts = [*self._parts(root, content)]
         before, after = self._margins(content)
         notes = [note for kind, names in self._hidden.items() for note in hidden_note(kind, names)]
-        gap = "\n" if content.tag == "office:spreadsheet" else "\n\n"
+        gap = "\n" if self._is_book else "\n\n"
         return joined(source, "markdown", [*before, *parts, *after], gap, (*notes, *unread_note(self._unread)))
 
     def _parts(self, root: Element, content: Element) -> Iterator[tuple[str, str]]:
         """Yield all places in their order, each with its text."""
-        if content.tag == "office:spreadsheet":
+        if self._is_book:
             for sheet in content:
                 yield from self._sheet(sheet) if sheet.tag == "table:table" else ()
         elif content.tag in ("office:presentation", "office:drawing"):
@@ -137,7 +138,7 @@ class _Reader:
                 text = "\n".join(filter(None, self._blocks(page)))
                 yield f"{label} {number}", text
                 if text and self._property(page, "drawing:style-name", "presentation:visibility") == "hidden":
-                    self._hidden["slide"].append(str(number))
+                    self._hidden["slide"].append(number)
         else:
             blocks = [_formula(root)] if root.tag == "MathML:math" else self._blocks(content)
             yield from ((f"¶ {number}", text) for number, text in enumerate(blocks, 1))
@@ -150,9 +151,10 @@ class _Reader:
             if text:
                 yield f"{name} row {number}", text if last else f"# {name}\n\n{text}"
                 last = number
-        shapes = [text for each in sheet if each.tag == "table:shapes" for text in self._blocks(each)]
-        yield f"{name} row {last or 1}", "\n".join(filter(None, shapes))
-        if last and self._property(sheet, "table:style-name", "table:display") == "false":
+        blocks = (text for each in sheet if each.tag == "table:shapes" for text in self._blocks(each))
+        if shapes := "\n".join(filter(None, blocks)):
+            yield f"{name} row {last or 1}", shapes if last else f"# {name}\n\n{shapes}"
+        if (last or shapes) and self._property(sheet, "table:style-name", "table:display") == "false":
             self._hidden["sheet"].append(name)
 
     def _property(self, element: Element, style: str, name: str) -> str:
@@ -178,12 +180,14 @@ class _Reader:
         return [[(place, text) for text in texts] for place, texts in found.items()]
 
     def _marginal(self, element: Element) -> Iterator[str]:
-        """Yield the paragraphs of a header or footer, except those that only count pages."""
-        for each in element.iter("text:p"):
-            fields = {field.text or "" for field in each.iter() if field.tag in _FIELDS}
-            words = self._paragraph(each)
-            if not fields or {*re.findall(r"[^\W\d_]+", words)} - {"Page", "of", *fields}:
-                yield words
+        """Yield the blocks of a header or footer, except those that only count pages."""
+        fields = [field.text or "" for field in element.iter() if field.tag in _FIELDS]
+        for text in self._blocks(element):
+            rest = text
+            for field in fields:
+                rest = rest.replace(field, "", 1)
+            if {*re.findall(r"\w+", rest)} - {"Page", "of"}:
+                yield text
 
     def _blocks(self, element: Iterable[Element]) -> Iterator[str]:
         """Yield the blocks below an element in their order: paragraphs, rows of tables, texts of shapes."""
@@ -194,7 +198,7 @@ class _Reader:
             elif tag in _BLOCKS:
                 yield from _BLOCKS[tag](self, child)
             elif kind == "title":
-                yield f"# {' '.join(self._blocks(child))}".rstrip("# ")
+                yield from (f"# {text}" for text in [" ".join(filter(None, self._blocks(child)))] if text)
             elif tag not in _UNSEEN and kind not in _PLACEHOLDERS:
                 yield from self._blocks(child)
 
@@ -202,7 +206,7 @@ class _Reader:
         """Return a paragraph or heading, and in further lines the notes, comments and shapes that belong to it."""
         attached: list[str] = []
         words = line(self._pieces(element, "", attached)).strip(" ")
-        if element.tag == "text:h":
+        if words and element.tag == "text:h":
             rank = min(6, max(1, _number(element, "text:outline-level")))
             words = f"{'#' * rank} {mark or self._outline(element, rank)}{words}"
         elif words:
@@ -219,8 +223,8 @@ class _Reader:
             elif tag == "text:note":
                 yield from self._note(child, attached)
             elif tag == "text:ruby":
-                base, reading = [self._paragraph(each) for each in child][:2]
-                yield f"{base}({reading})", position
+                base, reading, *_ = [*map(self._paragraph, child), "", ""]
+                yield f"{base}({reading})" if reading else base, position
             elif tag == "office:annotation" or (tag.startswith("drawing:") and tag != "drawing:a"):
                 texts = [*filter(None, self._blocks([child]))]
                 if child.get("text:anchor-type") == "as-char" and len(texts) == 1:
@@ -320,6 +324,8 @@ class _Reader:
         return mark.strip() + " "
 
     def _table(self, table: Element) -> Iterator[str]:
+        if table.get("table:name") == "local-table" and self._is_book:
+            return  # a chart's values, which are those of a sheet
         yield from (text for _, text in self._rows(table))
 
     def _rows(self, table: Element) -> Iterator[tuple[int, str]]:
