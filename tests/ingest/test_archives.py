@@ -24,7 +24,7 @@ def test_an_archive_is_read_and_one_without_documents_is_skipped(fresh: Any, tmp
     done = fresh(folder).fine()
     assert done.json["documents"]["added"] == 2
     assert done.json["unsupported"] == {"archive": 1}
-    assert "all.zip#a/tide.md: pictures: 1 not read" in done.err
+    assert "all.zip: pictures: 1 not read" in done.err
     again = fresh(folder).fine()
     assert again.json["documents"]["unchanged"] == 2
     assert again.json["unsupported"] == {"archive": 1}

@@ -51,6 +51,10 @@ class _Format(NamedTuple):
     library: str = ""
 
 
+def _read_archive(source: str, data: bytes) -> list[Document]:
+    return archive.read(source, data, read_as, _unread_kind)
+
+
 _IMAGES = frozenset(
     ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .avif .heic .ico .psd .xcf .cr2 .nef .dng .jp2 .jxl".split()
 )
@@ -112,12 +116,12 @@ _FORMATS = (
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
     _Format(svg.read, (".svg",)),
-    _Format(archive.read, (".zip",)),
+    _Format(_read_archive, (".zip",)),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, mail.read, archive.read)  # of files that may hold several documents
+_SEVERAL = (jsonl.read, mail.read, _read_archive)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
@@ -168,7 +172,18 @@ def is_archive(path: PurePath) -> bool:
 def kind_of(path: PurePath) -> str:
     """Name what a file is that no reader takes: `image`, `archive`, by another foreign ending that, else `binary`."""
     known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
-    return known if is_foreign(path) or is_archive(path) else "binary"
+    return known if is_foreign(path) or _is_zip(path) else "binary"
+
+
+def _is_zip(path: PurePath) -> bool:
+    return READERS.get(ending_of(path)) is _read_archive
+
+
+def _unread_kind(path: PurePath) -> str:
+    """Name the kind of a file in an archive that is not read, in the plural; "" if it is read."""
+    if is_known(path) and not _is_zip(path):
+        return ""
+    return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
 
 
 def read_documents(path: Path, data: bytes) -> list[Document]:
