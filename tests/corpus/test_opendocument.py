@@ -192,6 +192,12 @@ def test_merged_and_empty_cells_keep_their_columns() -> None:
     assert lines(flat("text", table)) == ["Pier | Depth | Depth", "Pier | low | high", "East |  | 4"]
 
 
+def test_an_empty_merged_cell_keeps_its_columns() -> None:
+    wide = '<table:table-cell table:number-columns-spanned="2"/><table:covered-table-cell/>'
+    row = f"<table:table-row>{wide}<table:table-cell><text:p>May</text:p></table:table-cell></table:table-row>"
+    assert lines(flat("text", f"<table:table>{row}</table:table>")) == [" |  | May"]
+
+
 def test_form_values_stand_beside_their_labels() -> None:
     body = (
         '<office:forms><form:form><form:text form:id="c1" form:label="Tenant" form:current-value="Maja Holm"/>'

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from zipfile import ZipFile
 
-from kvtool.core.corpus.readers.containers import checked, member, parsed
+from kvtool.core.corpus.readers.containers import checked, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, unread_note
 from kvtool.core.corpus.readers.ir import Item, counter, image, line, rows
 
@@ -24,14 +24,7 @@ _FIELDS = frozenset("text:page-number text:page-count text:sheet-name ".split())
 _PLACEHOLDERS = frozenset("header footer date-time page-number".split())
 _ROWS = frozenset("table:table-header-rows table:table-rows table:table-row-group".split())
 _FORMATS = {"i": "lower_roman", "I": "upper_roman", "a": "lower_alpha", "A": "upper_alpha"}
-_MATH = {
-    "mfrac": "{}/{}",
-    "msup": "{}^{}",
-    "msub": "{}_{}",
-    "msubsup": "{}_{}^{}",
-    "msqrt": "√{}",
-    "mroot": "√[{1}]{0}",
-}
+_MATH = {"mfrac": "{}/{}", "msup": "{}^{}", "msub": "{}_{}", "msubsup": "{}_{}^{}", "msqrt": "√{}", "mroot": "{}√{}"}
 _MATH |= {"munder": "{}_{}", "mover": "{}^{}", "munderover": "{}_{}^{}"}
 _MOST_COPIES = 1000  # of a row, or of an empty cell between others, that a file repeats by a number
 
@@ -48,14 +41,15 @@ def read(source: str, data: bytes) -> list[Document]:
     if b"<" in data[:4]:
         return [_Reader(None, [_parsed(data)]).document(source)]
     with checked(data) as archive:
-        if _MANIFEST in archive.namelist() and b"encryption-data" in member(archive, _MANIFEST):
+        parts: dict[str, Element] = {}
+        names = [name for name in (_MANIFEST, "styles.xml") if name in archive.NameToInfo]
+        for name in names:
+            with suppress(UnreadableFile):
+                parts[name] = _named(parsed(archive, name))
+        if any(each.tag.endswith(":encryption-data") for part in parts.values() for each in part.iter()):
             raise UnreadableFile("protected by a password", "save a copy without one")
-        content, damaged = _named(parsed(archive, "content.xml")), 0
-        try:
-            styles = [_named(parsed(archive, "styles.xml"))] if "styles.xml" in archive.namelist() else []
-        except UnreadableFile:
-            styles, damaged = [], 1
-        return [_Reader(archive, [*styles, content], damaged).document(source)]
+        parts["content.xml"] = _named(parsed(archive, "content.xml"))
+        return [_Reader(archive, [*parts.values()], len(names) + 1 - len(parts)).document(source)]
 
 
 def _parsed(data: bytes) -> Element:
@@ -205,7 +199,8 @@ class _Reader:
     def _paragraph(self, element: Element, mark: str = "") -> str:
         """Return a paragraph or heading, and in further lines the notes, comments and shapes that belong to it."""
         attached: list[str] = []
-        words = line(self._pieces(element, "", attached)).strip(" ")
+        text = line(self._pieces(element, "", attached)) if len(element) else _WHITE.sub(" ", element.text or "")
+        words = text.strip(" ")
         if words and element.tag == "text:h":
             rank = min(6, max(1, _number(element, "text:outline-level")))
             words = f"{'#' * rank} {mark or self._outline(element, rank)}{words}"
@@ -310,16 +305,9 @@ class _Reader:
         if form is None or not form.get("style:num-format"):
             return ""
         shown = range(max(1, level + 1 - _number(form, "text:display-levels")), level + 1)
-        formats = [
-            (each, self._levels[style, each].get("style:num-format", ""))
-            for each in shown
-            if (style, each) in self._levels
-        ]
-        numbers = [
-            counter(self._numbers.get((style, each), 1), _FORMATS.get(kind, "decimal"))
-            for each, kind in formats
-            if kind
-        ]
+        kinds = {each: self._levels.get((style, each), form).get("style:num-format", "") for each in shown}
+        counts = ((self._numbers.get((style, each), 1), kind) for each, kind in kinds.items() if kind)
+        numbers = [counter(count, _FORMATS.get(kind, "decimal")) for count, kind in counts]
         mark = form.get("style:num-prefix", "") + ".".join(numbers) + form.get("style:num-suffix", "")
         return mark.strip() + " "
 
@@ -353,20 +341,16 @@ class _Reader:
             if cell.tag != "table:table-cell":
                 continue  # what a merged cell covers
             copies = min(_MOST_COPIES, _number(cell, "table:number-columns-repeated"))
-            spans = [_number(cell, f"table:number-{what}-spanned") for what in ("columns", "rows")]
+            width, height = (_number(cell, f"table:number-{what}-spanned") for what in ("columns", "rows"))
             text = self._cell(cell)
-            if not text and spans == [1, 1]:
-                empty += copies
-                continue
-            for content, count in (("", empty), (text, copies)):
-                made = {"type": "code_block", "content": content}
-                width, height = spans if content else (1, 1)
-                yield from [{"content": [made], "col_span": width, "row_span": height}] * count
-            empty = 0
+            if text or width > 1 or height > 1:
+                yield from [_item("", 1, 1)] * empty
+                yield from [_item(text, width, height)] * copies
+            empty = 0 if text or width > 1 or height > 1 else empty + copies
 
     def _cell(self, cell: Element) -> str:
         text = " ".join(filter(None, self._blocks(cell)))
-        if any(each.tag == "table:table" for each in cell.iter()):
+        if " | " in text and any(each.tag == "table:table" for each in cell.iter()):
             text = text.replace(" | ", ", ")
         values = (cell.get(f"office:{kind}-value", "") for kind in ("string", "date", "time", "boolean"))
         return text or next(filter(None, values), cell.get("office:value", ""))
@@ -383,6 +367,10 @@ _BLOCKS: dict[str, Callable[[_Reader, Element], Iterable[str]]] = {
     "svg:title": lambda reader, title: [image(title.text or "")],
     "svg:desc": lambda reader, title: [image(title.text or "")],
 }
+
+
+def _item(text: str, width: int, height: int) -> Item:
+    return {"content": [{"type": "code_block", "content": text}], "col_span": width, "row_span": height}
 
 
 def _table_rows(table: Element) -> Iterator[Element]:
@@ -405,8 +393,8 @@ def _formula(element: Element) -> str:
     name = element.tag.rpartition(":")[2]
     parts = [] if name.startswith("annotation") else [part for each in element if (part := _formula(each))]
     form = _MATH.get(name, "")
-    if name in ("msqrt", "menclose"):
-        parts = [" ".join(parts)]
+    if name in ("msqrt", "mroot"):
+        parts = [" ".join(parts)] if name == "msqrt" else parts[::-1]
     if form and len(parts) == form.count("}"):
         return form.format(*(part if part.isalnum() or len(part) == 1 else f"({part})" for part in parts))
     return " ".join(filter(None, ["" if name.startswith("annotation") else (element.text or "").strip(), *parts]))

@@ -9,7 +9,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kvtool.core.corpus.readers.document import Document, Parts, UnreadableFile, hidden_note, table_row, unread_note
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, table_row, unread_note
 from kvtool.core.corpus.readers.ir import line
 
 _TOKEN = re.compile(
@@ -108,17 +108,12 @@ class _Reader:
         self._end_paragraph(1)
 
     def document(self, source: str) -> Document:
-        made = Parts()
-        for place, texts in (
-            ("header", self._margins["header"]),
-            ("¶", self._blocks),
-            ("footer", self._margins["footer"]),
-        ):
-            for number, text in enumerate(texts, 1):
-                whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                made.add(f"¶ {number}" if place == "¶" else place, whole)
+        places = [("header", text) for text in self._margins["header"]]
+        places += [(f"¶ {number}", text) for number, text in enumerate(self._blocks, 1)]
+        places += [("footer", text) for text in self._margins["footer"]]
         notes = (*hidden_note("text", self._hidden), *unread_note({"embedded objects": self._objects}))
-        return made.document(source, "text", notes)
+        paired = ((place, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")) for place, text in places)
+        return joined(source, "text", paired, notes=notes)
 
     def _take(self, token: re.Match[str]) -> int:
         """Take a token; return where the next one begins."""
@@ -272,9 +267,10 @@ def _table(rows: list[_Row]) -> Iterator[str]:
     """Yield the rows of a table; a merged cell stands in each column and row that it covers."""
     columns = [edge for edge, _ in max((row.edges for row in rows), key=len, default=[])]
     above: dict[int, str] = {}
+    known = {*columns}
     for row in rows:
         cells, begin = row.cells, 0
-        if len(cells) == len(row.edges) and {edge for edge, _ in row.edges} <= {*columns}:
+        if len(cells) == len(row.edges) and all(edge in known for edge, _ in row.edges):
             cells = []
             for cell, (edge, merge) in zip(row.cells, row.edges, strict=True):
                 cell = cells[-1] if merge == "clmrg" and cells else above.get(edge, "") if merge == "clvmrg" else cell
