@@ -232,12 +232,12 @@ def test_formulas_and_charts_are_read_and_other_objects_counted() -> None:
     body += f"<text:p>{frame.format('Object 3', 'object-ole')}{frame.format('gone', 'object')}</text:p>"
     members = {"content.xml": whole("text", body), "Object 1/content.xml": _FORMULA, "Object 2/content.xml": _CHART}
     (made,) = read("/in/a.odt", packed(members))
-    assert lines(made) == ["Drag F = (a + b)/(v^2) newtons", "Landings", "May | 9.1"]
+    assert lines(made) == ["Drag F=(a+b)/(v^2) newtons", "Landings", "May | 9.1"]
     assert made.notes == ("embedded objects: 2 not read",)
 
 
 def test_a_formula_file_is_read() -> None:
-    assert lines(read("/in/a.odf", packed({"content.xml": _FORMULA}))[0]) == ["F = (a + b)/(v^2)"]
+    assert lines(read("/in/a.odf", packed({"content.xml": _FORMULA}))[0]) == ["F=(a+b)/(v^2)"]
 
 
 def test_styles_that_are_damaged_lose_nothing_else() -> None:
@@ -306,13 +306,21 @@ def test_values_without_a_text_and_comments_of_cells_are_read() -> None:
         "<table:table-cell><office:annotation><dc:creator>Bo</dc:creator><text:p>since May</text:p></office:annotation>"
         "<text:p>9</text:p></table:table-cell>"
     )
-    assert lines(flat("spreadsheet", sheet("S", row))) == ["# S", "4.5 | 2031-05-04 | [comment by Bo: since May] 9"]
+    assert lines(flat("spreadsheet", sheet("S", row))) == ["# S", "4.5 | 2031-05-04 | 9 [comment by Bo: since May]"]
 
 
 def test_hidden_sheets_of_opendocument_are_named() -> None:
     style = '<style:style style:name="ta2"><style:table-properties table:display="false"/></style:style>'
     made = flat("spreadsheet", sheet("Shown", cells("a")) + sheet("Pay", cells("b"), style="ta2"), style)
     assert made.notes == ("hidden sheet 'Pay': read like those that are shown",)
+
+
+def test_hidden_rows_are_named() -> None:
+    book = sheet("Pay", cells("a"), cells("b"))
+    book = book.replace("<table:table-row>", '<table:table-row table:visibility="filter">').replace(
+        "filter", "visible", 1
+    )
+    assert flat("spreadsheet", book).notes == ("hidden row 'Pay 2': read like those that are shown",)
 
 
 def test_deleted_cells_are_left_out_and_charts_of_a_sheet_give_their_title() -> None:

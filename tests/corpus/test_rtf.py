@@ -78,8 +78,8 @@ def test_text_boxes_are_read_once() -> None:
         (r"{\listtext\f4\'b7\tab}first", "•\tfirst"),
         (r"{\pntext 3.\tab}third", "3.\tthird"),
         (
-            r"{\mmath{\*\moMath{\mf{\mfPr}{\mnum{\mr a+b}}{\mden{\mr c}}}{\mr =}{\msSup{\me{\mr x}}{\msup 2}}}}",
-            "(a+b)/c=x^2",
+            r"{\mmath{\*\moMath{\mf{\mfPr}{\mnum a+b}{\mden c}}{\mr =}{\msSup{\me x}{\msup 2}}{\mrad{\mdeg}{\me y}}}}",
+            "(a+b)/c=x^2sqrt(y)",
         ),
     ],
 )

@@ -24,8 +24,10 @@ _FIELDS = frozenset("text:page-number text:page-count text:sheet-name ".split())
 _PLACEHOLDERS = frozenset("header footer date-time page-number".split())
 _ROWS = frozenset("table:table-header-rows table:table-rows table:table-row-group".split())
 _FORMATS = {"i": "lower_roman", "I": "upper_roman", "a": "lower_alpha", "A": "upper_alpha"}
-_MATH = {"mfrac": "{}/{}", "msup": "{}^{}", "msub": "{}_{}", "msubsup": "{}_{}^{}", "msqrt": "√{}", "mroot": "{}√{}"}
-_MATH |= {"munder": "{}_{}", "mover": "{}^{}", "munderover": "{}_{}^{}"}
+_FORMATS |= {"가, 나, 다, ...": "ganada", "一, 二, 三, ...": "chineseCounting", "①, ②, ③, ...": "decimalEnclosedCircle"}
+_MATH = {"mfrac": "{}/{}", "msup": "{}^{}", "msub": "{}_{}", "msubsup": "{}_{}^{}", "munder": "{}_{}", "mover": "{}^{}"}
+_MATH |= {"munderover": "{}_{}^{}"}
+_LOOSE = re.compile(r"(?<!\w) | (?!\w)")
 _MOST_COPIES = 1000  # of a row, or of an empty cell between others, that a file repeats by a number
 
 
@@ -108,7 +110,7 @@ class _Reader:
         self._list = ("", 0)  # style and level
         self._objects: set[str] = set()
         self._unread = Counter({"damaged parts": damaged})
-        self._hidden: dict[str, list[object]] = {"section": [], "sheet": [], "slide": []}
+        self._hidden: dict[str, list[object]] = {"section": [], "sheet": [], "row": [], "slide": []}
 
     def document(self, source: str) -> Document:
         root = self._roots[-1]
@@ -328,6 +330,8 @@ class _Reader:
                     numbers[0] = number
                     yield item
                 if item["cells"]:
+                    if row.get("table:visibility") in ("collapse", "filter"):
+                        self._hidden["row"].append(f"{table.get('table:name', '')} {first}".strip())
                     self._unread["repeated rows"] += max(0, copies - _MOST_COPIES)
                 numbers[0] = first + copies - 1
 
@@ -349,7 +353,8 @@ class _Reader:
             empty = 0 if text or width > 1 or height > 1 else empty + copies
 
     def _cell(self, cell: Element) -> str:
-        text = " ".join(filter(None, self._blocks(cell)))
+        blocks = sorted(filter(None, self._blocks(cell)), key=lambda text: text.startswith("[comment"))
+        text = " ".join(blocks)
         if " | " in text and any(each.tag == "table:table" for each in cell.iter()):
             text = text.replace(" | ", ", ")
         values = (cell.get(f"office:{kind}-value", "") for kind in ("string", "date", "time", "boolean"))
@@ -389,12 +394,14 @@ def _position(value: str) -> str:
 
 
 def _formula(element: Element) -> str:
-    """Return MathML in one line, `(a + b)/c`."""
+    """Return MathML in one line, `(a+b)/c`."""
     name = element.tag.rpartition(":")[2]
-    parts = [] if name.startswith("annotation") else [part for each in element if (part := _formula(each))]
-    form = _MATH.get(name, "")
-    if name in ("msqrt", "mroot"):
-        parts = [" ".join(parts)] if name == "msqrt" else parts[::-1]
-    if form and len(parts) == form.count("}"):
-        return form.format(*(part if part.isalnum() or len(part) == 1 else f"({part})" for part in parts))
-    return " ".join(filter(None, ["" if name.startswith("annotation") else (element.text or "").strip(), *parts]))
+    if name.startswith("annotation"):
+        return ""
+    parts = [part for each in element if (part := _formula(each))]
+    if name in _MATH and len(parts) == _MATH[name].count("{"):
+        parts = [_MATH[name].format(*(part if part.isalnum() or len(part) == 1 else f"({part})" for part in parts))]
+    elif name == "mroot":
+        return f"sqrt[{parts[-1]}]({parts[0]})" if parts else ""
+    text = _LOOSE.sub("", " ".join([(element.text or "").strip(), *parts]))
+    return f"sqrt({text})" if name == "msqrt" else text

@@ -35,7 +35,7 @@ _UNSEEN = frozenset(
     "fonttbl colortbl stylesheet info pict fldinst xe tc txe rxe sp shprslt nonesttables objclass objname objdata "
     "filetbl listtable listname ftnsep ftnsepc ftncn aftnsep aftnsepc aftncn mmathPict mtype".split()
 )
-_MATH = {"mnum": "", "mden": "/", "mdeg": "", "mrad": "√", "msub": "_", "msup": "^"}
+_MATH = {"mnum": "", "mden": "/", "mdeg": "", "mrad": "sqrt", "msub": "_", "msup": "^"}
 _COLLECTED = frozenset(
     "footnote annotation atnauthor header headerl headerr headerf footer footerl footerr footerf shptxt "
     "dptxbxtext".split()
@@ -230,7 +230,7 @@ class _Reader:
             return
         text, parent = line(group.pieces).strip(), self._groups[-1] if self._groups else group
         if group.kind in _MATH:
-            text = text if text.isalnum() or not text else f"({text})"
+            text = text if not text or (text.isalnum() and group.kind != "mrad") else f"({text})"
             parent.pieces.append((_MATH[group.kind] + text, ""))
         elif group.kind in ("footnote", "endnote "):
             kind = group.kind.removeprefix("footnote")
