@@ -41,8 +41,13 @@ _COLLECTED = frozenset(
     "dptxbxtext".split()
 ).union(_MATH)
 _KNOWN = _COLLECTED.union("shpinst do moMath nesttableprops".split())  # read although the mark `\*` precedes them
-_FLAGS = {"v": "is_hidden", "deleted": "is_deleted", "mvf": "is_deleted", "intbl": "is_in_table", "super": "is_super"}
-_FLAGS |= {"sub": "is_sub", "listtext": "is_mark", "pntext": "is_mark"}
+_FLAGS = {"v": "hidden", "deleted": "deleted", "mvf": "deleted", "intbl": "table", "listtext": "mark", "pntext": "mark"}
+_FLAGS |= {"super": "superscript", "sub": "subscript"}
+_RESET = {
+    "pard": {"table"},
+    "nosupersub": {"superscript", "subscript"},
+    "plain": {*_FLAGS.values()} - {"table", "mark"},
+}
 
 
 @dataclass(slots=True)
@@ -54,12 +59,7 @@ class _Group:
     font: int = 0
     skip: int = 1
     is_unseen: bool = False
-    is_hidden: bool = False
-    is_deleted: bool = False
-    is_super: bool = False
-    is_sub: bool = False
-    is_in_table: bool = False
-    is_mark: bool = False
+    flags: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -148,12 +148,12 @@ class _Reader:
         elif word in _COLLECTED:
             group.kind, group.pieces = word, []
         elif word in _FLAGS:
-            setattr(group, _FLAGS[word], number != 0)
+            group.flags = group.flags - {_FLAGS[word]} if number == 0 else group.flags | {_FLAGS[word]}
         elif word == "ftnalt":
             group.kind = "endnote "
         elif word in _CHARACTERS:
             self._write(_CHARACTERS[word])
-        elif not group.is_deleted:
+        elif "deleted" not in group.flags:
             self._lay_out(word, number or 0, group)
 
     def _set(self, word: str, number: int, group: _Group) -> bool:
@@ -174,13 +174,9 @@ class _Reader:
                 self._page = _codec(_PAGES.get(word, number))
             case "deff":
                 self._font = group.font = number
-            case "plain":
-                group.font = self._font
-                group.is_hidden = group.is_deleted = group.is_super = group.is_sub = False
-            case "nosupersub":
-                group.is_super = group.is_sub = False
-            case "pard":
-                group.is_in_table = False
+            case "plain" | "pard" | "nosupersub":
+                group.font = self._font if word == "plain" else group.font
+                group.flags -= _RESET[word]
             case _:
                 return False
         return True
@@ -206,10 +202,10 @@ class _Reader:
     def _write(self, text: str, is_symbol: bool = False) -> None:
         group = self._groups[-1]
         if is_symbol:
-            text = "•" if group.is_mark else text.translate(_SYMBOLS)
-        if not group.is_unseen and not group.is_deleted:
-            group.pieces.append((text, "superscript" if group.is_super else "subscript" if group.is_sub else ""))
-            if group.is_hidden and text.strip():
+            text = "•" if "mark" in group.flags else text.translate(_SYMBOLS)
+        if not group.is_unseen and "deleted" not in group.flags:
+            group.pieces.append((text, next(iter(group.flags & {"superscript", "subscript"}), "")))
+            if "hidden" in group.flags and text.strip():
                 self._hidden.append(text.strip())
 
     def _decode(self) -> None:
@@ -248,7 +244,7 @@ class _Reader:
 
     def _end_paragraph(self, count: int) -> None:
         group = self._groups[-1]
-        if group.pieces is not self._body or group.is_in_table:
+        if group.pieces is not self._body or "table" in group.flags:
             group.pieces.append(("\n", ""))
             return
         if self._row.cells:
