@@ -14,7 +14,7 @@ from kvtool.core.corpus.ignoring import is_hidden, is_lock, is_secret
 from kvtool.core.corpus.readers.containers import LOCKED, checked, member
 from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile, unread_note
 
-_MOST_TEXT = 1 << 26  # characters: a release of code is not what somebody wants to ask about
+_MOST_TEXT = 1 << 26  # characters; an archive with more is a release of code, or a backup
 _MOST_FILES = 2000
 _MOST_NOTES = 20
 _UTF_8 = 0x800  # flag bit of a member's name
@@ -38,7 +38,7 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
     UnreadableFile
         If it is damaged.
     BinaryFile
-        If it holds more than a reader wants, or nothing that can be read.
+        If it holds too much text or too many files, or nothing that can be read.
     """
     documents: list[Document] = []
     failures: list[str] = []

@@ -62,7 +62,7 @@ def _parsed(data: bytes) -> Element:
 
 
 def _named(root: Element) -> Element:
-    """Give elements and attributes the names that people know: `text:p`."""
+    """Shorten the names of elements and attributes, `text:p`, and return the root."""
     for element in root.iter():
         attributes = {_short(name): value for name, value in element.attrib.items()}
         element.tag = _short(element.tag)

@@ -214,7 +214,7 @@ class _Reader:
             codec = self._fonts.get(self._groups[-1].font, self._page)
             try:
                 text = self._bytes.decode(codec)
-            except UnicodeDecodeError:  # a font for other letters than these
+            except UnicodeDecodeError:  # the font's character set does not fit the bytes
                 text = self._bytes.decode(self._page, "replace")
             self._write(text, is_symbol=codec == "iso8859-1")
             self._bytes.clear()
