@@ -221,7 +221,7 @@ def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: d
     (folder / "bomb.docx").write_bytes(claiming(sound["docx"], 0xF0000000))
     (folder / "locked.pdf").write_bytes(locked(sound["pdf"]))
     (folder / "half.pptx").write_bytes(sound["pptx"][:1000])
-    (folder / "all.zip").write_bytes(sound["docx"])
+    (folder / "all.7z").write_bytes(sound["docx"])
     (folder / "nothing.pdf").touch()
     done = fresh(folder, "-v", "--read-timeout", "10m").fine(3)
     assert done.json["documents"]["added"] == 1

@@ -138,7 +138,7 @@ def folder(tmp_path: Path) -> Path:
     (made / "weights.dat").write_bytes(noise(200_000))
     (made / "photo.png").write_bytes(b"\x89PNG")
     (made / "other.jpg").write_bytes(b"\xff\xd8")
-    (made / "all.zip").write_bytes(b"PK\3\4")
+    (made / "all.7z").write_bytes(b"PK\3\4")
     (made / "deploy").write_text("-----BEGIN RSA PRIVATE KEY-----\n" + "QUJD\n" * 30)
     (made / "id_rsa").write_text("A key.")
     (made / "prod.env").write_text("PASSWORD=mill")

@@ -180,12 +180,13 @@ class StoreReader(ChunkReader, StretchReader):
 
     def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
         """Return the files of these documents, by path; a file without documents is its own. A document is looked for
-        where readers put it, in the file of its own name or of the part before its last `#`; only for others all files
-        are read. Raises DamagedError."""
+        where readers put it, in the file of its own name or of the part before its last or first `#`; only for others
+        all files are read. Raises DamagedError."""
         found: dict[str, FileEntry] = {}
         lost: set[str] = set()
         for source in sources:
-            entries = (self.file(path) for path in (source, source.rpartition("#")[0]) if path)
+            paths = dict.fromkeys((source, source.rpartition("#")[0], source.partition("#")[0]))
+            entries = (self.file(path) for path in paths if path)
             for entry in entries:
                 if entry is not None and source in (entry.documents or (entry.path,)):
                     found[entry.path] = entry

@@ -20,6 +20,7 @@ from kvtool.core import __version__
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import read_regular
+from kvtool.core.corpus.readers import kind_of
 from kvtool.core.corpus.readers.document import (
     BinaryFile,
     Document,
@@ -34,6 +35,7 @@ from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
 
+_LARGEST_ARCHIVE = 1 << 28  # bytes
 _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of its text are made
 
 
@@ -116,6 +118,8 @@ def _look(
     try:
         if file.guessed:
             check(read_regular(file.name, SNIFFED), before.st_size)
+        if kind_of(file.path) == "archive" and before.st_size > _LARGEST_ARCHIVE:
+            raise BinaryFile(f"archive of over {_LARGEST_ARCHIVE >> 20} MiB: unpack it, and name the folder")
         data = read_regular(file.name, _LARGEST + 1) if before.st_size <= _LARGEST else b""
         if max(before.st_size, len(data)) > _LARGEST:
             raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
@@ -148,7 +152,9 @@ def _unreadable(
         return Skipped(path, Skip.UNINSTALLED, f"{error.message} ({error.hint})")
     if isinstance(error, SecretFile):
         return Skipped(path, Skip.SECRET, error.message)
-    if file.guessed or (isinstance(error, BinaryFile) and not reading.takes(file.path)):
+    if file.guessed or (
+        isinstance(error, BinaryFile) and (kind_of(file.path) == "archive" or not reading.takes(file.path))
+    ):
         return Skipped(path, Skip.UNSUPPORTED, error.message)
     return Failure(path, error.message, not read, read)
 

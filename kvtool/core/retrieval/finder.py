@@ -425,6 +425,6 @@ def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
     match = re.compile("|".join(regex_of(form) for glob in globs for form in (glob, f"*/{glob}"))).match
 
     def is_meant(source: str) -> bool:
-        return any(match(name) is not None for name in (source, source.rpartition("#")[0]) if name)
+        return any(match(name) is not None for name in (source, source.rpartition("#")[0], file_of(source)) if name)
 
     return is_meant

@@ -14,14 +14,17 @@ from typing import NamedTuple
 
 from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.corpus.readers import (
+    archive,
     epub,
     html,
     jsonl,
     mail,
     notebook,
     office,
+    opendocument,
     pdf,
     roff,
+    rtf,
     subtitles,
     svg,
     text,
@@ -47,6 +50,10 @@ class _Format(NamedTuple):
     endings: tuple[str, ...]
     is_bounded: bool = True
     library: str = ""
+
+
+def _read_archive(source: str, data: bytes) -> list[Document]:
+    return archive.read(source, data, read_as, _unread_kind)
 
 
 _IMAGES = frozenset(
@@ -87,6 +94,10 @@ _CODE = (
     *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
     *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
 )
+_OPENDOCUMENT = (
+    *(".odt", ".ott", ".fodt", ".ods", ".ots", ".fods"),
+    *(".odp", ".otp", ".fodp", ".odg", ".otg", ".fodg", ".odf"),
+)
 _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
     _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
@@ -100,18 +111,19 @@ _FORMATS = (
     _Format(word.read, (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"), library="office-oxide"),
     _Format(office.read_slides, (".pptx", ".pptm", ".ppsx", ".potx"), library="python-pptx"),
     _Format(office.read_sheets, (".xlsx", ".xlsm", ".xltx"), library="openpyxl"),
-    _Format(office.read_opendocument, (".odt", ".ott")),
-    _Format(office.read_rtf, (".rtf",), library="striprtf"),
+    _Format(opendocument.read, _OPENDOCUMENT),
+    _Format(rtf.read, (".rtf",)),
     _Format(epub.read, (".epub",)),
     _Format(mail.read, (".eml", ".mbox")),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
     _Format(svg.read, (".svg",)),
+    _Format(_read_archive, (".zip",)),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, mail.read)  # of files that may hold several documents
+_SEVERAL = (jsonl.read, mail.read, _read_archive)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
@@ -162,7 +174,18 @@ def is_archive(path: PurePath) -> bool:
 def kind_of(path: PurePath) -> str:
     """Name what a file is that no reader takes: `image`, `archive`, by another foreign ending that, else `binary`."""
     known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
-    return known if is_foreign(path) else "binary"
+    return known if is_foreign(path) or _is_zip(path) else "binary"
+
+
+def _is_zip(path: PurePath) -> bool:
+    return READERS.get(ending_of(path)) is _read_archive
+
+
+def _unread_kind(path: PurePath) -> str:
+    """Name the kind of a file in an archive that is not read, in the plural; "" if it is read."""
+    if is_known(path) and not _is_zip(path):
+        return ""
+    return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
 
 
 def read_documents(path: Path, data: bytes) -> list[Document]:
@@ -178,14 +201,19 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     UnreadableFile
         If the file is empty, binary, or holds no text.
     """
+    return read_as(path, source_of(path), data)
+
+
+def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
+    """Read documents as :meth:`read_documents` does, under the name of another source than the path."""
     plugin = plugin_of(path)
     if plugin is None:
         name = without_gz(path)
         data = data if name == path else gunzip(data)
-        return READERS.get(ending_of(name), unknown.read)(source_of(path), data)
+        return READERS.get(ending_of(name), unknown.read)(source, data)
     try:
         read: Reader = plugin.load()
-        return read(source_of(path), data)
+        return read(source, data)
     except PluginError as error:
         raise UnreadableFile(error.message, error.hint) from error
 
@@ -196,9 +224,10 @@ def ending_of(path: PurePath) -> str:
 
 
 def file_of(source: str) -> str:
-    """Return the file of a document: one of several is called `file.jsonl#id`."""
-    file, mark, _ = source.rpartition("#")
-    return file if mark and READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL else source
+    """Return the file of a document: one of several is called `file.jsonl#id`, or `file.zip#name`."""
+    marks = (at for at, character in enumerate(source) if character == "#")  # a name in an archive may have some
+    files = (source[:at] for at in marks)
+    return next((file for file in files if READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL), source)
 
 
 def source_of(path: Path) -> str:

@@ -9,24 +9,24 @@ import zlib
 from pathlib import PurePath
 from xml.etree import ElementTree
 
-from kvtool.core.corpus.readers.document import EmptyFile, UnreadableFile
+from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, UnreadableFile
 
 _MOST_BYTES = 1 << 30  # of all members, unpacked
 _MOST_MEMBERS = 100_000
 _MOST_TEXT = 1 << 28  # bytes, unpacked, of one member, or of a file that gzip has packed
 _OLD_OFFICE = b"\xd0\xcf\x11\xe0"
-_LOCKED = 0x1  # flag bit of a member
+LOCKED = 0x1  # flag bit of a member that needs a password
 GZIP = ".gz"  # Debian packs manual pages so: read as what the name says without it
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def checked(data: bytes) -> zipfile.ZipFile:
-    """Open a document's container.
+def checked(data: bytes, is_archive: bool = False) -> zipfile.ZipFile:
+    """Open a document's container, or an archive, in which some members may need a password.
 
     Raises
     ------
     UnreadableFile
-        If it is none, is protected by a password, or would unpack to more than 1 GiB.
+        If it is none, is protected by a password, or would unpack to more than 1 GiB (an archive: BinaryFile).
     """
     if data.startswith(_OLD_OFFICE):
         if "EncryptedPackage".encode("utf-16-le") in data:
@@ -37,11 +37,12 @@ def checked(data: bytes) -> zipfile.ZipFile:
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise UnreadableFile("damaged: not the ZIP container that its name says") from error
     members = archive.infolist()
-    if any(member.flag_bits & _LOCKED for member in members):
+    if not is_archive and any(member.flag_bits & LOCKED for member in members):
         raise UnreadableFile("protected by a password", "save a copy without one")
     size = sum(member.file_size for member in members)
     if size > _MOST_BYTES or len(members) > _MOST_MEMBERS:
-        raise UnreadableFile(f"unpacks to {len(members):,} parts of {size:,} bytes, which no document needs")
+        kind = BinaryFile if is_archive else UnreadableFile
+        raise kind(f"unpacks to {len(members):,} parts of {size:,} bytes, which no document needs")
     return archive
 
 

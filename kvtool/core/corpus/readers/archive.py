@@ -1,0 +1,99 @@
+"""ZIP archives: each file in them that a reader knows, as a document of its own."""
+
+from __future__ import annotations
+
+import posixpath
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import PurePath
+from zipfile import ZipFile, ZipInfo
+
+from kvtool.core.corpus.ignoring import is_hidden, is_lock, is_secret
+from kvtool.core.corpus.readers.containers import LOCKED, checked, member
+from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile, unread_note
+
+_MOST_TEXT = 1 << 26  # characters; an archive with more is a release of code, or a backup
+_MOST_FILES = 2000
+_MOST_NOTES = 20
+_UTF_8 = 0x800  # flag bit of a member's name
+_DISGUISED = {  # members that show what a file is that is called an archive
+    **{"word/document.xml": ".docx", "ppt/presentation.xml": ".pptx", "xl/workbook.xml": ".xlsx"},
+    **{"META-INF/container.xml": ".epub", "mimetype": ".odt"},
+}
+ReadAs = Callable[[PurePath, str, bytes], list[Document]]
+
+
+def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
+    """Return the documents of all files that a reader knows, `archive.zip#folder/name.md`. A note counts the others.
+
+    Parameters
+    ----------
+    read_as : reads a file by its path, under a source's name.
+    kind_of : names what no reader knows, in the plural; "" for the others.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged.
+    BinaryFile
+        If it holds too much text or too many files, or nothing that can be read.
+    """
+    documents: list[Document] = []
+    failures: list[str] = []
+    with checked(data, is_archive=True) as archive:
+        if ending := next((ending for name, ending in _DISGUISED.items() if name in archive.NameToInfo), ""):
+            return read_as(PurePath("a" + ending), source, data)
+        members, unread = _members(archive, kind_of)
+        for name, info in members.items():
+            try:
+                documents += _read_member(archive, info, PurePath(name), f"{source}#{name}", read_as)
+            except EmptyFile:
+                continue
+            except UnreadableFile as error:
+                failures.append(f"{name}: {error.message}")
+            if len(members) > _MOST_FILES or sum(len(document.text) for document in documents) > _MOST_TEXT:
+                raise BinaryFile(f"archive of {len(members):,} files with much text: unpack it, and name the folder")
+    more = {"further files": len(failures) - _MOST_NOTES} if len(failures) > _MOST_NOTES else {}
+    notes = (*unread_note(unread), *failures[:_MOST_NOTES], *unread_note(more))
+    if not documents:
+        raise BinaryFile(f"archive without a document that can be read ({'; '.join(notes) or 'empty'})")
+    return [replace(documents[0], notes=(*documents[0].notes, *notes)), *documents[1:]]
+
+
+def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict[str, ZipInfo], Counter[str]]:
+    """Return the files to read by their names, and how many others there are of each kind; hidden ones do not count."""
+    found: dict[str, ZipInfo] = {}
+    unread: Counter[str] = Counter()
+    for info in archive.infolist():
+        path = PurePath(posixpath.normpath("/" + _name(info)).strip("/"))
+        if info.is_dir() or any(is_hidden(part) or part == "__MACOSX" for part in path.parts):
+            continue
+        kinds = {"files of the same name": path.as_posix() in found, "secrets": is_secret(path.name)}
+        kinds |= {"lock files": is_lock(path.name), kind_of(path): True}
+        if kind := next(kind for kind, applies in kinds.items() if applies):
+            unread[kind] += 1
+        else:
+            found[path.as_posix()] = info
+    return found, unread
+
+
+def _name(info: ZipInfo) -> str:
+    """Return a member's name: old programs write UTF-8 without saying so, which `zipfile` takes for cp437."""
+    name = info.filename.replace("\\", "/")
+    if not info.flag_bits & _UTF_8:
+        with suppress(UnicodeError):
+            name = name.encode("cp437").decode("utf-8")
+    return "".join(filter(str.isprintable, name))
+
+
+def _read_member(archive: ZipFile, info: ZipInfo, path: PurePath, source: str, read_as: ReadAs) -> list[Document]:
+    if info.flag_bits & LOCKED:
+        raise UnreadableFile("protected by a password")
+    try:
+        return read_as(path, source, member(archive, info.filename))
+    except (UnreadableFile, MemoryError):
+        raise
+    except Exception as error:  # whatever a library raises over a broken file
+        raise UnreadableFile(f"damaged ({type(error).__name__})") from error

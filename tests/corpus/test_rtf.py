@@ -1,0 +1,151 @@
+"""Rich text: what its control words mean for the text."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile
+from kvtool.core.corpus.readers.rtf import read
+
+FONTS = (
+    r"{\fonttbl{\f0\fcharset0 Serif;}{\f1\fcharset204 Cyr;}{\f2\fcharset128 Mincho;}{\f3\fcharset129 Batang;}"
+    r"{\f4\fcharset2 Symbol;}}"
+)
+
+
+def document(body: str) -> Document:
+    (made,) = read("/in/a.rtf", (r"{\rtf1\ansi\ansicpg1252\deff0" + FONTS + body + "}").encode("latin-1"))
+    return made
+
+
+def lines(body: str) -> list[str]:
+    return [line for line in document(body).text.split("\n") if line]
+
+
+def test_footnotes_and_endnotes_follow_their_paragraph_with_their_marks() -> None:
+    body = (
+        r"The toll is 4 crowns{\super\chftn}{\footnote {\super\chftn} Sundays: free.} a day"
+        r"{\footnote\ftnalt Since 1904.}.\par Next{\footnote {\b Second} note}\par"
+    )
+    assert lines(body) == [
+        "The toll is 4 crowns[1] a day[endnote 1].",
+        "[1] Sundays: free.",
+        "[endnote 1] Since 1904.",
+        "Next[2]",
+        "[2] Second note",
+    ]
+    assert [mark.place for mark in document(body).marks] == ["¶ 1", "¶ 2"]
+
+
+def test_headers_and_footers_are_read_once() -> None:
+    made = document(r"{\headerl Permit 88\par}{\headerr Permit 88}{\footer until May}Body\par")
+    assert made.text == "Permit 88\n\nBody\n\nuntil May\n"
+    assert [mark.place for mark in made.marks] == ["header", "¶ 1", "footer"]
+
+
+def test_comments_name_their_author() -> None:
+    body = r"Open{\*\atnid AB}{\*\atnauthor Ann Brook}\chatn{\*\annotation{\*\atndate 12}Until when?} daily\par"
+    assert lines(body) == ["Open daily", "[comment by Ann Brook: Until when?]"]
+
+
+def test_text_boxes_are_read_once() -> None:
+    shape = (
+        r"{\shp{\*\shpinst{\sp{\sn wzName}{\sv Box 1}}{\shptxt \pard Call the pilot\par}}"
+        r"{\shprslt{\*\do{\dptxbxtext Call the pilot\par}}}}"
+    )
+    assert lines(rf"Before {shape}after\par") == ["Before after", "Call the pilot"]
+
+
+@pytest.mark.parametrize(
+    ("written", "read_as"),
+    [
+        (r"\u-10178?\u-8384? tide", "🭀 tide"),
+        (r"\uc2\u24180\'94\'4e abc", "年 abc"),
+        (r"\uc0\u233 t\u233 ", "été"),
+        (r"{\uc0 \u233 }\u233?t", "éét"),
+        (r"{\f1\'cf\'f0\'e8\'e2\'e5\'f2} caf\'e9", "Привет café"),
+        (r"{\f2\'83e\'83X\'83\'67}", "テスト"),
+        (r"{\f3\'b5\'ee\'b4\'eb}", "등대"),
+        (r"{\f4 m}g {\f4\'b3} 3 \u-3917?", "μg ≥ 3 ≥"),
+        (r"\ldblquote a\rdblquote\emdash\bullet\~b\_c\-d", "“a”—•\xa0b\u2011cd"),
+        (r"a\{b\}\\c", r"a{b}\c"),
+        (r"10{\super 6} m, H{\sub 2}O", "10^6 m, H2O"),
+        (r"kept {\deleted gone }{\revised added}", "kept added"),
+        (r"{\field{\*\fldinst HYPERLINK http://a.example/}{\fldrslt the chart}}", "the chart"),
+        (r"{\pict\bin5 }}}}}}after", "after"),
+        (r"{\object{\*\objclass X}{\*\objdata 0102}{\result shown}}", "shown"),
+        (r"{\*\unheard of}{\xe{\v entry}}{\info{\title T}}text", "text"),
+        (r"{\listtext\f4\'b7\tab}first", "•\tfirst"),
+        (r"{\pntext 3.\tab}third", "3.\tthird"),
+        (
+            r"{\mmath{\*\moMath{\mf{\mfPr}{\mnum a+b}{\mden c}}{\mr =}{\msSup{\me x}{\msup 2}}{\mrad{\mdeg}{\me y}}}}",
+            "(a+b)/c=x^2sqrt(y)",
+        ),
+    ],
+)
+def test_control_words(written: str, read_as: str) -> None:
+    assert document(written + r"\par").text == read_as + "\n"
+
+
+def test_embedded_objects_are_counted_and_hidden_text_is_quoted() -> None:
+    made = document(r"See {\object{\*\objdata 01}}{\object{\*\objdata 02}}{\v the secret} end\par")
+    assert made.text == "See the secret end\n"
+    assert made.notes == (
+        "hidden text 'the secret': read like those that are shown",
+        "embedded objects: 2 not read",
+    )
+
+
+def test_a_code_page_of_the_file_is_used_without_a_font() -> None:
+    (made,) = read("/in/a.rtf", rb"{\rtf1\ansi\ansicpg1250 \'9alechta \'f8eka}")
+    assert made.text == "šlechta řeka\n"
+
+
+# ---- tables ----
+
+
+def test_rows_keep_empty_cells() -> None:
+    table = (
+        r"\trowd\cellx1\cellx2\cellx3\intbl Alder\cell\cell 7\cell\row\trowd\intbl\cell b\cell\cell\row\pard end\par"
+    )
+    assert lines(table) == ["Alder |  | 7", " | b", "end"]
+
+
+def test_paragraphs_in_a_cell_are_one_cell() -> None:
+    assert lines(r"\trowd\intbl one\par two\cell three\cell\row\pard") == ["one two | three"]
+
+
+def test_merged_cells_are_repeated() -> None:
+    table = (
+        r"\trowd\cellx1\cellx3 Pier\cell Depth\cell\row"
+        r"\trowd\clvmgf\cellx1\cellx2\cellx3 East\cell 3\cell 4\cell\row"
+        r"\trowd\clvmrg\cellx1\clmgf\cellx2\clmrg\cellx3 \cell 5\cell\cell\row"
+    )
+    assert lines(table) == ["Pier | Depth | Depth", "East | 3 | 4", "East | 5 | 5"]
+
+
+def test_a_nested_table_stays_in_its_cell() -> None:
+    inner = r"\itap2 a\nestcell b\nestcell{\*\nesttableprops\trowd\cellx1\cellx2\nestrow}{\nonesttables\par}"
+    assert lines(r"\trowd\cellx1\cellx2\intbl " + inner + r"\itap1 x\cell y\cell\row\pard") == ["a, b, ; x | y"]
+
+
+# ---- damaged files ----
+
+
+@pytest.mark.parametrize(
+    "body", [r"{\b{\i text", r"text}}}}", r"text\'", r"text\bin9999999999", "text\\", r"\u99999999999?text"]
+)
+def test_a_damaged_file_keeps_its_text(body: str) -> None:
+    (made,) = read("/in/a.rtf", (r"{\rtf1 " + body).encode())
+    assert "text" in made.text
+
+
+def test_a_file_without_text_is_refused() -> None:
+    with pytest.raises(EmptyFile):
+        read("/in/a.rtf", rb"{\rtf1{\fonttbl{\f0 A;}}}")
+    with pytest.raises(UnreadableFile, match="not the rich text"):
+        read("/in/a.rtf", b"plain")
+
+
+def test_deep_groups_are_read() -> None:
+    assert document("{" * 20_000 + "deep" + "}" * 20_000).text == "deep\n"
