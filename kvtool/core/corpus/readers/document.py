@@ -122,6 +122,8 @@ def opened(what: str, library: str) -> Iterator[None]:
     except (UnreadableFile, MemoryError, RecursionError):
         raise
     except Exception as error:
+        if re.search("encrypted|password", str(error)):
+            raise UnreadableFile("protected by a password", "save a copy without one") from error
         raise UnreadableFile(f"damaged: no {what} that can be opened ({type(error).__name__})") from error
 
 

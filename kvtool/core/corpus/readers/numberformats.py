@@ -1,0 +1,86 @@
+"""Number formats of workbooks: numbers, dates and times as Excel writes them into a cell.
+
+xlfmt knows all of the language; formats of plain numbers, which fill whole columns with different values, are written
+here, in a tenth of its time.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_HALF_UP, Decimal
+from functools import lru_cache
+from typing import NamedTuple
+
+GENERAL = "General"
+_LOCAL = {  # formats that Excel writes as the country of its user does
+    **dict.fromkeys((14, *range(27, 32), 36, *range(50, 59)), "yyyy-mm-dd"),
+    **{22: "yyyy-mm-dd hh:mm", 32: "h:mm", 33: "h:mm:ss"},
+}
+_LONGEST = 255  # characters of a format in Excel
+_EXACT = 1 << 53  # from where on not every whole number is a float
+_LITERAL = r'(?:"[^"]*"|\\.|[_*].|\[\$[^\]]*\]|\[(?:black|blue|cyan|green|magenta|red|white|yellow)\]|[ $€£¥()+%-])*+'
+_PLAIN = re.compile(rf"({_LITERAL})(?:#,##)?0(?:\.(0+))?({_LITERAL})", re.IGNORECASE)
+_PIECE = re.compile(r'"([^"]*)"|\\(.)|[_*].|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|(.)')
+
+
+class _Plain(NamedTuple):
+    before: str
+    pattern: str
+    unit: Decimal
+    scale: int
+    after: str
+
+
+def code_of(number: int, own: dict[int, str]) -> str:
+    """Return the format with a number: one of the workbook's `own`, or one that Excel has built in."""
+    from xlrd.formatting import std_format_strings
+
+    return own.get(number) or _LOCAL.get(number) or std_format_strings.get(number, GENERAL)
+
+
+@lru_cache(maxsize=1 << 16)
+def shown(value: float | str, code: str, is_1904: bool = False) -> str:
+    """Write a value in a format; in the general one if the format would hide it, or is none.
+
+    Parameters
+    ----------
+    value : a number, also that of a date, or a text.
+    code : the format: `0.0%`.
+    is_1904 : dates count from 1904, as on old Macs.
+    """
+    usual = value if isinstance(value, str) else _general(value)
+    if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST:
+        return usual
+    from xlfmt import format_value
+
+    try:
+        if isinstance(value, float) and (plain := _plain(code, value > 0)) and value:
+            number = abs(Decimal(repr(value))) * plain.scale
+            return f"{plain.before}{number.quantize(plain.unit, ROUND_HALF_UP):{plain.pattern}}{plain.after}"
+        written = str(format_value(value, code, date1904=is_1904))
+    except (ArithmeticError, ValueError, TypeError, LookupError):  # a date of year 10000, a format that is none
+        return usual
+    hides = not written.strip() and value
+    return usual if hides or set(written) == {"#"} else written
+
+
+def _general(value: float) -> str:
+    return f"{value + 0.0:.0f}" if value.is_integer() and abs(value) < _EXACT else f"{value:.15G}"
+
+
+@lru_cache(maxsize=1 << 12)
+def _plain(code: str, is_positive: bool) -> _Plain | None:
+    """Return how a format writes numbers of a sign, or None if that is more than digits between fixed characters."""
+    sections = code.split(";")
+    section = sections[0] if is_positive or len(sections) == 1 else sections[1]
+    found = _PLAIN.fullmatch(section)
+    if found is None:
+        return None
+    before, after = (
+        "".join(piece[1] or piece[2] or piece[3] or piece[4] or "" for piece in _PIECE.finditer(found[side]))
+        for side in (1, 3)
+    )
+    sign = "-" if len(sections) == 1 and not is_positive else ""
+    digits = len(found[2] or "")
+    pattern = f"{',' if '#,##' in section else ''}.{digits}f"
+    return _Plain(sign + before, pattern, Decimal(1).scaleb(-digits), 100 ** (before + after).count("%"), after)
