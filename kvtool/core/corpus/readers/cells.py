@@ -35,7 +35,9 @@ class Sheet:
     rows : row → column → what the cell shows, empty cells left out.
     merged : first row, first column, last row and last column of cells that were made one.
     hidden_columns : the first and the last of each run.
+    shapes : paragraphs of text boxes and diagrams.
     uncalculated : how many formulas have no saved value.
+    last_row : the row that was read last.
     """
 
     title: str
@@ -45,7 +47,9 @@ class Sheet:
     merged: list[tuple[int, int, int, int]] = field(default_factory=list)
     hidden_rows: list[int] = field(default_factory=list)
     hidden_columns: list[tuple[int, int]] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
     uncalculated: int = 0
+    last_row: int = 0
 
 
 class _Book(NamedTuple):
@@ -74,13 +78,28 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
     for each in book.iterfind("{*}sheets/{*}sheet"):
         sheet = Sheet(each.get("name", ""), each.get("state", "visible") != "visible")
         link = next((value for key, value in each.attrib.items() if key.endswith("}id")), "")
+        part = links.get(link, ("", ""))[1]
         try:
-            with archive.open(links[link][1]) as file:
+            with archive.open(part) as file:
                 for _, element in ElementTree.iterparse(file):
                     _take(element, sheet, shared)
         except _DAMAGE:
             sheet.is_damaged = True
+        drawings = [drawing for kind, drawing in _links(archive, part).values() if kind == "drawing"]
+        linked = (link for drawing in drawings for link in _links(archive, drawing).values())
+        for shown_part in (*drawings, *(diagram for kind, diagram in linked if kind == "diagramData")):
+            with suppress(UnreadableFile):
+                sheet.shapes.extend(_paragraphs(parsed(archive, shown_part)))
         yield sheet
+
+
+def _paragraphs(element: Element) -> Iterator[str]:
+    for child in element:
+        kind = child.tag.rpartition("}")[2]
+        if kind == "p":
+            yield "".join("\n" if each.tag.endswith("}br") else each.text or "" for each in child.iter())
+        elif kind != "Fallback":  # what older programs show in place of the same
+            yield from _paragraphs(child)
 
 
 def _links(archive: zipfile.ZipFile, part: str) -> dict[str, tuple[str, str]]:
@@ -143,7 +162,7 @@ def _take(element: Element, sheet: Sheet, book: _Book) -> None:
 
 
 def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
-    number = int(row.get("r") or 1 + max(sheet.rows, default=0))
+    sheet.last_row = number = int(row.get("r") or sheet.last_row + 1)
     cells: dict[int, str] = {}
     column = 0
     for cell in row:

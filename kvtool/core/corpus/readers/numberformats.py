@@ -16,11 +16,13 @@ _LOCAL = {  # formats that Excel writes as the country of its user does
     **dict.fromkeys((14, *range(27, 32), 36, *range(50, 59)), "yyyy-mm-dd"),
     **{22: "yyyy-mm-dd hh:mm", 32: "h:mm", 33: "h:mm:ss"},
 }
+_DAY = 86400  # seconds
 _LONGEST = 255  # characters of a format in Excel
 _EXACT = 1 << 53  # from where on not every whole number is a float
 _LITERAL = r'(?:"[^"]*"|\\.|[_*].|\[\$[^\]]*\]|\[(?:black|blue|cyan|green|magenta|red|white|yellow)\]|[ $€£¥()+%-])*+'
 _PLAIN = re.compile(rf"({_LITERAL})(?:#,##)?0(?:\.(0+))?({_LITERAL})", re.IGNORECASE)
 _PIECE = re.compile(r'"([^"]*)"|\\(.)|[_*].|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|(.)')
+_STAMP = re.compile(r"([^hs;\[]*[yd][^hs;\[]*?)(\\? +h[^yd;\[.]*)", re.IGNORECASE)  # a date, then a time of the day
 
 
 class _Plain(NamedTuple):
@@ -51,6 +53,9 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
     usual = value if isinstance(value, str) else _general(value)
     if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST:
         return usual
+    if isinstance(value, float) and value > 1 and (stamp := _STAMP.fullmatch(code)):  # most of both is in the cache
+        day, second = divmod(round(value * _DAY), _DAY)
+        return shown(float(day), stamp[1], is_1904) + shown(second / _DAY, stamp[2])
     from xlfmt import format_value
 
     try:

@@ -24,7 +24,7 @@ from kvtool.core.corpus.readers.document import (
 from kvtool.core.corpus.readers.ir import Item, blocks
 from kvtool.core.corpus.readers.slides import chart_rows
 
-_DRAWN = re.compile("xl/(?:drawings/drawing|charts/|comments|threadedcomments/)", re.IGNORECASE)
+_DRAWN = re.compile("xl/(?:charts/|comments|threadedcomments/)", re.IGNORECASE)
 _STREAM = re.compile(rb"\t[\0\x02\x04\x08][\0-\x08]\0")  # beginning of a workbook of before 1995
 _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|body|style|div)\b", re.IGNORECASE)
 _COMMENTED = re.compile("[A-Z]+([0-9]+)")
@@ -97,7 +97,8 @@ def _parts(sheets: Iterable[Sheet], sections: Sequence[Item]) -> Iterator[tuple[
     """Yield the rows of all sheets, each with its place and followed by its comments; then what lies on the sheet."""
     drawn = {section["title"]: section for section in sections if section.get("sheet_kind")}
     for sheet in sheets:
-        comments, others = _beside_cells(drawn.get(sheet.title, {}))
+        comments, texts = _beside_cells(drawn.get(sheet.title, {}))
+        others = [text_line for text_line in (*sheet.shapes, *texts) if text_line.strip()]
         columns = _columns(sheet)
         _repeat_labels(sheet, columns)
         heading = f"# {sheet.title}\n"
@@ -116,7 +117,7 @@ def _parts(sheets: Iterable[Sheet], sections: Sequence[Item]) -> Iterator[tuple[
 
 
 def _beside_cells(section: Item) -> tuple[dict[int, list[str]], list[str]]:
-    """Return the comments on a sheet's cells, by row, and the text of its shapes."""
+    """Return the comments on a sheet's cells, by row, and the texts of a sheet that is a chart."""
     comments: dict[int, list[str]] = {}
     others: list[str] = []
     for element in section.get("elements", ()):
@@ -125,7 +126,7 @@ def _beside_cells(section: Item) -> tuple[dict[int, list[str]], list[str]]:
             author, said = element.get("author"), " ".join(" ".join(blocks(element["content"])).split())
             by = f" by {author}" if author and not said.startswith(author) else ""
             comments.setdefault(int(cell[1]), []).append(f"[comment on {cell[0]}{by}: {said}]")
-        elif element["type"] == "text_box" or section["sheet_kind"] != "worksheet":
+        elif section["sheet_kind"] != "worksheet":
             others.extend(blocks([element]))
     return comments, others
 
@@ -138,7 +139,7 @@ def _columns(sheet: Sheet) -> list[int]:
 
 
 def _repeat_labels(sheet: Sheet, columns: Sequence[int]) -> None:
-    """Write the label of merged cells in each row and column that they cover; a title over all columns stands once."""
+    """Write the label of merged cells in each row and column that they cover; a title alone in its row stands once."""
     numbers = sorted(sheet.rows)
     left_over = len(numbers) * len(columns)  # cells of the table; whole files of overlapping ones are no table
     for top, left, bottom, right in sheet.merged:
@@ -146,6 +147,7 @@ def _repeat_labels(sheet: Sheet, columns: Sequence[int]) -> None:
         down = numbers[bisect_left(numbers, top) : bisect_right(numbers, bottom)]
         label = sheet.rows.get(top, {}).get(left)
         left_over -= len(across) * len(down)
-        if label and left_over >= 0 and len(across) < len(columns):
+        is_title = left <= columns[0] and len(sheet.rows.get(top, {})) == 1 and len(across) > 1
+        if label and left_over >= 0 and not is_title:
             for number in down:
                 sheet.rows[number].update((column, label) for column in across if column not in sheet.rows[number])
