@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import posixpath
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +18,7 @@ from kvtool.core.corpus.readers.containers import parsed
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.readers.ir import line
 from kvtool.core.corpus.readers.numberformats import GENERAL, code_of, shown
+from kvtool.core.corpus.readers.ooxml import Links, kind_of, link, links_of, shape_texts
 
 _DAMAGE = (ElementTree.ParseError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, ValueError)
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
@@ -35,7 +35,8 @@ class Sheet:
     rows : row → column → what the cell shows, empty cells left out.
     merged : first row, first column, last row and last column of cells that were made one.
     hidden_columns : the first and the last of each run.
-    shapes : paragraphs of text boxes and diagrams.
+    comments : row → what is said about its cells.
+    shapes : texts of text boxes, charts and diagrams.
     uncalculated : how many formulas have no saved value.
     last_row : the row that was read last.
     """
@@ -47,9 +48,16 @@ class Sheet:
     merged: list[tuple[int, int, int, int]] = field(default_factory=list)
     hidden_rows: list[int] = field(default_factory=list)
     hidden_columns: list[tuple[int, int]] = field(default_factory=list)
+    comments: dict[int, list[str]] = field(default_factory=dict)
     shapes: list[str] = field(default_factory=list)
     uncalculated: int = 0
     last_row: int = 0
+
+    def comment(self, cell: str, author: str, text: str) -> None:
+        """Add a comment to its row; many begin with the author's name. Raises ValueError if there is no such cell."""
+        said = " ".join(text.split())
+        by = f" by {author}" if author and not said.startswith(author) else ""
+        self.comments.setdefault(place(cell)[0], []).append(f"[comment on {cell}{by}: {said}]")
 
 
 class _Book(NamedTuple):
@@ -65,9 +73,8 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
     ------
     UnreadableFile : there is no list of sheets.
     """
-    kinds = dict(_links(archive, "").values())
-    main = kinds.get("officeDocument", "xl/workbook.xml")
-    book, links = parsed(archive, main), _links(archive, main)
+    main = dict(links_of(archive, "").values()).get("officeDocument", "xl/workbook.xml")
+    book, links = parsed(archive, main), links_of(archive, main)
     kinds = dict(links.values())
     properties = book.find("{*}workbookPr")
     shared = _Book(
@@ -75,44 +82,45 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
         _codes(archive, kinds.get("styles", "")),
         properties is not None and properties.get("date1904") in _FLAGS,
     )
+    persons = _persons(archive, kinds.get("person", ""))
     for each in book.iterfind("{*}sheets/{*}sheet"):
         sheet = Sheet(each.get("name", ""), each.get("state", "visible") != "visible")
-        link = next((value for key, value in each.attrib.items() if key.endswith("}id")), "")
-        part = links.get(link, ("", ""))[1]
+        part = link(each, links)
         try:
             with archive.open(part) as file:
                 for _, element in ElementTree.iterparse(file):
                     _take(element, sheet, shared)
         except _DAMAGE:
             sheet.is_damaged = True
-        drawings = [drawing for kind, drawing in _links(archive, part).values() if kind == "drawing"]
-        linked = (link for drawing in drawings for link in _links(archive, drawing).values())
-        for shown_part in (*drawings, *(diagram for kind, diagram in linked if kind == "diagramData")):
-            with suppress(UnreadableFile):
-                sheet.shapes.extend(_paragraphs(parsed(archive, shown_part)))
+        _take_linked(archive, links_of(archive, part), sheet, persons)
         yield sheet
 
 
-def _paragraphs(element: Element) -> Iterator[str]:
-    for child in element:
-        kind = child.tag.rpartition("}")[2]
-        if kind == "p":
-            yield "".join("\n" if each.tag.endswith("}br") else each.text or "" for each in child.iter())
-        elif kind != "Fallback":  # what older programs show in place of the same
-            yield from _paragraphs(child)
-
-
-def _links(archive: zipfile.ZipFile, part: str) -> dict[str, tuple[str, str]]:
-    """Return the parts that a part refers to, by the id of the reference: their kind, and their name in the archive."""
-    folder, name = posixpath.split(part)
-    names = {name.lower(): name for name in archive.namelist()}
-    links = {}
+def _persons(archive: zipfile.ZipFile, part: str) -> dict[str, str]:
     with suppress(UnreadableFile):
-        for each in parsed(archive, posixpath.join(folder, "_rels", f"{name}.rels")):
-            target = posixpath.normpath(posixpath.join("/", folder, each.get("Target", ""))).lstrip("/")
-            kind = each.get("Type", "").rpartition("/")[2]
-            links[each.get("Id", "")] = kind, names.get(target.lower(), target)
-    return links
+        return {each.get("id", ""): each.get("displayName", "") for each in parsed(archive, part)}
+    return {}
+
+
+def _take_linked(archive: zipfile.ZipFile, links: Links, sheet: Sheet, persons: Mapping[str, str]) -> None:
+    """Put the comments and drawings of a sheet into it; of a discussion also the copy for older programs is saved."""
+    discussed = set()
+    for kind, part in sorted(links.values(), reverse=True):  # discussions before comments
+        with suppress(UnreadableFile, ValueError):
+            tree = parsed(archive, part) if kind in ("threadedComment", "comments", "drawing") else ()
+            if kind == "drawing" and tree:
+                sheet.shapes.extend(shape_texts(archive, links_of(archive, part), tree))
+            elif kind == "threadedComment":
+                for each in tree:
+                    discussed.add(each.get("ref"))
+                    author = persons.get(each.get("personId", ""), "")
+                    sheet.comment(each.get("ref", ""), author, each.findtext("{*}text") or "")
+            elif kind == "comments" and tree:
+                authors = [each.text or "" for each in tree.iterfind("{*}authors/{*}author")]
+                for each in tree.iterfind("{*}commentList/{*}comment"):
+                    author = dict(enumerate(authors)).get(int(each.get("authorId", -1)), "")
+                    if each.get("ref") not in discussed:
+                        sheet.comment(each.get("ref", ""), author, "".join(map(_words, each.iterfind("{*}text"))))
 
 
 def _strings(archive: zipfile.ZipFile, part: str) -> list[str]:
@@ -129,7 +137,7 @@ def _words(element: Element) -> str:
     """Return the text of a string and of its runs, without the readings of its characters."""
     pieces = []
     for child in element:
-        kind = child.tag.rpartition("}")[2]
+        kind = kind_of(child)
         if kind == "t":
             pieces.append((child.text or "", ""))
         elif kind == "r":
@@ -231,6 +239,8 @@ def old_sheets(data: bytes) -> Iterator[Sheet]:
             if cells := {column: text for column, text in cells.items() if text}:
                 sheet.rows[row + 1] = cells
         sheet.merged = [(top + 1, left + 1, bottom, right) for top, bottom, left, right in each.merged_cells]
+        for (row, column), note in each.cell_note_map.items():
+            sheet.comment(xlrd.cellname(row, column), note.author or "", note.text)
         sheet.hidden_rows = [row + 1 for row, how in each.rowinfo_map.items() if how.hidden and row + 1 in sheet.rows]
         sheet.hidden_columns = [(column + 1, column + 1) for column, how in each.colinfo_map.items() if how.hidden]
         yield sheet

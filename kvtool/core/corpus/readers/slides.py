@@ -2,64 +2,96 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.containers import checked, embedded, is_old
-from kvtool.core.corpus.readers.document import Document, hidden_note, joined, opened, table_row, unread_note
+from kvtool.core.corpus.readers.containers import checked, embedded, is_old, parsed
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
 from kvtool.core.corpus.readers.ir import blocks
-
-_BROKEN = re.compile(r"\[unreadable slide .*\]")
+from kvtool.core.corpus.readers.ooxml import kind_of, link, links_of, paragraphs, shape_texts
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its slides marked, each with its comments and notes. A note names hidden slides.
+    """Return one document, its slides marked, each with its notes and comments. Notes name hidden and damaged slides.
 
     Raises
     ------
     UnreadableFile
         If it is damaged, protected by a password, or unpacks to too much.
     """
-    notes: tuple[str, ...] = ()
-    if not (old := is_old(data)):
-        with checked(data) as archive:
-            notes = unread_note({"embedded files": embedded(archive)})
-    with opened("presentation", "office_oxide"):
+    if is_old(data):
+        return [numbered(source, "markdown", "slide", _old_slides(data))]
+    texts: list[str] = []
+    hidden, damaged = [], []
+    with opened("presentation", "xlfmt"), checked(data) as archive:
+        main = dict(links_of(archive, "").values()).get("officeDocument", "ppt/presentation.xml")
+        links = links_of(archive, main)
+        authors = _authors(archive, dict(links.values()))
+        for number, each in enumerate(parsed(archive, main).iterfind("{*}sldIdLst/{*}sldId"), 1):
+            part = link(each, links)
+            try:
+                slide = parsed(archive, part)
+            except UnreadableFile:
+                damaged.append(f"damaged slide {number}: not read")
+                texts.append("")
+                continue
+            texts.append("\n".join(_lines(archive, part, slide, authors)))
+            if slide.get("show") in ("0", "false") and texts[-1].strip():
+                hidden.append(number)
+        notes = unread_note({"embedded files": embedded(archive)})
+    if damaged and not any(map(str.strip, texts)):
+        raise UnreadableFile("damaged: none of its slides can be read")
+    return [numbered(source, "markdown", "slide", texts, (*hidden_note("slide", hidden), *damaged, *notes))]
+
+
+def _authors(archive: zipfile.ZipFile, parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of those who comment, by their ids."""
+    names = {}
+    for kind in ("commentAuthors", "authors"):
+        with suppress(UnreadableFile):
+            names.update({each.get("id", ""): each.get("name", "") for each in parsed(archive, parts.get(kind, ""))})
+    return names
+
+
+def _lines(archive: zipfile.ZipFile, part: str, slide: Element, authors: Mapping[str, str]) -> Iterator[str]:
+    """Yield a slide's title, its other shapes in their order, its notes and its comments."""
+    links, shapes = links_of(archive, part), slide.find("{*}cSld/{*}spTree")
+    if shapes is not None:
+        title = next((each for each in shapes.iterfind("{*}sp") if _placeholder(each, "idx", "0") == "0"), None)
+        if title is not None and (words := " ".join(" ".join(shape_texts(archive, links, [title])).split())):
+            yield f"# {words}\n"
+        yield from shape_texts(archive, links, [each for each in shapes if each is not title])
+    for kind, other in sorted(links.values(), reverse=True):
+        with suppress(UnreadableFile):
+            if kind == "notesSlide":
+                bodies = parsed(archive, other).iterfind("{*}cSld/{*}spTree/{*}sp")
+                yield from shape_texts(archive, {}, [each for each in bodies if _placeholder(each, "type") == "body"])
+            elif kind == "comments":
+                yield from _comments(parsed(archive, other), authors)
+
+
+def _placeholder(shape: Element, name: str, default: str = "obj") -> str | None:
+    """Return an attribute of the placeholder that a shape fills, or None if it fills none."""
+    found = shape.find("{*}nvSpPr/{*}nvPr/{*}ph")
+    return None if found is None else found.get(name, default)
+
+
+def _comments(comments: Element, authors: Mapping[str, str]) -> Iterator[str]:
+    for each in comments.iter():
+        if kind_of(each) in ("cm", "reply"):
+            body = each.find("{*}txBody")
+            said = (each.findtext("{*}text") or "") if body is None else paragraphs(body)
+            yield f"[comment by {authors.get(each.get('authorId', ''), 'unknown')}: {' '.join(said.split())}]"
+
+
+def _old_slides(data: bytes) -> Iterator[str]:
+    with opened("presentation", "office-oxide"):
         from office_oxide import Document as Office
 
-        slides = Office.from_bytes(data, "ppt" if old else "pptx").to_ir()["sections"]
-    texts = ["\n".join(_lines(slide)) for slide in slides]
-    broken = [number for number, text in enumerate(texts, 1) if _BROKEN.fullmatch(text)]
-    hidden = [number for number, slide in enumerate(slides, 1) if slide.get("hidden") and texts[number - 1].strip()]
-    notes = hidden_note("slide", hidden) + notes + tuple(f"damaged slide {number}: not read" for number in broken)
-    places = ["slide master" if _is_master(slide) else f"slide {number}" for number, slide in enumerate(slides, 1)]
-    parts = ((place, _BROKEN.sub("", text)) for place, text in zip(places, texts, strict=True))
-    return [joined(source, "markdown", parts, notes=notes)]
-
-
-def _is_master(slide: Mapping[str, Any]) -> bool:
-    """Return True for the texts that all slides show: their title is not one of a slide, which is a heading."""
-    return slide.get("title") == "Slide Master" and all(each["type"] != "heading" for each in slide["elements"])
-
-
-def _lines(slide: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a slide's title, shapes from top to bottom, comments and notes."""
-    for element in slide["elements"]:
-        if element["type"] == "heading":
-            yield f"# {' '.join(' '.join(blocks([element])).lstrip('# ').split())}\n"
-        else:
-            lines = [line for line in blocks([element]) if line.strip()]
-            yield from chart_rows(lines) if any(line.startswith("Categories: ") for line in lines) else lines
-    yield from blocks(slide.get("speaker_notes") or ())
-
-
-def chart_rows(lines: Sequence[str]) -> list[str]:
-    """Write a chart as a table with a row for each category, if it has as many values in each series; else as it is."""
-    titles = [line for line in lines if line.startswith("Title: ")]
-    categories, *series = [line for line in lines if line not in titles] or [""]
-    names, values = zip(*(line.rpartition(": ")[::2] for line in series), strict=True) if series else ((), ())
-    columns = [text.split(", ") for text in (categories.removeprefix("Categories: "), *values)]
-    if not categories.startswith("Categories: ") or len({len(column) for column in columns}) > 1:
-        return [*lines]
-    return [*titles, table_row(("", *names)), *map(table_row, zip(*columns, strict=True))]
+        for slide in Office.from_bytes(data, "ppt").to_ir()["sections"]:
+            if slide.get("title") == "Slide Master" and all(each["type"] != "heading" for each in slide["elements"]):
+                continue  # no slide has such a title without its heading
+            lines = [*filter(str.strip, blocks(slide["elements"])), *blocks(slide.get("speaker_notes") or ())]
+            yield "\n".join(f"{text}\n" if text.startswith("# ") else text for text in lines)
