@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,11 +15,12 @@ from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.containers import parsed
 from kvtool.core.corpus.readers.document import UnreadableFile
+from kvtool.core.corpus.readers.drawings import shape_texts
 from kvtool.core.corpus.readers.ir import line
 from kvtool.core.corpus.readers.numberformats import GENERAL, code_of, shown
-from kvtool.core.corpus.readers.ooxml import Links, kind_of, link, links_of, shape_texts
+from kvtool.core.corpus.readers.openxml import Package
 
-_DAMAGE = (ElementTree.ParseError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, ValueError)
+_DAMAGE = (ElementTree.ParseError, UnreadableFile, ValueError)
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
 _CELL = re.compile(r"\$?([A-Z]{1,3})\$?([0-9]+)")
 _FLAGS = {"1": True, "true": True}
@@ -38,6 +38,7 @@ class Sheet:
     comments : row → what is said about its cells.
     shapes : texts of text boxes, charts and diagrams.
     uncalculated : how many formulas have no saved value.
+    lacks_values : cells refer to strings that are not in the file.
     last_row : the row that was read last.
     """
 
@@ -51,6 +52,7 @@ class Sheet:
     comments: dict[int, list[str]] = field(default_factory=dict)
     shapes: list[str] = field(default_factory=list)
     uncalculated: int = 0
+    lacks_values: bool = False
     last_row: int = 0
 
     def comment(self, cell: str, author: str, text: str) -> None:
@@ -73,71 +75,60 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
     ------
     UnreadableFile : there is no list of sheets.
     """
-    main = dict(links_of(archive, "").values()).get("officeDocument", "xl/workbook.xml")
-    book, links = parsed(archive, main), links_of(archive, main)
-    kinds = dict(links.values())
+    package = Package(archive)
+    main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "xl/workbook.xml")
+    book, links = parsed(archive, main), package.links(main)
+    parts = {link.kind: link.name for link in links.values()}
     properties = book.find("{*}workbookPr")
-    shared = _Book(
-        _strings(archive, kinds.get("sharedStrings", "")),
-        _codes(archive, kinds.get("styles", "")),
-        properties is not None and properties.get("date1904") in _FLAGS,
-    )
-    persons = _persons(archive, kinds.get("person", ""))
+    is_1904 = properties is not None and properties.get("date1904") in _FLAGS
+    shared = _Book([*_strings(package, parts)], _codes(package, parts), is_1904)
+    people = package.part(parts["person"]) if "person" in parts else None
+    persons = {each.get("id", ""): each.get("displayName", "") for each in (() if people is None else people)}
     for each in book.iterfind("{*}sheets/{*}sheet"):
         sheet = Sheet(each.get("name", ""), each.get("state", "visible") != "visible")
-        part = link(each, links)
-        try:
-            with archive.open(part) as file:
-                for _, element in ElementTree.iterparse(file):
-                    _take(element, sheet, shared)
-        except _DAMAGE:
+        part = next((links[value].name for key, value in each.items() if key.endswith("}id") and value in links), "")
+        with suppress(*_DAMAGE):
             sheet.is_damaged = True
-        _take_linked(archive, links_of(archive, part), sheet, persons)
+            for _, element in ElementTree.iterparse(io.BytesIO(package.data(part))):
+                _take(element, sheet, shared)
+            sheet.is_damaged = sheet.lacks_values
+        with suppress(ValueError):
+            _take_linked(package, part, sheet, persons)
         yield sheet
 
 
-def _persons(archive: zipfile.ZipFile, part: str) -> dict[str, str]:
-    with suppress(UnreadableFile):
-        return {each.get("id", ""): each.get("displayName", "") for each in parsed(archive, part)}
-    return {}
-
-
-def _take_linked(archive: zipfile.ZipFile, links: Links, sheet: Sheet, persons: Mapping[str, str]) -> None:
-    """Put the comments and drawings of a sheet into it; of a discussion also the copy for older programs is saved."""
+def _take_linked(package: Package, part: str, sheet: Sheet, persons: Mapping[str, str]) -> None:
+    """Put the comments and drawings of a sheet into it; of a discussion also a copy for older programs is saved."""
     discussed = set()
-    for kind, part in sorted(links.values(), reverse=True):  # discussions before comments
-        with suppress(UnreadableFile, ValueError):
-            tree = parsed(archive, part) if kind in ("threadedComment", "comments", "drawing") else ()
-            if kind == "drawing" and tree:
-                sheet.shapes.extend(shape_texts(archive, links_of(archive, part), tree))
-            elif kind == "threadedComment":
-                for each in tree:
-                    discussed.add(each.get("ref"))
-                    author = persons.get(each.get("personId", ""), "")
-                    sheet.comment(each.get("ref", ""), author, each.findtext("{*}text") or "")
-            elif kind == "comments" and tree:
-                authors = [each.text or "" for each in tree.iterfind("{*}authors/{*}author")]
-                for each in tree.iterfind("{*}commentList/{*}comment"):
-                    author = dict(enumerate(authors)).get(int(each.get("authorId", -1)), "")
-                    if each.get("ref") not in discussed:
-                        sheet.comment(each.get("ref", ""), author, "".join(map(_words, each.iterfind("{*}text"))))
+    for link in sorted(package.links(part).values(), reverse=True):  # discussions before comments
+        tree = package.part(link.name) if link.kind in ("drawing", "threadedComment", "comments") else None
+        if tree is None:
+            continue
+        if link.kind == "drawing":
+            sheet.shapes.extend(shape_texts(package, package.links(link.name), tree))
+        for each in tree.iterfind("threadedComment"):
+            discussed.add(each.get("ref"))
+            sheet.comment(each.get("ref", ""), persons.get(each.get("personId", ""), ""), each.findtext("text") or "")
+        authors = dict(enumerate(each.text or "" for each in tree.iterfind("authors/author")))
+        for each in tree.iterfind("commentList/comment"):
+            if each.get("ref") not in discussed:
+                said = "".join(map(_words, each.iterfind("text")))
+                sheet.comment(each.get("ref", ""), authors.get(int(each.get("authorId", -1)), ""), said)
 
 
-def _strings(archive: zipfile.ZipFile, part: str) -> list[str]:
-    strings = []
-    with suppress(*_DAMAGE), archive.open(part) as file:
-        for _, element in ElementTree.iterparse(file):
+def _strings(package: Package, parts: Mapping[str, str]) -> Iterator[str]:
+    with suppress(*_DAMAGE):
+        for _, element in ElementTree.iterparse(io.BytesIO(package.data(parts.get("sharedStrings", "")))):
             if element.tag.endswith("}si"):
-                strings.append(_words(element))
+                yield _words(element)
                 element.clear()
-    return strings
 
 
 def _words(element: Element) -> str:
     """Return the text of a string and of its runs, without the readings of its characters."""
     pieces = []
     for child in element:
-        kind = kind_of(child)
+        kind = child.tag.rpartition("}")[2]
         if kind == "t":
             pieces.append((child.text or "", ""))
         elif kind == "r":
@@ -146,13 +137,14 @@ def _words(element: Element) -> str:
     return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), line(pieces))
 
 
-def _codes(archive: zipfile.ZipFile, part: str) -> list[str]:
+def _codes(package: Package, parts: Mapping[str, str]) -> list[str]:
     """Return the format of each style."""
-    with suppress(UnreadableFile):
-        styles = parsed(archive, part)
-        formats = styles.iterfind("{*}numFmts/{*}numFmt")
+    styles = package.part(parts["styles"]) if "styles" in parts else None
+    with suppress(ValueError):
+        formats = () if styles is None else styles.iterfind("numFmts/numFmt")
         own = {int(each.get("numFmtId", 0)): each.get("formatCode", "") for each in formats}
-        return [code_of(int(each.get("numFmtId", 0)), own) for each in styles.iterfind("{*}cellXfs/{*}xf")]
+        uses = () if styles is None else styles.iterfind("cellXfs/xf")
+        return [code_of(int(each.get("numFmtId", 0)), own) for each in uses]
     return []
 
 
@@ -179,7 +171,7 @@ def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
         try:
             text = _shown(cell, space, book)
         except (LookupError, ValueError):
-            sheet.is_damaged = True
+            sheet.lacks_values = True
             continue
         if text is None:
             sheet.uncalculated += 1
@@ -228,12 +220,14 @@ def old_sheets(data: bytes) -> Iterator[Sheet]:
 
     book = xlrd.open_workbook(file_contents=data, formatting_info=True, ragged_rows=True, logfile=io.StringIO())
     own = {key: each.format_str for key, each in book.format_map.items()}
-    codes = [code_of(style.format_key, {**own, 14: "", 22: ""}) for style in book.xf_list]
+    if book.biff_version >= 50:  # earlier ones number all formats themselves
+        own |= {14: "", 22: ""}
+    codes = {number: code_of(style.format_key, own) for number, style in enumerate(book.xf_list)}
     for each in book.sheets():
         sheet = Sheet(each.name, each.visibility != 0)
         for row in range(each.nrows):
             cells = {
-                column: _old_shown(cell, codes[cell.xf_index], book.datemode == 1)
+                column: _old_shown(cell, codes.get(cell.xf_index, GENERAL), book.datemode == 1)
                 for column, cell in enumerate(each.row(row), 1)
             }
             if cells := {column: text for column, text in cells.items() if text}:

@@ -12,6 +12,14 @@ from kvtool.core.corpus.readers.document import table_row
 
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
 _ROMAN |= {4: "iv", 1: "i"}
+_LATIN = "abcdefghijklmnopqrstuvwxyz"
+_ALPHABETS = {
+    **dict.fromkeys(("loweralpha", "lowerletter", "alpha", "upperalpha", "upperletter"), _LATIN),
+    **dict.fromkeys(("russianlower", "russianupper"), "абвгдежзиклмнопрстуфхцчшщыэюя"),
+    **{"ganada": "가나다라마바사아자차카타파하", "ideographtraditional": "甲乙丙丁戊己庚辛壬癸"},
+    "decimalenclosedcircle": "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮⑯⑰⑱⑲⑳",
+}
+_CHINESE, _DIGITS = ("chinesecounting", "japanesecounting", "taiwanesecounting"), "〇一二三四五六七八九"
 _RAISED = re.compile(r"(?:(?<=\d)(?![aeo]\b)|(?<=[^\W\d]|[)\]]))(?=[-+−–(]?\d|[-+−–(]?\w\b)")  # not 1st, 1o, Mlle
 _LOWERED = re.compile(r"(?<=\d)(?=\w)|(?<=[^\W\d])(?=[^\W\d])")  # not H2O
 _COMPOUND = re.compile(r".*\w[^\w.,;:)]")
@@ -108,18 +116,26 @@ def _marker(listed: Item, numbers: Sequence[str]) -> str:
 
 
 def counter(number: int, style: str) -> str:
-    """Write an automatic number in a style: `decimal`, or upper or lower `roman` or `alpha` (`lower_alpha`)."""
+    """Write an automatic number in a style: `decimal`, upper or lower `roman` or `alpha` (`lower_alpha`), those of
+    Word; "" for `none`."""
     name = style.lower().replace("_", "")
-    if "roman" in name and 0 < number < 4000:
+    text = str(number)
+    if name in _ALPHABETS and number > 0:
+        letters = _ALPHABETS[name]
+        text = letters[(number - 1) % len(letters)] * (1 + (number - 1) // len(letters))
+    elif "roman" in name and 0 < number < 4000:
         text = ""
         for value, letters in _ROMAN.items():
             text += letters * (number // value)
             number %= value
-    elif ("alpha" in name or "letter" in name) and number > 0:
-        text = chr(ord("a") + (number - 1) % 26) * (1 + (number - 1) // 26)
-    else:
-        text = str(number)
-    return text.upper() if name.startswith("upper") else text
+    elif name.startswith(_CHINESE) and 0 < number < 100:
+        tens, ones = divmod(number, 10)
+        text = (_DIGITS[tens] if tens > 1 else "") + "十" * (tens > 0) + (_DIGITS[ones] if ones else "")
+    elif name == "decimalzero":
+        text = f"{number:02}"
+    elif name == "ordinal":
+        text += {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return "" if name == "none" else text.upper() if name.startswith(("upper", "russianupper")) else text
 
 
 def rows(table: Iterable[Item]) -> Iterator[str]:

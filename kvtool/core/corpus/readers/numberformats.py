@@ -26,6 +26,7 @@ _STAMP = re.compile(r"([^hs;\[]*[yd][^hs;\[]*?)(\\? +h[^yd;\[.]*)", re.IGNORECAS
 
 
 class _Plain(NamedTuple):
+    sign: str
     before: str
     pattern: str
     unit: Decimal
@@ -60,8 +61,8 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
 
     try:
         if isinstance(value, float) and (plain := _plain(code, value > 0)) and value:
-            number = abs(Decimal(repr(value))) * plain.scale
-            return f"{plain.before}{number.quantize(plain.unit, ROUND_HALF_UP):{plain.pattern}}{plain.after}"
+            number = (abs(Decimal(repr(value))) * plain.scale).quantize(plain.unit, ROUND_HALF_UP)
+            return f"{plain.sign if number else ''}{plain.before}{number:{plain.pattern}}{plain.after}"
         written = str(format_value(value, code, date1904=is_1904))
     except (ArithmeticError, ValueError, TypeError, LookupError):  # a date of year 10000, a format that is none
         return usual
@@ -88,4 +89,4 @@ def _plain(code: str, is_positive: bool) -> _Plain | None:
     sign = "-" if len(sections) == 1 and not is_positive else ""
     digits = len(found[2] or "")
     pattern = f"{',' if '#,##' in section else ''}.{digits}f"
-    return _Plain(sign + before, pattern, Decimal(1).scaleb(-digits), 100 ** (before + after).count("%"), after)
+    return _Plain(sign, before, pattern, Decimal(1).scaleb(-digits), 100 ** (before + after).count("%"), after)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.containers import checked, embedded, is_old, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
+from kvtool.core.corpus.readers.drawings import paragraphs, shape_texts
 from kvtool.core.corpus.readers.ir import blocks
-from kvtool.core.corpus.readers.ooxml import kind_of, link, links_of, paragraphs, shape_texts
+from kvtool.core.corpus.readers.openxml import Package
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -26,19 +25,21 @@ def read(source: str, data: bytes) -> list[Document]:
     texts: list[str] = []
     hidden, damaged = [], []
     with opened("presentation", "xlfmt"), checked(data) as archive:
-        main = dict(links_of(archive, "").values()).get("officeDocument", "ppt/presentation.xml")
-        links = links_of(archive, main)
-        authors = _authors(archive, dict(links.values()))
-        for number, each in enumerate(parsed(archive, main).iterfind("{*}sldIdLst/{*}sldId"), 1):
-            part = link(each, links)
+        package = Package(archive)
+        main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "")
+        main = main or "ppt/presentation.xml"
+        authors = _authors(package, main)
+        for number, part in enumerate(_slides(parsed(archive, main), package, main), 1):
+            slide = package.part(part)
+            lines: list[str] = []
             try:
-                slide = parsed(archive, part)
-            except UnreadableFile:
-                damaged.append(f"damaged slide {number}: not read")
-                texts.append("")
-                continue
-            texts.append("\n".join(_lines(archive, part, slide, authors)))
-            if slide.get("show") in ("0", "false") and texts[-1].strip():
+                lines.extend(() if slide is None else _lines(package, part, slide, authors))
+            except ValueError:  # a number that is none
+                slide = None
+            texts.append("\n".join(lines))
+            if slide is None:
+                damaged.append(f"damaged slide {number}: not all of it is read")
+            elif slide.get("show") in ("0", "false") and texts[-1].strip():
                 hidden.append(number)
         notes = unread_note({"embedded files": embedded(archive)})
     if damaged and not any(map(str.strip, texts)):
@@ -46,43 +47,48 @@ def read(source: str, data: bytes) -> list[Document]:
     return [numbered(source, "markdown", "slide", texts, (*hidden_note("slide", hidden), *damaged, *notes))]
 
 
-def _authors(archive: zipfile.ZipFile, parts: Mapping[str, str]) -> dict[str, str]:
+def _slides(deck: Element, package: Package, main: str) -> Iterator[str]:
+    """Yield the parts of the slides; what refers to one has an id of its own, too, without a name space."""
+    links = package.links(main)
+    for each in deck.iterfind("{*}sldIdLst/{*}sldId"):
+        link = next((links.get(value) for key, value in each.items() if key.endswith("}id")), None)
+        yield "" if link is None else link.name
+
+
+def _authors(package: Package, main: str) -> dict[str, str]:
     """Return the names of those who comment, by their ids."""
-    names = {}
-    for kind in ("commentAuthors", "authors"):
-        with suppress(UnreadableFile):
-            names.update({each.get("id", ""): each.get("name", "") for each in parsed(archive, parts.get(kind, ""))})
-    return names
+    kinds = ("commentAuthors", "authors")
+    parts = (package.part(link.name) for link in package.links(main).values() if link.kind in kinds)
+    return {each.get("id", ""): each.get("name", "") for part in parts if part is not None for each in part}
 
 
-def _lines(archive: zipfile.ZipFile, part: str, slide: Element, authors: Mapping[str, str]) -> Iterator[str]:
+def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, str]) -> Iterator[str]:
     """Yield a slide's title, its other shapes in their order, its notes and its comments."""
-    links, shapes = links_of(archive, part), slide.find("{*}cSld/{*}spTree")
-    if shapes is not None:
-        title = next((each for each in shapes.iterfind("{*}sp") if _placeholder(each, "idx", "0") == "0"), None)
-        if title is not None and (words := " ".join(" ".join(shape_texts(archive, links, [title])).split())):
-            yield f"# {words}\n"
-        yield from shape_texts(archive, links, [each for each in shapes if each is not title])
-    for kind, other in sorted(links.values(), reverse=True):
-        with suppress(UnreadableFile):
-            if kind == "notesSlide":
-                bodies = parsed(archive, other).iterfind("{*}cSld/{*}spTree/{*}sp")
-                yield from shape_texts(archive, {}, [each for each in bodies if _placeholder(each, "type") == "body"])
-            elif kind == "comments":
-                yield from _comments(parsed(archive, other), authors)
+    links, shapes = package.links(part), [*slide.iterfind("cSld/spTree/*")]
+    title = next((each for each in shapes if _placeholder(each, "idx", "0") == "0"), None)
+    if title is not None and (words := " ".join(" ".join(shape_texts(package, links, [title])).split())):
+        yield f"# {words}\n"
+    yield from shape_texts(package, links, (each for each in shapes if each is not title))
+    for link in sorted(links.values(), reverse=True):
+        other = package.part(link.name) if link.kind in ("notesSlide", "comments") else None
+        if other is not None and link.kind == "notesSlide":
+            notes = other.iterfind("cSld/spTree/sp")
+            yield from shape_texts(package, {}, (each for each in notes if _placeholder(each, "type", "obj") == "body"))
+        elif other is not None:
+            yield from _comments(other, authors)
 
 
-def _placeholder(shape: Element, name: str, default: str = "obj") -> str | None:
+def _placeholder(shape: Element, name: str, default: str) -> str | None:
     """Return an attribute of the placeholder that a shape fills, or None if it fills none."""
-    found = shape.find("{*}nvSpPr/{*}nvPr/{*}ph")
+    found = shape.find("nvSpPr/nvPr/ph")
     return None if found is None else found.get(name, default)
 
 
 def _comments(comments: Element, authors: Mapping[str, str]) -> Iterator[str]:
     for each in comments.iter():
-        if kind_of(each) in ("cm", "reply"):
-            body = each.find("{*}txBody")
-            said = (each.findtext("{*}text") or "") if body is None else paragraphs(body)
+        if each.tag in ("cm", "reply"):
+            body = each.find("txBody")
+            said = (each.findtext("text") or "") if body is None else paragraphs(body)
             yield f"[comment by {authors.get(each.get('authorId', ''), 'unknown')}: {' '.join(said.split())}]"
 
 

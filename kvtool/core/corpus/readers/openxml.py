@@ -1,0 +1,78 @@
+"""Parts of an Open XML file, strict or transitional, with short names; damaged ones are left out and named."""
+
+from __future__ import annotations
+
+import posixpath
+import zipfile
+from functools import lru_cache
+from typing import NamedTuple
+from xml.etree.ElementTree import Element
+
+from kvtool.core.corpus.readers.containers import member, parsed
+from kvtool.core.corpus.readers.document import UnreadableFile
+
+_PREFIXES = {"/math": "m", "/chart": "c", "/diagram": "dgm", "drawingml/2006/main": "a", "drawingml/main": "a"}
+
+
+class Link(NamedTuple):
+    """A relationship of a part: the kind of the part that it leads to, and that part's name."""
+
+    kind: str
+    name: str
+
+
+class Package:
+    """Parts of a file by name, and where they lead.
+
+    Attributes
+    ----------
+    damaged : names of the parts that were wanted and cannot be read.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self.damaged: list[str] = []
+        self._archive = archive
+        self._names = {name.lower(): name for name in archive.namelist()}
+
+    def part(self, name: str) -> Element | None:
+        """Parse a part; None if it is missing or damaged."""
+        try:
+            root = parsed(self._archive, self._names.get(name.lower(), name))
+        except UnreadableFile:
+            self.damaged += () if name in self.damaged else (name,)
+            return None
+        for element in root.iter():
+            element.tag = _short(element.tag)
+            element.attrib = {_local(key): text for key, text in element.items()}
+        return root
+
+    def data(self, name: str) -> bytes:
+        """Return a part as it is. Raises UnreadableFile."""
+        return member(self._archive, self._names.get(name.lower(), name))
+
+    def links(self, name: str = "") -> dict[str, Link]:
+        """Return the relationships of a part, or of the whole file, by their ids."""
+        folder, base = posixpath.split(name)
+        rels = posixpath.join(folder, "_rels", f"{base}.rels")
+        root = self.part(rels) if rels.lower() in self._names else None
+        return {
+            each.get("Id", ""): Link(
+                posixpath.basename(each.get("Type", "")),
+                posixpath.normpath(posixpath.join("/", folder, each.get("Target", ""))).lstrip("/"),
+            )
+            for each in (() if root is None else root)
+        }
+
+
+@lru_cache(maxsize=4096)
+def _short(tag: str) -> str:
+    """Name an element `w-p`, `m-t`, `a-t`; those of other vocabularies by their names only."""
+    space, _, name = tag.rpartition("}")
+    prefix = "w" if "wordprocessingml" in space else ""
+    prefix = next((short for end, short in _PREFIXES.items() if space.endswith(end)), prefix)
+    return f"{prefix}-{name}" if prefix else name
+
+
+@lru_cache(maxsize=4096)
+def _local(name: str) -> str:
+    return name.rpartition("}")[2]
