@@ -94,6 +94,9 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
             sheet.is_damaged = sheet.lacks_values
         with suppress(ValueError):
             _take_linked(package, part, sheet, persons)
+        if package.damaged:  # a drawing, the comments, the formats
+            sheet.is_damaged = True
+            package.damaged.clear()
         yield sheet
 
 
@@ -218,13 +221,25 @@ def old_sheets(data: bytes) -> Iterator[Sheet]:
     """Yield the sheets of a workbook of the format before 2007."""
     import xlrd
 
-    book = xlrd.open_workbook(file_contents=data, formatting_info=True, ragged_rows=True, logfile=io.StringIO())
+    book = xlrd.open_workbook(
+        file_contents=data,
+        formatting_info=True,
+        ragged_rows=True,
+        on_demand=True,
+        ignore_workbook_corruption=True,
+        logfile=io.StringIO(),
+    )
     own = {key: each.format_str for key, each in book.format_map.items()}
     if book.biff_version >= 50:  # earlier ones number all formats themselves
         own |= {14: "", 22: ""}
     codes = {number: code_of(style.format_key, own) for number, style in enumerate(book.xf_list)}
-    for each in book.sheets():
-        sheet = Sheet(each.name, each.visibility != 0)
+    for number, title in enumerate(book.sheet_names()):
+        try:
+            each = book.sheet_by_index(number)
+        except Exception:  # whatever the library raises over a broken sheet
+            yield Sheet(title, is_damaged=True)
+            continue
+        sheet = Sheet(title, each.visibility != 0)
         for row in range(each.nrows):
             cells = {
                 column: _old_shown(cell, codes.get(cell.xf_index, GENERAL), book.datemode == 1)

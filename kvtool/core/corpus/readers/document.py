@@ -167,7 +167,7 @@ class Parts:
     def document(self, source: str, kind: str, notes: tuple[str, ...] = ()) -> Document:
         """Return the document of all parts. Raises EmptyFile if none has any text."""
         if not self._texts:
-            raise EmptyFile("empty: there is no text in it")
+            raise EmptyFile("; ".join(("empty: there is no text in it", *notes)))
         return Document(source, "".join(self._texts) + "\n", kind, notes, tuple(self._marks))
 
 

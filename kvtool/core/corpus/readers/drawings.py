@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.document import table_row
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import counter, line
+from kvtool.core.corpus.readers.ir import counter, image, line
 from kvtool.core.corpus.readers.numberformats import GENERAL, shown
 from kvtool.core.corpus.readers.openxml import Link, Package
 
@@ -30,6 +30,9 @@ def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[El
             yield from shape_texts(package, links, shape[0] if len(shape) else ())
         elif shape.tag in ("grpSp", "absoluteAnchor", "oneCellAnchor", "twoCellAnchor"):
             yield from shape_texts(package, links, shape)
+        elif shape.tag == "pic":
+            described = shape.find("nvPicPr/cNvPr")
+            yield from filter(None, [image("" if described is None else described.get("descr", ""))])
         elif (body := shape.find("txBody")) is not None:
             yield paragraphs(body)
 

@@ -98,7 +98,7 @@ def _repeat_labels(sheet: Sheet, columns: Sequence[int]) -> None:
     """Write the label of merged cells in each row and column that they cover; a title alone in its row stands once."""
     numbers = sorted(sheet.rows)
     left_over = len(numbers) * len(columns)  # cells of the table; whole files of overlapping ones are no table
-    for top, left, bottom, right in sheet.merged:
+    for top, left, bottom, right in sheet.merged if columns else ():
         across = columns[bisect_left(columns, left) : bisect_right(columns, right)]
         down = numbers[bisect_left(numbers, top) : bisect_right(numbers, bottom)]
         label = sheet.rows.get(top, {}).get(left)

@@ -37,9 +37,10 @@ def read(source: str, data: bytes) -> list[Document]:
             except ValueError:  # a number that is none
                 slide = None
             texts.append("\n".join(lines))
-            if slide is None:
+            if slide is None or package.damaged:
                 damaged.append(f"damaged slide {number}: not all of it is read")
-            elif slide.get("show") in ("0", "false") and texts[-1].strip():
+                package.damaged.clear()
+            if slide is not None and slide.get("show") in ("0", "false") and texts[-1].strip():
                 hidden.append(number)
         notes = unread_note({"embedded files": embedded(archive)})
     if damaged and not any(map(str.strip, texts)):
