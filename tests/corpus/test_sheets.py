@@ -281,6 +281,12 @@ def test_text_boxes_and_diagrams_of_a_sheet_are_read_by_paragraphs() -> None:
     assert read(data).text == "# Costs\nsea\nMind the gap\nSecond\nHarbour master\n"
 
 
+def test_margins_of_printed_pages_are_read_without_their_controls() -> None:
+    book = rows(("A1", "sea"))
+    book["Costs"].oddHeader.left.text, book["Costs"].oddFooter.center.text = "Draft of May", "&P"
+    assert read(saved(book)).text == "# Costs\nsea\nDraft of May\n"
+
+
 def test_hidden_rows_and_columns_are_read_and_named() -> None:
     book = rows(("A1", "oak"), ("B1", "elm"), ("A2", "ash"))
     book["Costs"].row_dimensions[2].hidden = True

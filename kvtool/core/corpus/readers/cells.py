@@ -23,6 +23,9 @@ from kvtool.core.corpus.readers.openxml import Package
 _DAMAGE = (ElementTree.ParseError, UnreadableFile, ValueError)
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
 _CELL = re.compile(r"\$?([A-Z]{1,3})\$?([0-9]+)")
+_MARGINS = frozenset(f"{page}{end}" for page in ("odd", "even", "first") for end in ("Header", "Footer"))
+_TAKEN = ("}row", "}mergeCell", "}col", *(f"}}{margin}" for margin in _MARGINS))
+_CONTROL = re.compile(r'&(?:"[^"]*"|K[0-9A-Fa-f]{6}|[0-9]+|[A-Z])')  # fonts, sizes, page numbers
 _FLAGS = {"1": True, "true": True}
 
 
@@ -36,7 +39,7 @@ class Sheet:
     merged : first row, first column, last row and last column of cells that were made one.
     hidden_columns : the first and the last of each run.
     comments : row → what is said about its cells.
-    shapes : texts of text boxes, charts and diagrams.
+    shapes : texts of text boxes, charts and diagrams, and of the margins of printed pages.
     uncalculated : how many formulas have no saved value.
     lacks_values : cells refer to strings that are not in the file.
     last_row : the row that was read last.
@@ -90,7 +93,8 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
         with suppress(*_DAMAGE):
             sheet.is_damaged = True
             for _, element in ElementTree.iterparse(io.BytesIO(package.data(part))):
-                _take(element, sheet, shared)
+                if element.tag.endswith(_TAKEN):
+                    _take(element, sheet, shared)
             sheet.is_damaged = sheet.lacks_values
         with suppress(ValueError):
             _take_linked(package, part, sheet, persons)
@@ -129,6 +133,8 @@ def _strings(package: Package, parts: Mapping[str, str]) -> Iterator[str]:
 
 def _words(element: Element) -> str:
     """Return the text of a string and of its runs, without the readings of its characters."""
+    if len(element) == 1 and element[0].tag.endswith("}t") and "_x" not in (text := element[0].text or ""):
+        return text  # nearly all of them
     pieces = []
     for child in element:
         kind = child.tag.rpartition("}")[2]
@@ -160,6 +166,8 @@ def _take(element: Element, sheet: Sheet, book: _Book) -> None:
     elif kind == "mergeCell":
         first, _, last = element.get("ref", "").partition(":")
         sheet.merged.append((*place(first), *place(last or first)))
+    elif kind in _MARGINS and (printed := " ".join(_CONTROL.sub(" ", element.text or "").split())):
+        sheet.shapes.append(printed)
     elif kind == "col" and element.get("hidden") in _FLAGS:
         sheet.hidden_columns.append((int(element.get("min", 0)), int(element.get("max", 0))))
 
@@ -170,7 +178,7 @@ def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
     column = 0
     for cell in row:
         reference = cell.get("r")
-        column = place(reference)[1] if reference else column + 1
+        column = _column(reference.rstrip("0123456789")) if reference else column + 1
         try:
             text = _shown(cell, space, book)
         except (LookupError, ValueError):
@@ -205,16 +213,22 @@ def _shown(cell: Element, space: str, book: _Book) -> str | None:
     return shown(text, code) if "@" in code else text
 
 
-@lru_cache(maxsize=1 << 15)
 def place(reference: str) -> tuple[int, int]:
     """Return row and column of a cell, `B7`. Raises ValueError if it is none."""
     found = _CELL.fullmatch(reference)
     if found is None:
         raise ValueError(reference)
+    return int(found[2]), _column(found[1])
+
+
+@lru_cache(maxsize=1 << 15)
+def _column(letters: str) -> int:
+    if not letters.isalpha() or not letters.isascii() or len(letters) > 3:
+        raise ValueError(letters)
     column = 0
-    for letter in found[1]:
+    for letter in letters.upper():
         column = 26 * column + ord(letter) - ord("A") + 1
-    return int(found[2]), column
+    return column
 
 
 def old_sheets(data: bytes) -> Iterator[Sheet]:

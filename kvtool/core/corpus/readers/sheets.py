@@ -56,7 +56,9 @@ def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
     """Yield what a reader of the sheets has to know."""
     from xlrd import colname
 
-    yield from hidden_note("sheet", [sheet.title for sheet in sheets if sheet.is_hidden and sheet.rows])
+    yield from hidden_note(
+        "sheet", [sheet.title for sheet in sheets if sheet.is_hidden and (sheet.rows or sheet.shapes)]
+    )
     yield from hidden_note("row", [f"{sheet.title} {number}" for sheet in sheets for number in sheet.hidden_rows])
     columns = [
         f"{sheet.title} {colname(column - 1)}"
