@@ -66,6 +66,8 @@ def rows(*cells: tuple[str, Any], title: str = "Costs") -> Workbook:
         (150, '[>=100]"many";"few"', "many"),
         (0.30000000000000004, "General", "0.3"),
         (123456789012, "General", "123456789012"),
+        (50, '0"%"', "50%"),
+        (float("inf"), "yyyy-mm-dd h:mm", "INF"),
         (42, ";;;", "42"),  # hidden from the eye, not from the reader
         (-5, "yyyy-mm-dd", "-5"),
         (3e6, "yyyy-mm-dd", "3000000"),
@@ -388,6 +390,18 @@ def test_old_workbooks_show_values_under_their_headings(ending: str) -> None:
 )
 def test_reports_under_the_name_of_a_workbook_are_read_as_what_they_are(data: bytes, text: str) -> None:
     assert text in read(data, ".xls").text
+
+
+def test_charts_text_boxes_and_files_of_old_workbooks_are_counted() -> None:
+    text_box = struct.pack("<HHHHHHH", 0x1B6, 18, 0, 0, 0, 0, 0) + struct.pack("<HHI", 5, 16, 0)
+    chart = struct.pack("<HHHHHHII", 0x809, 16, 0x600, 0x20, 0, 0, 0, 0)
+    document = read(_old_book() + text_box + chart + "MBD0012".encode("utf-16-le"), ".xls")
+    assert document.notes == ("embedded files: 1, charts: 1, text boxes: 1 not read",)
+
+
+def test_text_under_the_name_of_a_new_workbook_is_no_workbook() -> None:
+    with pytest.raises(UnreadableFile, match="not the ZIP container"):
+        read(b"version https://git-lfs.github.com/spec/v1\n", ".xlsx")
 
 
 def test_an_encrypted_old_workbook_says_so() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 GENERAL = "General"
@@ -52,7 +53,7 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
     is_1904 : dates count from 1904, as on old Macs.
     """
     usual = value if isinstance(value, str) else _general(value)
-    if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST:
+    if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST or value in (inf, -inf) or value != value:
         return usual
     if isinstance(value, float) and value > 1 and (stamp := _STAMP.fullmatch(code)):  # most of both is in the cache
         day, second = divmod(round(value * _DAY), _DAY)
@@ -82,11 +83,12 @@ def _plain(code: str, is_positive: bool) -> _Plain | None:
     found = _PLAIN.fullmatch(section)
     if found is None:
         return None
+    pieces = {side: [*_PIECE.finditer(found[side])] for side in (1, 3)}
     before, after = (
-        "".join(piece[1] or piece[2] or piece[3] or piece[4] or "" for piece in _PIECE.finditer(found[side]))
-        for side in (1, 3)
+        "".join(each[each.lastindex] if each.lastindex else "" for each in side) for side in pieces.values()
     )
+    percents = sum(each[4] == "%" for side in pieces.values() for each in side)
     sign = "-" if len(sections) == 1 and not is_positive else ""
     digits = len(found[2] or "")
     pattern = f"{',' if '#,##' in section else ''}.{digits}f"
-    return _Plain(sign, before, pattern, Decimal(1).scaleb(-digits), 100 ** (before + after).count("%"), after)
+    return _Plain(sign, before, pattern, Decimal(1).scaleb(-digits), 100**percents, after)

@@ -21,6 +21,11 @@ from kvtool.core.corpus.readers.document import (
 )
 
 _STREAM = re.compile(rb"\t[\0\x02\x04\x08][\x04-\x10]\0")  # beginning of a workbook of before 1995
+_OLD = {  # what the library for older formats passes over, by its records
+    "embedded files": re.compile(rb"M\0B\0D\0[0-9A-F]\0"),
+    "charts": re.compile(rb"\t\x08\x10\0\0\x06 \0"),
+    "text boxes": re.compile(rb"\xb6\x01\x12\0.{10}(?!\0\0)", re.DOTALL),
+}
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|body|style|div)\b", re.IGNORECASE)
 
@@ -35,12 +40,16 @@ def read(source: str, data: bytes) -> list[Document]:
         If it is damaged, protected by a password, or unpacks to too much.
     """
     is_before_2007 = is_old(data) or _STREAM.match(data) is not None
-    if not is_before_2007 and not data.startswith(b"PK") and (b"\0" not in data[:1024] or data[:2] in _UTF16):
-        return (html.read if _HTML.match(data) else text.read)(source, data)
+    if _HTML.match(data):
+        return html.read(source, data)
+    if source.lower().endswith((".xls", ".xlt")) and (b"\0" not in data[:1024] or data[:2] in _UTF16):
+        return text.read(source, data)  # the reports of many programs
     notes: tuple[str, ...] = ()
     with opened("workbook", "xlrd"):
         if is_before_2007:
-            sheets = [*old_sheets(data)]
+            sheets, count = [*old_sheets(data)], {name: len(each.findall(data)) for name, each in _OLD.items()}
+            count["text boxes"] -= sum(map(len, (each for sheet in sheets for each in sheet.comments.values())))
+            notes = unread_note({name: max(0, number) for name, number in count.items()})
         else:
             with checked(data) as archive:
                 sheets = [*sheets_of(archive)]
