@@ -25,6 +25,8 @@ _LOWERED = re.compile(r"(?<=\d)(?=\w)|(?<=[^\W\d])(?=[^\W\d])")  # not H2O
 _COMPOUND = re.compile(r".*\w[^\w.,;:)]")
 _FILE_NAME = re.compile(r"\S*|[^\n]*\.\w{3,4}")
 _MOST_SPAN = 1000  # columns or rows that one cell covers
+_MOST_LETTERS = 30  # that are one automatic number
+LONGEST_LABEL = 300  # characters of a merged cell that are repeated
 Item = Mapping[str, Any]
 
 
@@ -120,8 +122,8 @@ def counter(number: int, style: str) -> str:
     Word; "" for `none`."""
     name = style.lower().replace("_", "")
     text = str(number)
-    if name in _ALPHABETS and number > 0:
-        letters = _ALPHABETS[name]
+    letters = _ALPHABETS.get(name, "")
+    if 0 < number <= len(letters) * _MOST_LETTERS:
         text = letters[(number - 1) % len(letters)] * (1 + (number - 1) // len(letters))
     elif "roman" in name and 0 < number < 4000:
         text = ""
@@ -151,6 +153,7 @@ def rows(table: Iterable[Item]) -> Iterator[str]:
                 column += 1
             for covered in range(column, column + min(_MOST_SPAN, max(1, cell["col_span"]))):
                 line[covered] = text
+                text = text if len(text) <= LONGEST_LABEL else ""
                 if cell["row_span"] > 1:
                     spanning[covered] = (min(_MOST_SPAN, cell["row_span"]) - 1, text)
         yield table_row(line.get(column, "") for column in range(max(line, default=-1) + 1))
