@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zipfile
 import zlib
 from pathlib import PurePath
@@ -16,6 +17,8 @@ _MOST_MEMBERS = 100_000
 _MOST_TEXT = 1 << 28  # bytes, unpacked, of one member, or of a file that gzip has packed
 _OLD_OFFICE = b"\xd0\xcf\x11\xe0"
 LOCKED = 0x1  # flag bit of a member that needs a password
+_LINKS = re.compile(r"(?:ppt/slides|xl/worksheets)/_rels/[^/]*", re.IGNORECASE)
+_EMBEDDED = re.compile(rb'/relationships/(?:oleObject|package)"')
 GZIP = ".gz"  # Debian packs manual pages so: read as what the name says without it
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -50,6 +53,12 @@ def is_old(data: bytes) -> bool:
     """Return True for an Office file of the format before 2007; one that is encrypted as a whole is for :func:`checked`
     to refuse."""
     return data.startswith(_OLD_OFFICE) and "EncryptedPackage".encode("utf-16-le") not in data
+
+
+def embedded(archive: zipfile.ZipFile) -> int:
+    """Count the files that the parts of an Office file embed, data of charts not among them."""
+    links = (name for name in archive.namelist() if _LINKS.fullmatch(name))
+    return sum(len(_EMBEDDED.findall(member(archive, name))) for name in links)
 
 
 def member(archive: zipfile.ZipFile, name: str) -> bytes:

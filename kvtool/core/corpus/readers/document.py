@@ -122,6 +122,8 @@ def opened(what: str, library: str) -> Iterator[None]:
     except (UnreadableFile, MemoryError, RecursionError):
         raise
     except Exception as error:
+        if re.search("encrypted|password", str(error)):
+            raise UnreadableFile("protected by a password", "save a copy without one") from error
         raise UnreadableFile(f"damaged: no {what} that can be opened ({type(error).__name__})") from error
 
 
@@ -165,7 +167,7 @@ class Parts:
     def document(self, source: str, kind: str, notes: tuple[str, ...] = ()) -> Document:
         """Return the document of all parts. Raises EmptyFile if none has any text."""
         if not self._texts:
-            raise EmptyFile("empty: there is no text in it")
+            raise EmptyFile("; ".join(("empty: there is no text in it", *notes)))
         return Document(source, "".join(self._texts) + "\n", kind, notes, tuple(self._marks))
 
 

@@ -1,0 +1,279 @@
+"""Sheets of Excel files, each with what its cells show; Open XML by the standard library, older formats by xlrd."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from kvtool.core.corpus.readers.containers import parsed
+from kvtool.core.corpus.readers.document import UnreadableFile
+from kvtool.core.corpus.readers.drawings import shape_texts
+from kvtool.core.corpus.readers.ir import line
+from kvtool.core.corpus.readers.numberformats import GENERAL, code_of, shown
+from kvtool.core.corpus.readers.openxml import Package
+
+_DAMAGE = (ElementTree.ParseError, UnreadableFile, ValueError)
+_ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
+_CELL = re.compile(r"\$?([A-Z]{1,3})\$?([0-9]+)")
+_MARGINS = frozenset(f"{page}{end}" for page in ("odd", "even", "first") for end in ("Header", "Footer"))
+_TAKEN = ("}row", "}mergeCell", "}col", *(f"}}{margin}" for margin in _MARGINS))
+_CONTROL = re.compile(r'&(?:"[^"]*"|K[0-9A-Fa-f]{6}|[0-9]+|[A-Z])')  # fonts, sizes, page numbers
+_FLAGS = {"1": True, "true": True}
+
+
+@dataclass(slots=True)
+class Sheet:
+    """A sheet of a file; rows and columns count from 1.
+
+    Attributes
+    ----------
+    rows : row → column → what the cell shows, empty cells left out.
+    merged : first row, first column, last row and last column of cells that were made one.
+    hidden_columns : the first and the last of each run.
+    comments : row → what is said about its cells.
+    shapes : texts of text boxes, charts and diagrams, and of the margins of printed pages.
+    uncalculated : how many formulas have no saved value.
+    lacks_values : cells refer to strings that are not in the file.
+    last_row : the row that was read last.
+    """
+
+    title: str
+    is_hidden: bool = False
+    is_damaged: bool = False
+    rows: dict[int, dict[int, str]] = field(default_factory=dict)
+    merged: list[tuple[int, int, int, int]] = field(default_factory=list)
+    hidden_rows: list[int] = field(default_factory=list)
+    hidden_columns: list[tuple[int, int]] = field(default_factory=list)
+    comments: dict[int, list[str]] = field(default_factory=dict)
+    shapes: list[str] = field(default_factory=list)
+    uncalculated: int = 0
+    lacks_values: bool = False
+    last_row: int = 0
+
+    def comment(self, cell: str, author: str, text: str) -> None:
+        """Add a comment to its row; many begin with the author's name. Raises ValueError if there is no such cell."""
+        said = " ".join(text.split())
+        by = f" by {author}" if author and not said.startswith(author) else ""
+        self.comments.setdefault(place(cell)[0], []).append(f"[comment on {cell}{by}: {said}]")
+
+
+class _Book(NamedTuple):
+    strings: Sequence[str]
+    codes: Sequence[str]
+    is_1904: bool
+
+
+def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
+    """Yield the sheets of an Open XML workbook, a damaged one as far as it can be read.
+
+    Raises
+    ------
+    UnreadableFile : there is no list of sheets.
+    """
+    package = Package(archive)
+    main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "xl/workbook.xml")
+    book, links = parsed(archive, main), package.links(main)
+    parts = {link.kind: link.name for link in links.values()}
+    properties = book.find("{*}workbookPr")
+    is_1904 = properties is not None and properties.get("date1904") in _FLAGS
+    shared = _Book([*_strings(package, parts)], _codes(package, parts), is_1904)
+    people = package.part(parts["person"]) if "person" in parts else None
+    persons = {each.get("id", ""): each.get("displayName", "") for each in (() if people is None else people)}
+    for each in book.iterfind("{*}sheets/{*}sheet"):
+        sheet = Sheet(each.get("name", ""), each.get("state", "visible") != "visible")
+        part = next((links[value].name for key, value in each.items() if key.endswith("}id") and value in links), "")
+        with suppress(*_DAMAGE):
+            sheet.is_damaged = True
+            for _, element in ElementTree.iterparse(io.BytesIO(package.data(part))):
+                if element.tag.endswith(_TAKEN):
+                    _take(element, sheet, shared)
+            sheet.is_damaged = sheet.lacks_values
+        with suppress(ValueError):
+            _take_linked(package, part, sheet, persons)
+        if package.damaged:  # a drawing, the comments, the formats
+            sheet.is_damaged = True
+            package.damaged.clear()
+        yield sheet
+
+
+def _take_linked(package: Package, part: str, sheet: Sheet, persons: Mapping[str, str]) -> None:
+    """Put the comments and drawings of a sheet into it; of a discussion also a copy for older programs is saved."""
+    discussed = set()
+    for link in sorted(package.links(part).values(), reverse=True):  # discussions before comments
+        tree = package.part(link.name) if link.kind in ("drawing", "threadedComment", "comments") else None
+        if tree is None:
+            continue
+        if link.kind == "drawing":
+            sheet.shapes.extend(shape_texts(package, package.links(link.name), tree))
+        for each in tree.iterfind("threadedComment"):
+            discussed.add(each.get("ref"))
+            sheet.comment(each.get("ref", ""), persons.get(each.get("personId", ""), ""), each.findtext("text") or "")
+        authors = dict(enumerate(each.text or "" for each in tree.iterfind("authors/author")))
+        for each in tree.iterfind("commentList/comment"):
+            if each.get("ref") not in discussed:
+                said = "".join(map(_words, each.iterfind("text")))
+                sheet.comment(each.get("ref", ""), authors.get(int(each.get("authorId", -1)), ""), said)
+
+
+def _strings(package: Package, parts: Mapping[str, str]) -> Iterator[str]:
+    with suppress(*_DAMAGE):
+        for _, element in ElementTree.iterparse(io.BytesIO(package.data(parts.get("sharedStrings", "")))):
+            if element.tag.endswith("}si"):
+                yield _words(element)
+                element.clear()
+
+
+def _words(element: Element) -> str:
+    """Return the text of a string and of its runs, without the readings of its characters."""
+    if len(element) == 1 and element[0].tag.endswith("}t") and "_x" not in (text := element[0].text or ""):
+        return text  # nearly all of them
+    pieces = []
+    for child in element:
+        kind = child.tag.rpartition("}")[2]
+        if kind == "t":
+            pieces.append((child.text or "", ""))
+        elif kind == "r":
+            position = child.find("{*}rPr/{*}vertAlign")
+            pieces.append((child.findtext("{*}t") or "", "" if position is None else position.get("val", "")))
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), line(pieces))
+
+
+def _codes(package: Package, parts: Mapping[str, str]) -> list[str]:
+    """Return the format of each style."""
+    styles = package.part(parts["styles"]) if "styles" in parts else None
+    with suppress(ValueError):
+        formats = () if styles is None else styles.iterfind("numFmts/numFmt")
+        own = {int(each.get("numFmtId", 0)): each.get("formatCode", "") for each in formats}
+        uses = () if styles is None else styles.iterfind("cellXfs/xf")
+        return [code_of(int(each.get("numFmtId", 0)), own) for each in uses]
+    return []
+
+
+def _take(element: Element, sheet: Sheet, book: _Book) -> None:
+    """Put what an element says into its sheet."""
+    space, _, kind = element.tag.rpartition("}")
+    if kind == "row":
+        _take_row(element, f"{space}}}", sheet, book)
+        element.clear()
+    elif kind == "mergeCell":
+        first, _, last = element.get("ref", "").partition(":")
+        sheet.merged.append((*place(first), *place(last or first)))
+    elif kind in _MARGINS and (printed := " ".join(_CONTROL.sub(" ", element.text or "").split())):
+        sheet.shapes.append(printed)
+    elif kind == "col" and element.get("hidden") in _FLAGS:
+        sheet.hidden_columns.append((int(element.get("min", 0)), int(element.get("max", 0))))
+
+
+def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
+    sheet.last_row = number = int(row.get("r") or sheet.last_row + 1)
+    cells: dict[int, str] = {}
+    column = 0
+    for cell in row:
+        reference = cell.get("r")
+        column = _column(reference.rstrip("0123456789")) if reference else column + 1
+        try:
+            text = _shown(cell, space, book)
+        except (LookupError, ValueError):
+            sheet.lacks_values = True
+            continue
+        if text is None:
+            sheet.uncalculated += 1
+            text = f"={cell.findtext(f'{space}f') or '…'} (not calculated)"
+        if text:
+            cells[column] = text
+    if cells:
+        sheet.rows[number] = cells
+        if row.get("hidden") in _FLAGS:
+            sheet.hidden_rows.append(number)
+
+
+def _shown(cell: Element, space: str, book: _Book) -> str | None:
+    """Return what a cell shows; None for a formula whose value is not saved."""
+    kind, value = cell.get("t", "n"), cell.findtext(f"{space}v")
+    style = int(cell.get("s", 0))
+    code = book.codes[style] if style < len(book.codes) else GENERAL
+    if kind == "inlineStr":
+        inline = cell.find(f"{space}is")
+        return "" if inline is None else _words(inline)
+    if not value:
+        return "" if kind == "str" or cell.find(f"{space}f") is None else None
+    if kind == "n":
+        return shown(float(value), code, book.is_1904)
+    if kind == "b":
+        return "TRUE" if value in _FLAGS else "FALSE"
+    text = book.strings[int(value)] if kind == "s" else value
+    return shown(text, code) if "@" in code else text
+
+
+def place(reference: str) -> tuple[int, int]:
+    """Return row and column of a cell, `B7`. Raises ValueError if it is none."""
+    found = _CELL.fullmatch(reference)
+    if found is None:
+        raise ValueError(reference)
+    return int(found[2]), _column(found[1])
+
+
+@lru_cache(maxsize=1 << 15)
+def _column(letters: str) -> int:
+    if not letters.isalpha() or not letters.isascii() or len(letters) > 3:
+        raise ValueError(letters)
+    column = 0
+    for letter in letters.upper():
+        column = 26 * column + ord(letter) - ord("A") + 1
+    return column
+
+
+def old_sheets(data: bytes) -> Iterator[Sheet]:
+    """Yield the sheets of a workbook of the format before 2007."""
+    import xlrd
+
+    book = xlrd.open_workbook(
+        file_contents=data,
+        formatting_info=True,
+        ragged_rows=True,
+        on_demand=True,
+        ignore_workbook_corruption=True,
+        logfile=io.StringIO(),
+    )
+    own = {key: each.format_str for key, each in book.format_map.items()}
+    if book.biff_version >= 50:  # earlier ones number all formats themselves
+        own |= {14: "", 22: ""}
+    codes = {number: code_of(style.format_key, own) for number, style in enumerate(book.xf_list)}
+    for number, title in enumerate(book.sheet_names()):
+        try:
+            each = book.sheet_by_index(number)
+        except Exception:  # whatever the library raises over a broken sheet
+            yield Sheet(title, is_damaged=True)
+            continue
+        sheet = Sheet(title, each.visibility != 0)
+        for row in range(each.nrows):
+            cells = {
+                column: _old_shown(cell, codes.get(cell.xf_index, GENERAL), book.datemode == 1)
+                for column, cell in enumerate(each.row(row), 1)
+            }
+            if cells := {column: text for column, text in cells.items() if text}:
+                sheet.rows[row + 1] = cells
+        sheet.merged = [(top + 1, left + 1, bottom, right) for top, bottom, left, right in each.merged_cells]
+        for (row, column), note in each.cell_note_map.items():
+            sheet.comment(xlrd.cellname(row, column), note.author or "", note.text)
+        sheet.hidden_rows = [row + 1 for row, how in each.rowinfo_map.items() if how.hidden and row + 1 in sheet.rows]
+        sheet.hidden_columns = [(column + 1, column + 1) for column, how in each.colinfo_map.items() if how.hidden]
+        yield sheet
+
+
+def _old_shown(cell: Any, code: str, is_1904: bool) -> str:
+    import xlrd
+
+    if cell.ctype == xlrd.XL_CELL_BOOLEAN:
+        return "TRUE" if cell.value else "FALSE"
+    if cell.ctype == xlrd.XL_CELL_ERROR:
+        return str(xlrd.error_text_from_code.get(cell.value, "#ERROR!"))
+    return shown(cell.value, code, is_1904)
