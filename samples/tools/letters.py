@@ -1,0 +1,61 @@
+"""Table of letter pairs by which kvtool guesses legacy encodings: write kvtool/core/corpus/readers/letters.txt again.
+
+    pip install chardet==7.7.0 && python samples/tools/letters.py
+
+chardet (0BSD licence) counts the byte pairs of each language in its code pages. Here they become pairs of lower-case
+letters, so that one table serves all code pages of a language. A line is a language: its name, and after each tab the
+pairs whose costs round to 0, 1, 2, … half nats, -2 ln P(second letter | first). A space is whatever is ASCII and no
+letter, and the apostrophe ’; `*` is any second letter that was not seen after the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+TARGET = Path(__file__).resolve().parents[2] / "kvtool/core/corpus/readers/letters.txt"
+PAGES = {
+    **dict.fromkeys("ru uk be bg mk sr".split(), "cp1251"),
+    **dict.fromkeys("cs hr hu pl ro sk sl".split(), "cp1250"),
+    **dict.fromkeys("da de en es fi fr is it nl no pt sv".split(), "cp1252"),
+    **dict.fromkeys("et lt lv".split(), "cp1257"),
+    **dict.fromkeys("ar fa".split(), "cp1256"),
+    **{"el": "cp1253", "tr": "cp1254", "he": "cp1255", "vi": "cp1258", "th": "cp874"},
+}
+UNSEEN = 0.05  # counts of a pair that was not seen
+SIGNS = "£€©®™§°µ½¼¾²³±×•…–—«»“”„‘"  # of every language, between words
+
+
+def letter(byte: int, page: str) -> str:
+    """Return a byte's letter in lower case; a space for what is ASCII and no letter, or a control character."""
+    char = bytes([byte]).decode(page, "ignore").lower()[:1]
+    return char if char.isalpha() or char > "\xa0" and char != "’" else " "
+
+
+def main() -> None:
+    from chardet.models import load_models
+
+    models, lines = load_models(), []
+    for language, page in sorted(PAGES.items()):
+        counts: dict[str, int] = defaultdict(int)
+        totals: dict[str, int] = defaultdict(int)
+        for place, count in enumerate(models[f"{language}/{page}"]):
+            pair = letter(place >> 8, page) + letter(place & 255, page)
+            if count and pair != "  ":
+                counts[pair] += count
+                totals[pair[0]] += count
+        for sign in SIGNS:
+            counts[" " + sign], counts[sign + " "] = counts[" " + sign] + 4, counts[sign + " "] + 20
+            totals[" "], totals[sign] = totals[" "] + 4, totals[sign] + 20
+        chances = {pair: (count + UNSEEN) / (totals[pair[0]] + 256 * UNSEEN) for pair, count in counts.items()}
+        chances |= {first + "*": UNSEEN / (total + 256 * UNSEEN) for first, total in totals.items()}
+        classes: dict[int, list[str]] = defaultdict(list)
+        for pair, chance in sorted(chances.items()):
+            classes[round(-2 * math.log(chance))].append(pair)
+        lines.append("\t".join([language, *("".join(classes[cost]) for cost in range(max(classes) + 1))]))
+    TARGET.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
