@@ -24,7 +24,7 @@ PAGES = {
     **{"el": "cp1253", "tr": "cp1254", "he": "cp1255", "vi": "cp1258", "th": "cp874"},
 }
 UNSEEN = 0.05  # counts of a pair that was not seen
-SIGNS = "£€©®™§°µ½¼¾²³±×•…–—«»“”„‘"  # of every language, between words
+SIGNS = "£€©®™§°µ½¼¾²³±×•…–—«»“”„‘"  # of English texts
 
 
 def letter(byte: int, page: str) -> str:
@@ -45,7 +45,7 @@ def main() -> None:
             if count and pair != "  ":
                 counts[pair] += count
                 totals[pair[0]] += count
-        for sign in SIGNS:
+        for sign in SIGNS if language == "en" else "":
             counts[" " + sign], counts[sign + " "] = counts[" " + sign] + 4, counts[sign + " "] + 20
             totals[" "], totals[sign] = totals[" "] + 4, totals[sign] + 20
         chances = {pair: (count + UNSEEN) / (totals[pair[0]] + 256 * UNSEEN) for pair, count in counts.items()}

@@ -12,23 +12,25 @@ import codecs
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
+from kvtool.core.corpus.options import is_charset
 from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile
 
 Decoded = tuple[str, tuple[str, ...]]
 Reader = Callable[[str, bytes], list[Document]]
 TextReader = Callable[[str, str], list[Document]]
 
+chosen: ContextVar[str] = ContextVar("chosen", default="")
+"""The user's encoding of texts that are not UTF-8; an empty string: it is guessed."""
+
 _SAMPLE = 1 << 17  # bytes that a guess looks at
 _BEFORE, _AFTER = 64, 256  # bytes around a non-ASCII one that are taken with it, at least
 _FOREIGN = re.compile(rb"[\x80-\xff]")
 _BREAK = re.compile(rb"[\n ]")  # no part of a character in any of these encodings
-# Python's text encodings that are no file's: some of them take quadratic time.
-_NO_CHARSETS = frozenset(("punycode", "idna", "unicode_escape", "raw_unicode_escape", "undefined", "mbcs", "oem"))
-
 _REPLACED = "\ufffd"
 
 _BOMS = (
@@ -58,7 +60,7 @@ _WRITTEN = re.compile(  # what real text in UTF-16 is made of
 )
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _NO_LETTER = re.compile(r"[\x00-@\[-`{-\x7f\xa0’]")
-_L, _SIGN = r"[^\W\d_]", "[¡-©«-´¶¸¹»-¿×÷„‚“”•…‹›€™]"
+_L, _SIGN = r"[^\W\d_]", "[\xa0-©«-´¶¸¹»-¿×÷„‚“”•…‹›€™]"
 _ODD = re.compile(  # where a wrong encoding shows
     "[\x80-\x9f\ue000-\uf8ff\ufffd¤¦¨¬¯¸¶\xad†‡‰ƒ˜÷ˆ\u02c0-\u02ff\u2200-\u25ff]"
     f"|{_L}{_SIGN}(?={_L})|[A-Za-zÀ-ɏ](?=[Ͱ-\u06ff])|[Ͱ-\u06ff](?=[A-Za-zÀ-ɏ])"
@@ -70,22 +72,28 @@ _SEVEN_BIT = (  # Korean and Japanese for mail
     (re.compile(rb"\x1b\$\)C[^\x0e]*\x0e(?:[!-~]{2})+\x0f"), "iso2022_kr"),
     (re.compile(rb"\x1b\$[@B](?:[!-~]{2})+\x1b\([BJ]"), "iso2022_jp_ext"),
 )
-_FEW_NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)")
+_FEW_NULS, _NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)"), re.compile(rb"(?<=[^\s\0])\0+(?=[^\s\0])")
+_CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
     **{"cp1252": 14, "iso8859_15": 10, "cp1250": 2, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
     **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0},
     **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6},
 }
-_CHARACTERS = {  # encoding → first bytes of its common characters, and of punctuation and kana; the cost of each
-    "cp932": (range(0x88, 0x98), range(0x81, 0x84), 17, 13),
-    "euc_jp": (range(0xB0, 0xD0), range(0xA1, 0xA6), 17, 13),
-    "cp949": (range(0xB0, 0xC9), range(0xA1, 0xA4), 14, 20),
-    "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), 17, 20),
-    "cp950": (range(0xA4, 0xC7), range(0xA1, 0xA4), 17, 20),
-    "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), 19, 22),
+_CHINESE = "的一是不了在人有我大来上个国到说们为子和你地出道也时年得就那要下以生会自着去过家学对可里后小么心多天而能好都然没日于起还发成事只作当想看文无开手十用主行方如前所本见经头面公同三已老从动两长海市县张王李陈刘黄"
+_TAIWANESE = "的一是不了在人有我大來上個國到說們為子和你地出道也時年得就那要下以生會自著去過家學對可裡後小心多天而能好都然沒日於起還發成事只作當想看文無開手十用主行方如前所本見經頭面公同三已老從動兩長海市縣張王李陳劉黃林"
+_JAPANESE = "日一国人年大十二本中長出三時行見月後前生五間上東四今金九入学高子外八六下来気小七山話女北午書先名川千水西電校語土木田村佐藤鈴橋伊渡辺林加吉井島野市区町県都京阪横浜市方会社理目者部新地合同事自対手定発"
+_KOREAN = "이다는의가을에고하은로지를한사대도리기어아나시그인자서해수있일정부상들과보전만국주성동장공제화구안연유선조여원세스면원김박최강윤임오"
+_CHARACTERS = {  # encoding → first bytes of its common characters, and of kana and punctuation; frequent characters
+    "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), _CHINESE),
+    "cp932": (range(0x88, 0x98), range(0x81, 0x84), _JAPANESE),
+    "euc_jp": (range(0xB0, 0xD0), range(0xA1, 0xA6), _JAPANESE),
+    "cp949": (range(0xB0, 0xC9), range(0xA1, 0xA4), _KOREAN),
+    "cp950": (range(0xA4, 0xC7), range(0xA1, 0xA4), _TAIWANESE),
+    "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), _TAIWANESE),
 }
-_UNCOMMON_COST = 50
+_KANA = re.compile("[ぁ-んァ-ヺー、。，]")
+_FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 18, 20, 50
 
 
 def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
@@ -149,24 +157,29 @@ def _with_bom(data: bytes) -> Decoded | None:
 
 def _without_bom(data: bytes, declared: str) -> Decoded:
     if b"\0" in data:
-        return _utf16(data), ()
+        return _without_nuls(data) or (_utf16(data), ())
+    for pattern, codec in _SEVEN_BIT:
+        if pattern.search(data):
+            text, notes = _repaired(data, codec)
+            return text, (f"read as {codec}", *notes)
     text = _strict(data, "utf-8")
     if text is not None:
         _refuse_controls(data, 0.1)
         return text, ()
-    named = _strict(data, declared) if _is_charset(declared) else None
+    named = _strict(data, declared) if is_charset(declared) else None
     if named is not None:
         return named, ()
     if _is_damaged_utf8(data):
         return _repaired(data, "utf-8")
-    return _legacy(data)
+    return _repaired(data, chosen.get()) if chosen.get() else _legacy(data)
 
 
-def _is_charset(name: str) -> bool:
-    try:
-        return bool(name) and codecs.lookup(name).name.replace("-", "_") not in _NO_CHARSETS
-    except (LookupError, ValueError):
-        return False
+def _without_nuls(data: bytes) -> Decoded | None:
+    """Decode a log in which a crash has left runs of NUL bytes."""
+    text = None if _FEW_NULS.search(data) else _strict(_NULS.sub(b" ", data).replace(b"\0", b""), "utf-8")
+    if text is None or _CONTROL.search(text) or not text.strip():
+        return None
+    return text, (f"{data.count(0)} NUL bytes left out",)
 
 
 def _strict(data: bytes, codec: str) -> str | None:
@@ -225,7 +238,7 @@ def _legacy(data: bytes) -> Decoded:
     _refuse_controls(data, 0.02)
     codec = _guess(_sample(data), final=len(data) <= _SAMPLE)
     text, notes = _repaired(data, codec)
-    return text, (f"not UTF-8, read as {codec}", *notes)
+    return text, (f"not UTF-8, read as {codec}: `--encoding NAME` sets another", *notes)
 
 
 def _sample(data: bytes) -> bytes:
@@ -295,10 +308,16 @@ def _languages() -> tuple[dict[str, int], ...]:
 
 
 def _cost_of_characters(text: str, codec: str) -> int:
-    common, others, common_cost, other_cost = _CHARACTERS[codec]
+    common, signs, frequent = _CHARACTERS[codec]
     cost = _LETTER_COST * sum(char.isascii() and char.isalpha() for char in text)
     for char in _NOT_ASCII.findall(text):
-        first, second, *more = (*char.encode(codec, "replace"), 0)
-        is_common = first in common and (second > 0xA0 or codec not in ("cp949", "gb18030")) 
-        cost += common_cost if is_common and not more[1:] else other_cost if first in others else _UNCOMMON_COST
+        first, second, *_ = code = (*char.encode(codec, "replace"), 0)
+        if char in frequent:
+            cost += _FREQUENT_COST
+        elif _KANA.match(char):
+            cost += _KANA_COST
+        elif first in common and len(code) == 3 and (second > 0xA0 or codec in ("cp932", "cp950", "big5hkscs")):
+            cost += _COMMON_COST
+        else:
+            cost += _SIGN_COST if first in signs else _UNCOMMON_COST
     return cost
