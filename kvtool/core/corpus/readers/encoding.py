@@ -61,8 +61,9 @@ _WRITTEN = re.compile(  # what real text in UTF-16 is made of
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _NO_LETTER = re.compile(r"[\x00-@\[-`{-\x7f\xa0’]")
 _L, _SIGN = r"[^\W\d_]", "[\xa0-©«-´¶¸¹»-¿×÷„‚“”•…‹›€™]"
+_BROKEN = re.compile("[\x80-\x84\x86-\x9f\ufffd]")
 _ODD = re.compile(  # where a wrong encoding shows
-    "[\x80-\x9f\ue000-\uf8ff\ufffd¤¦¨¬¯¸¶\xad†‡‰ƒ˜÷ˆ\u02c0-\u02ff\u2200-\u25ff]"
+    "[\x80-\x84\x86-\x9f\ue000-\uf8ff\ufffd¤¦¨¬¯¸¶\xad†‡‰ƒ˜÷ˆ\u02c0-\u02ff\u2200-\u25ff]"
     f"|{_L}{_SIGN}(?={_L})|[A-Za-zÀ-ɏ](?=[Ͱ-\u06ff])|[Ͱ-\u06ff](?=[A-Za-zÀ-ɏ])"
 )
 _MOST_WORDS = 1200  # bytes that are compared
@@ -78,7 +79,8 @@ _ALPHABETS = {  # encoding → how much more often it is met
     **{"cp1252": 14, "iso8859_15": 10, "cp1250": 2, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
     **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0},
-    **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6},
+    **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8},
+    **{"cp737": -8, "cp037": -8},
 }
 _CHINESE = "的一是不了在人有我大来上个国到说们为子和你地出道也时年得就那要下以生会自着去过家学对可里后小么心多天而能好都然没日于起还发成事只作当想看文无开手十用主行方如前所本见经头面公同三已老从动两长海市县张王李陈刘黄"
 _TAIWANESE = "的一是不了在人有我大來上個國到說們為子和你地出道也時年得就那要下以生會自著去過家學對可裡後小心多天而能好都然沒日於起還發成事只作當想看文無開手十用主行方如前所本見經頭面公同三已老從動兩長海市縣張王李陳劉黃林"
@@ -91,6 +93,7 @@ _CHARACTERS = {  # encoding → first bytes of its common characters, and of kan
     "cp949": (range(0xB0, 0xC9), range(0xA1, 0xA4), _KOREAN),
     "cp950": (range(0xA4, 0xC7), range(0xA1, 0xA4), _TAIWANESE),
     "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), _TAIWANESE),
+    "johab": (range(0x88, 0xD4), range(0xD8, 0xDF), _KOREAN),
 }
 _KANA = re.compile("[ぁ-んァ-ヺー、。，]")
 _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 18, 20, 50
@@ -266,7 +269,7 @@ def _guess(sample: bytes, final: bool) -> str:
     costs = {}
     for codec in (*_ALPHABETS, *_CHARACTERS):
         text = _decoded(words, codec, final and len(words) < _MOST_WORDS)
-        broken = _decoded(sample, codec, final).count(_REPLACED)
+        broken = len(_BROKEN.findall(_decoded(sample, codec, final)))
         cost = _cost_of_characters(text, codec) if codec in _CHARACTERS else _cost_of_letters(text) - _ALPHABETS[codec]
         costs[codec] = cost + _ODD_COST * (broken + _oddities(text))
     best = min(costs, key=costs.__getitem__)
@@ -316,7 +319,7 @@ def _cost_of_characters(text: str, codec: str) -> int:
             cost += _FREQUENT_COST
         elif _KANA.match(char):
             cost += _KANA_COST
-        elif first in common and len(code) == 3 and (second > 0xA0 or codec in ("cp932", "cp950", "big5hkscs")):
+        elif first in common and len(code) == 3 and (second > 0xA0 or codec not in ("cp949", "gb18030")):
             cost += _COMMON_COST
         else:
             cost += _SIGN_COST if first in signs else _UNCOMMON_COST
