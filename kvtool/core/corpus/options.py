@@ -50,7 +50,7 @@ def command_error(written: str) -> str:
 def is_charset(name: str) -> bool:
     """Return True if Python knows an encoding of texts by this name."""
     try:
-        return codecs.lookup(name).name.replace("-", "_") not in _NO_CHARSETS and isinstance(b"".decode(name), str)
+        return codecs.lookup(name).name.replace("-", "_") not in _NO_CHARSETS and bool("a".encode(name))
     except (LookupError, ValueError):
         return False
 

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 
 from kvtool.core.corpus.options import is_charset
 from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile
@@ -30,6 +31,7 @@ chosen: ContextVar[str] = ContextVar("chosen", default="")
 _SAMPLE = 1 << 17  # bytes that a guess looks at
 _BEFORE, _AFTER = 64, 256  # bytes around a non-ASCII one that are taken with it, at least
 _FOREIGN = re.compile(rb"[\x80-\xff]")
+_BETWEEN = re.compile(rb"[\x00-&(-/:-?]+")  # between words; likewise
 _BREAK = re.compile(rb"[\n ]")  # no part of a character in any of these encodings
 _REPLACED = "\ufffd"
 
@@ -76,16 +78,30 @@ _SEVEN_BIT = (  # Korean and Japanese for mail
 _FEW_NULS, _NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)"), re.compile(rb"(?<=[^\s\0])\0+(?=[^\s\0])")
 _CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
-    **{"cp1252": 14, "iso8859_15": 10, "cp1250": 2, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
+    **{"cp1252": 14, "iso8859_15": 10, "cp1250": 4, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
     **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0},
     **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8},
     **{"cp737": -8, "cp037": -8},
 }
-_CHINESE = "的一是不了在人有我大来上个国到说们为子和你地出道也时年得就那要下以生会自着去过家学对可里后小么心多天而能好都然没日于起还发成事只作当想看文无开手十用主行方如前所本见经头面公同三已老从动两长海市县张王李陈刘黄"
-_TAIWANESE = "的一是不了在人有我大來上個國到說們為子和你地出道也時年得就那要下以生會自著去過家學對可裡後小心多天而能好都然沒日於起還發成事只作當想看文無開手十用主行方如前所本見經頭面公同三已老從動兩長海市縣張王李陳劉黃林"
-_JAPANESE = "日一国人年大十二本中長出三時行見月後前生五間上東四今金九入学高子外八六下来気小七山話女北午書先名川千水西電校語土木田村佐藤鈴橋伊渡辺林加吉井島野市区町県都京阪横浜市方会社理目者部新地合同事自対手定発"
-_KOREAN = "이다는의가을에고하은로지를한사대도리기어아나시그인자서해수있일정부상들과보전만국주성동장공제화구안연유선조여원세스면원김박최강윤임오"
+_CHINESE = (
+    "的一是不了在人有我大来上个国到说们为子和你地出道也时年得就那要下以生会自着去过家学对可里后小么心多天"
+    "而能好都然没日于起还发成事只作当想看文无开手十用主行方如前所本见经头面公同三已老从动两长海市县张王李"
+    "陈刘黄"
+)
+_TAIWANESE = (
+    "的一是不了在人有我大來上個國到說們為子和你地出道也時年得就那要下以生會自著去過家學對可裡後小心多天而"
+    "能好都然沒日於起還發成事只作當想看文無開手十用主行方如前所本見經頭面公同三已老從動兩長海市縣張王李陳"
+    "劉黃林"
+)
+_JAPANESE = (
+    "日一国人年大十二本中長出三時行見月後前生五間上東四今金九入学高子外八六下来気小七山話女北午書先名川千"
+    "水西電校語土木田村佐藤鈴橋伊渡辺林加吉井島野市区町県都京阪横浜市方会社理目者部新地合同事自対手定発"
+)
+_KOREAN = (
+    "이다는의가을에고하은로지를한사대도리기어아나시그인자서해수있일정부상들과보전만국주성동장공제화구안연"
+    "유선조여원세스면원김박최강윤임오"
+)
 _CHARACTERS = {  # encoding → first bytes of its common characters, and of kana and punctuation; frequent characters
     "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), _CHINESE),
     "cp932": (range(0x88, 0x98), range(0x81, 0x84), _JAPANESE),
@@ -163,8 +179,8 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
         return _without_nuls(data) or (_utf16(data), ())
     for pattern, codec in _SEVEN_BIT:
         if pattern.search(data):
-            text, notes = _repaired(data, codec)
-            return text, (f"read as {codec}", *notes)
+            read, notes = _repaired(data, codec)
+            return read, (f"read as {codec}", *notes)
     text = _strict(data, "utf-8")
     if text is not None:
         _refuse_controls(data, 0.1)
@@ -265,7 +281,7 @@ def _sample(data: bytes) -> bytes:
 
 def _guess(sample: bytes, final: bool) -> str:
     """Return the encoding in which the words that are not ASCII cost least; the first of equals."""
-    words = b" ".join(dict.fromkeys(word for word in sample.split() if _FOREIGN.search(word)))[:_MOST_WORDS]
+    words = b" ".join(dict.fromkeys(word for word in _BETWEEN.split(sample) if _FOREIGN.search(word)))[:_MOST_WORDS]
     costs = {}
     for codec in (*_ALPHABETS, *_CHARACTERS):
         text = _decoded(words, codec, final and len(words) < _MOST_WORDS)
@@ -286,8 +302,7 @@ def _decoded(data: bytes, codec: str, final: bool) -> str:
 
 def _oddities(text: str) -> int:
     """Count what no writer writes: signs within words, words of two scripts, capitals after small letters."""
-    pairs = zip(text, text[1:], strict=False)
-    capitals = sum(a.islower() and b.isupper() and not (a + b).isascii() for a, b in pairs)
+    capitals = sum(a.islower() and b.isupper() and not (a + b).isascii() for a, b in pairwise(text))
     return len(_ODD.findall(text)) + capitals
 
 
@@ -307,7 +322,9 @@ def _languages() -> tuple[dict[str, int], ...]:
     """Read the costs of each language's pairs of letters."""
     lines = (files(__package__) / "letters.txt").read_text(encoding="utf-8").splitlines()
     classes = (enumerate(line.split("\t")[1:]) for line in lines)
-    return tuple({pairs[at : at + 2]: cost for cost, pairs in each for at in range(0, len(pairs), 2)} for each in classes)
+    return tuple(
+        {pairs[at : at + 2]: cost for cost, pairs in each for at in range(0, len(pairs), 2)} for each in classes
+    )
 
 
 def _cost_of_characters(text: str, codec: str) -> int:
