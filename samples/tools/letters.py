@@ -25,16 +25,18 @@ PAGES = {
     **{"el": "cp1253", "tr": "cp1254", "he": "cp1255", "vi": "cp1258", "th": "cp874"},
 }
 TEXTS = {  # of languages that chardet does not count
-    "sq": """Trageti niset në mesditë dhe zyra e portit mbyllet në orën pesë. Fëmijët nuk paguajnë për biletën, të rriturit
-    paguajnë dy euro. Është e ndaluar të pini duhan në kuvertë. Ju lutemi shkruani emrin, mbiemrin dhe adresën tuaj në
-    këtë fletë. Çdo ditë ka një shërbim të ri; kur bën kohë e keqe, anija nuk lëviz. Përgjigjja vjen brenda tri ditëve.
-    Shtëpia, qyteti, rrugë, këngë, gjuhë, Shqipëri, atëherë, edhe më, çelës, kështu, mirë, parë, tjetër, vetëm, gjatë,
-    bëhet, thënë, kërkesë, përdorues, fjalëkalim, Kosovë, Tiranë, Durrës, Korçë, Sarandë, Vlorë, që, së, janë, kanë.""",
-    "ca": """El transbordador surt al migdia i l'oficina tanca a les cinc. Què és això? Aquí no hi ha cap més notícia; el
-    català és una llengua. La informació és al web, però també a la recepció. Demà farà bon temps, això sí: només plourà
-    a la nit. Canvieu la contrasenya, si us plau, i introduïu el número. País, pàgina, últim, cançó, qüestió, veïns,
-    València, Èric, anglès, francès, així, avui, perquè, després, gràcies, família, política, història, àrea, dóna, algú,
-    vàlid, Girona, Lleida, Núria, Montserrat, Àngel, Mercè, Jordi, Barça, plaça, força, avinguda, Sànchez, Pagès.""",
+    "sq": """Trageti niset në mesditë dhe zyra e portit mbyllet në orën pesë. Fëmijët nuk paguajnë për biletën, të
+    rriturit paguajnë dy euro. Është e ndaluar të pini duhan në kuvertë. Ju lutemi shkruani emrin, mbiemrin dhe
+    adresën tuaj në këtë fletë. Çdo ditë ka një shërbim të ri; kur bën kohë e keqe, anija nuk lëviz. Përgjigjja vjen
+    brenda tri ditëve. Shtëpia, qyteti, rrugë, këngë, gjuhë, Shqipëri, atëherë, edhe më, çelës, kështu, mirë, parë,
+    tjetër, vetëm, gjatë, bëhet, thënë, kërkesë, përdorues, fjalëkalim, Kosovë, Tiranë, Durrës, Korçë, Sarandë,
+    Vlorë, që, së, janë, kanë.""",
+    "ca": """El transbordador surt al migdia i l'oficina tanca a les cinc. Què és això? Aquí no hi ha cap més
+    notícia; el català és una llengua. La informació és al web, però també a la recepció. Demà farà bon temps, això
+    sí: només plourà a la nit. Canvieu la contrasenya, si us plau, i introduïu el número. País, pàgina, últim,
+    cançó, qüestió, veïns, València, Èric, anglès, francès, així, avui, perquè, després, gràcies, família, política,
+    història, àrea, dóna, algú, vàlid, Girona, Lleida, Núria, Montserrat, Àngel, Mercè, Jordi, Barça, plaça, força,
+    avinguda, Sànchez, Pagès.""",
 }
 UNSEEN = 0.05  # counts of a pair that was not seen
 SIGNS = "£€©®™§°µ½¼¾²³±×•…–—«»“”„‘"  # of English texts

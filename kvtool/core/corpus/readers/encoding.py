@@ -70,7 +70,7 @@ _ODD = re.compile(  # where a wrong encoding shows
 )
 _MOST_WORDS = 1200  # bytes that are compared
 # Costs are -2 ln P, whole numbers: the choice is the same on every machine.
-_ODD_COST, _LETTER_COST, _UNKNOWN_COST = 50, 8, 18
+_ODD_COST, _LETTER_COST, _UNKNOWN_COST, _CAPITAL_COST = 50, 8, 18, 3
 _SEVEN_BIT = (  # Korean and Japanese for mail
     (re.compile(rb"\x1b\$\)C[^\x0e]*\x0e(?:[!-~]{2})+\x0f"), "iso2022_kr"),
     (re.compile(rb"\x1b\$[@B](?:[!-~]{2})+\x1b\([BJ]"), "iso2022_jp_ext"),
@@ -308,10 +308,11 @@ def _oddities(text: str) -> int:
 
 def _cost_of_letters(text: str) -> int:
     """Return the cost of a text in the language that suits it best."""
+    capitals = sum(a.isalpha() and b.isupper() and not b.isascii() for a, b in pairwise(text))
     text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in text))
     pairs = Counter(map("".join, zip(f" {text}", f"{text} ", strict=True)))
     del pairs["  "]
-    return min(
+    return _CAPITAL_COST * capitals + min(
         sum(count * (costs.get(pair) or costs.get(pair[0] + "*", _UNKNOWN_COST)) for pair, count in pairs.items())
         for costs in _languages()
     )
