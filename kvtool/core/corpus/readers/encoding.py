@@ -84,32 +84,14 @@ _ALPHABETS = {  # encoding → how much more often it is met
     **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8},
     **{"cp737": -8, "cp037": -8},
 }
-_CHINESE = (
-    "的一是不了在人有我大来上个国到说们为子和你地出道也时年得就那要下以生会自着去过家学对可里后小么心多天"
-    "而能好都然没日于起还发成事只作当想看文无开手十用主行方如前所本见经头面公同三已老从动两长海市县张王李"
-    "陈刘黄"
-)
-_TAIWANESE = (
-    "的一是不了在人有我大來上個國到說們為子和你地出道也時年得就那要下以生會自著去過家學對可裡後小心多天而"
-    "能好都然沒日於起還發成事只作當想看文無開手十用主行方如前所本見經頭面公同三已老從動兩長海市縣張王李陳"
-    "劉黃林"
-)
-_JAPANESE = (
-    "日一国人年大十二本中長出三時行見月後前生五間上東四今金九入学高子外八六下来気小七山話女北午書先名川千"
-    "水西電校語土木田村佐藤鈴橋伊渡辺林加吉井島野市区町県都京阪横浜市方会社理目者部新地合同事自対手定発"
-)
-_KOREAN = (
-    "이다는의가을에고하은로지를한사대도리기어아나시그인자서해수있일정부상들과보전만국주성동장공제화구안연"
-    "유선조여원세스면원김박최강윤임오"
-)
 _CHARACTERS = {  # encoding → first bytes of its common characters, and of kana and punctuation; frequent characters
-    "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), _CHINESE),
-    "cp932": (range(0x88, 0x98), range(0x81, 0x84), _JAPANESE),
-    "euc_jp": (range(0xB0, 0xD0), range(0xA1, 0xA6), _JAPANESE),
-    "cp949": (range(0xB0, 0xC9), range(0xA1, 0xA4), _KOREAN),
-    "cp950": (range(0xA4, 0xC7), range(0xA1, 0xA4), _TAIWANESE),
-    "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), _TAIWANESE),
-    "johab": (range(0x88, 0xD4), range(0xD8, 0xDF), _KOREAN),
+    "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), "chinese"),
+    "cp932": (range(0x88, 0x98), range(0x81, 0x84), "japanese"),
+    "euc_jp": (range(0xB0, 0xD0), range(0xA1, 0xA6), "japanese"),
+    "cp949": (range(0xB0, 0xC9), range(0xA1, 0xA4), "korean"),
+    "cp950": (range(0xA4, 0xC7), range(0xA1, 0xA4), "taiwanese"),
+    "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), "taiwanese"),
+    "johab": (range(0x88, 0xD4), range(0xD8, 0xDF), "korean"),
 }
 _KANA = re.compile("[ぁ-んァ-ヺー、。，]")
 _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 18, 20, 50
@@ -319,13 +301,16 @@ def _cost_of_letters(text: str) -> int:
 
 
 @cache
-def _languages() -> tuple[dict[str, int], ...]:
-    """Read the costs of each language's pairs of letters."""
+def _data() -> dict[str, list[str]]:
     lines = (files(__package__) / "letters.txt").read_text(encoding="utf-8").splitlines()
-    classes = (enumerate(line.split("\t")[1:]) for line in lines)
-    return tuple(
-        {pairs[at : at + 2]: cost for cost, pairs in each for at in range(0, len(pairs), 2)} for each in classes
-    )
+    return {name: fields for name, *fields in (line.split("\t") for line in lines)}
+
+
+@cache
+def _languages() -> tuple[dict[str, int], ...]:
+    """Read the costs of each language's pairs of letters; a name of two letters is a language's."""
+    tables = [enumerate(classes) for name, classes in _data().items() if len(name) == 2]
+    return tuple({each[at : at + 2]: cost for cost, each in table for at in range(0, len(each), 2)} for table in tables)
 
 
 def _cost_of_characters(text: str, codec: str) -> int:
@@ -333,7 +318,7 @@ def _cost_of_characters(text: str, codec: str) -> int:
     cost = _LETTER_COST * sum(char.isascii() and char.isalpha() for char in text)
     for char in _NOT_ASCII.findall(text):
         first, second, *_ = code = (*char.encode(codec, "replace"), 0)
-        if char in frequent:
+        if char in _data()[frequent][0]:
             cost += _FREQUENT_COST
         elif _KANA.match(char):
             cost += _KANA_COST
