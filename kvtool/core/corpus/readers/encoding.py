@@ -68,8 +68,7 @@ _ODD = re.compile(  # where a wrong encoding shows
     "[\x80-\x84\x86-\x9f\ue000-\uf8ff\ufffd¤¦¨¬¯¸¶\xad†‡‰ƒ˜÷ˆ\u02c0-\u02ff\u2200-\u25ff]"
     f"|{_L}{_SIGN}(?={_L})|[A-Za-zÀ-ɏ](?=[Ͱ-\u06ff])|[Ͱ-\u06ff](?=[A-Za-zÀ-ɏ])"
 )
-_MOST_WORDS = 1200  # bytes that are compared
-# Costs are -2 ln P, whole numbers: the choice is the same on every machine.
+_MOST_WORDS = 1200  # bytes that are compared, by costs of -2 ln P in whole numbers: the same on every machine
 _ODD_COST, _LETTER_COST, _UNKNOWN_COST, _CAPITAL_COST = 50, 8, 18, 3
 _SEVEN_BIT = (  # Korean and Japanese for mail
     (re.compile(rb"\x1b\$\)C[^\x0e]*\x0e(?:[!-~]{2})+\x0f"), "iso2022_kr"),
@@ -80,9 +79,8 @@ _CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
     **{"cp1252": 14, "iso8859_15": 10, "cp1250": 4, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
-    **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0},
-    **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8},
-    **{"cp737": -8, "cp037": -8},
+    **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0, "cp737": -8},
+    **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8, "cp037": -8},
 }
 _CHARACTERS = {  # encoding → first bytes of its common characters, and of kana and punctuation; frequent characters
     "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), "chinese"),
