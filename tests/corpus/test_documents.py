@@ -156,7 +156,7 @@ def test_a_line_of_what_a_command_says_is_called_so(tmp_path: Path) -> None:
 def test_what_was_guessed_of_a_command_is_told_with_pages_too(tmp_path: Path) -> None:
     (tmp_path / "a.djvu").write_bytes("가마는 서쪽에 있다.\f도자기는 동쪽에 있다.".encode("cp949"))
     (document,) = Reading({".djvu": "cat {}"}).documents(tmp_path / "a.djvu", b"")
-    assert document.notes == ("not UTF-8, read as cp949",)
+    assert document.notes == ("not UTF-8, read as cp949: `--encoding NAME` sets another",)
     assert [mark.place for mark in document.marks] == ["p. 1", "p. 2"]
 
 

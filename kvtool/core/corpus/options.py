@@ -1,7 +1,9 @@
-"""Options that choose files and their readers: a part of the files, and commands by file ending. Imports no reader."""
+"""Options that choose files and their readers: a part of the files, commands by file ending, an encoding of texts.
+Imports no reader."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
 import shlex
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 from kvtool.core.errors import UsageError
 
 PATH = "{}"  # what stands for the file in a command
+# Python's text encodings that are no file's: some of them take quadratic time.
+_NO_CHARSETS = frozenset(("punycode", "idna", "unicode_escape", "raw_unicode_escape", "undefined", "mbcs", "oem"))
 _FORM = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
@@ -41,6 +45,19 @@ def command_error(written: str) -> str:
     except ValueError as error:
         return f"is no command: {error}".lower()
     return "" if any(PATH in word for word in words[1:]) else f"has no {PATH}, which stands for the file"
+
+
+def is_charset(name: str) -> bool:
+    """Return True if Python knows an encoding of texts by this name."""
+    try:
+        return codecs.lookup(name).name.replace("-", "_") not in _NO_CHARSETS and bool("a".encode(name))
+    except (LookupError, ValueError):
+        return False
+
+
+def encoding_error(name: str) -> str:
+    """Return the error in the name of an encoding; empty if it is valid."""
+    return "" if is_charset(name) else "is not a known encoding, such as cp1251, latin-1 or shift_jis"
 
 
 def shard_error(value: str) -> str:

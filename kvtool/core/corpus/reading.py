@@ -7,6 +7,7 @@ accepts anything else.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
@@ -33,7 +34,7 @@ from kvtool.core.corpus import readers
 from kvtool.core.corpus.options import PATH
 from kvtool.core.corpus.readers import ending_of, read_documents, source_of
 from kvtool.core.corpus.readers.document import Document, EmptyFile, PassingFailure, UnreadableFile, numbered
-from kvtool.core.corpus.readers.encoding import decode
+from kvtool.core.corpus.readers.encoding import chosen, decode
 
 MOST_TEXT = 1 << 27  # characters of a file's text
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
@@ -43,7 +44,7 @@ _LOOK = 0.1  # seconds between two looks at whether the process is still there
 _GRACE = 10.0  # seconds after its own alarm
 _COMMAND_LOOK = 0.02  # seconds between two looks at a command's output
 _TOLD = 200  # characters of what a command says on stderr
-_PROGRAM = "from kvtool.core.corpus.reading import serve\nserve(int(sys.argv[1]), int(sys.argv[2]))"
+_PROGRAM = "from kvtool.core.corpus.reading import serve\nserve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,15 @@ class Reading:
     ----------
     commands : shell-like commands by file ending (`.djvu`), which come before kvtool's own readers.
     bounds : None: the usual ones.
+    encoding : of texts that are not UTF-8 and name no other; an empty string: it is guessed.
     """
 
-    def __init__(self, commands: Mapping[str, str] | None = None, bounds: Bounds | None = None) -> None:
+    def __init__(
+        self, commands: Mapping[str, str] | None = None, bounds: Bounds | None = None, encoding: str = ""
+    ) -> None:
         self.commands = dict(commands or {})
         self.bounds = bounds or Bounds()
+        self.encoding = encoding and codecs.lookup(encoding).name
         self._child: Child | None = None
         self._means: dict[str, str] = {}  # by what picks the reader
 
@@ -86,12 +91,13 @@ class Reading:
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath) -> str:
-        """Return a digest of the command or plugin that reads a file, or "": a file's documents depend on it besides
-        the bytes."""
+        """Return a digest of the command or plugin that reads a file and of the encoding, or "" without any: a file's
+        documents depend on them besides the bytes."""
         command = self.commands.get(ending_of(path))
         if command is None and (plugin := readers.plugin_of(path)) is not None:
             command = str(plugin)
-        return "" if command is None else hashlib.sha256(command.encode("utf-8", "surrogatepass")).hexdigest()
+        given = "\0".join(filter(None, (command, self.encoding)))
+        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest() if given else ""
 
     def means(self, path: PurePath) -> str:
         """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
@@ -110,13 +116,17 @@ class Reading:
         UnreadableFile
             If it holds no text that can be read, or not within the bounds.
         """
-        if command := self.commands.get(ending_of(path)):
-            return _read_by(command, path, self.bounds.seconds, MOST_TEXT)
-        if not data:
-            raise EmptyFile("empty")
-        if not readers.is_bounded(path, len(data)):
-            return read_documents(path, data)
-        return _documents(self._ask(path, data))
+        token = chosen.set(self.encoding)
+        try:
+            if command := self.commands.get(ending_of(path)):
+                return _read_by(command, path, self.bounds.seconds, MOST_TEXT)
+            if not data:
+                raise EmptyFile("empty")
+            if not readers.is_bounded(path, len(data)):
+                return read_documents(path, data)
+            return _documents(self._ask(path, data))
+        finally:
+            chosen.reset(token)
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
         """Ask the child process. If it ends, or lacks memory, after other files, a new process is asked: earlier files
@@ -124,7 +134,7 @@ class Reading:
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
             self._end()
-            child = self._child = Child(self.bounds)
+            child = self._child = Child(self.bounds, self.encoding)
         try:
             return child.ask(path, data)
         except _Ended as ended:
@@ -188,12 +198,12 @@ class Child:
     files : how many it was given.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, encoding: str = "") -> None:
         self.files = 0
         self._bounds = bounds
         seconds = max(1, math.ceil(bounds.seconds))
         self._process = started(
-            python(_PROGRAM, str(seconds), str(bounds.memory)),
+            python(_PROGRAM, str(seconds), str(bounds.memory), encoding),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -265,14 +275,16 @@ class Child:
         return _Ended((why, "open it in its own program and save it anew"))
 
 
-def serve(seconds: int, memory: int) -> None:
+def serve(seconds: int, memory: int, encoding: str) -> None:
     """Read files until stdin ends.
 
     Parameters
     ----------
     seconds : how long one file may take; the process is ended then, by SIGALRM.
     memory : bytes that the process may have.
+    encoding : see `Reading`.
     """
+    chosen.set(encoding)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # a library's output is sent to stderr, which is not read
     _limit(memory)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
 from kvtool.core.common.urls import is_host
-from kvtool.core.corpus.options import command_error, commands_of, shard_error
+from kvtool.core.corpus.options import command_error, commands_of, encoding_error, shard_error
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.crew.options import WORKERS, RayOptions
 from kvtool.core.errors import UsageError
@@ -88,6 +88,14 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         check=command_error,
         table=True,
         own=True,
+    )
+    encoding: str | None = option(
+        None,
+        "Encoding of texts that are not UTF-8 and do not name theirs.",
+        group=FILES,
+        metavar="NAME",
+        check=encoding_error,
+        instead="guessed from each file",
     )
     read_timeout: float = option(
         60.0,
@@ -217,7 +225,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         """The readers of a run."""
         from kvtool.core.corpus.reading import Bounds, Reading  # every command declares these options, and few read
 
-        return Reading(commands_of(self.readers), Bounds(self.read_timeout, self.read_memory))
+        return Reading(commands_of(self.readers), Bounds(self.read_timeout, self.read_memory), self.encoding or "")
 
     @property
     def _longest(self) -> int:

@@ -25,6 +25,7 @@ class IngestArguments(TypedDict, total=False):
     sync: bool
     shard: str | None
     readers: str | Iterable[str]
+    encoding: str | None
     read_timeout: float | str
     read_memory: int | str
     retry: bool

@@ -1,0 +1,164 @@
+"""Legacy encodings of short and mostly English texts, NUL bytes in logs, and the user's own choice."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.corpus.options import encoding_error
+from kvtool.core.corpus.readers import read_documents
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.reading import Reading
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest.options import IngestOptions
+
+ENGLISH = "The ferry leaves at noon, and the harbour office closes at five.\n" * 30
+SENTENCES = {
+    "Паром отходит в полдень, касса закрыта.": ("cp1251", "koi8_r", "iso8859_5", "cp866", "mac_cyrillic", "cp855"),
+    "Пором відходить опівдні, каса зачинена.": ("cp1251", "koi8_u"),
+    "Το πλοίο φεύγει το μεσημέρι.": ("cp1253", "iso8859_7"),
+    "המעבורת יוצאת בצהריים מהנמל.": ("cp1255", "iso8859_8"),
+    "العبارة تغادر الميناء عند الظهر.": ("cp1256", "iso8859_6"),
+    "Vapur öğlen kalkıyor, gişe şimdi kapalı.": ("cp1254", "iso8859_9"),
+    "เรือออกจากท่าตอนเที่ยงวัน": ("cp874", "tis_620"),
+    "Keltas išplaukia vidurdienį, kasa uždaryta šį vakarą.": ("cp1257", "iso8859_13", "iso8859_4"),
+    "Prāmis atiet pusdienlaikā, kase ir slēgta.": ("cp1257", "iso8859_13"),
+    "Phà rời bến lúc giữa trưa, quầy vé đóng cửa.": ("cp1258",),
+    "Prom odpływa w południe, kasa już zamknięta.": ("cp1250", "iso8859_2", "cp852"),
+    "Převoz odplouvá v poledne, pokladna je zavřená.": ("cp1250", "iso8859_2"),
+    "Trajekt odlazi u podne, šalter je već zatvoren.": ("cp1250", "iso8859_2"),
+    "A komp délben indul, a pénztár már bezárt, később gyűlünk.": ("cp1250", "iso8859_2"),
+    "Le bac coûte 12 €, guichet fermé à midi.": ("cp1252", "iso8859_15"),
+    "El transbordador zarpa mañana a mediodía.": ("cp1252", "latin-1", "mac_roman", "cp850"),
+    "Die Fähre fährt mittags, die Kasse schließt früh.": ("cp1252", "latin-1", "mac_roman", "cp850"),
+    "Færgen sejler på søndag, lugen er lukket i går.": ("cp1252", "latin-1"),
+    "フェリーは正午に出港します。": ("shift_jis", "euc_jp", "iso2022_jp"),
+    "渡轮中午出发，售票处已经关门。": ("gbk", "gb18030"),
+    "渡輪中午出發，售票處已經關門。": ("big5",),
+    "배는 정오에 떠나고 매표소는 닫혔습니다.": ("cp949", "iso2022_kr"),
+}
+CASES = [(text, codec) for text, codecs in SENTENCES.items() for codec in codecs]
+NAMES = [
+    ("Анна Соколова", "cp1251"),
+    ("Дмитрий Орлов", "koi8_r"),
+    ("Ελένη Παπαδοπούλου", "cp1253"),
+    ("משה כהן", "cp1255"),
+    ("فاطمة حسين", "cp1256"),
+    ("Ayşe Yıldırım", "cp1254"),
+    ("Žydrūnas Šarūnas", "cp1257"),
+    ("Małgorzata Wójcik", "cp1250"),
+    ("Jiří Dvořák", "iso8859_2"),
+    ("José Núñez", "cp1252"),
+    ("Søren Åkesson", "latin-1"),
+    ("山田太郎", "shift_jis"),
+    ("王小明", "gbk"),
+    ("김영희", "cp949"),
+]
+
+
+def read(data: bytes, name: str = "a.txt") -> Document:
+    (document,) = read_documents(Path("/corpus") / name, data)
+    return document
+
+
+def encoded(text: str, codec: str) -> bytes:
+    """Encode; a letter that Vietnamese's code page lacks as the letter and a tone."""
+    if codec != "cp1258":
+        return text.encode(codec)
+    tones = str.maketrans(dict.fromkeys("\u0300\u0301\u0303\u0309\u0323", ""))
+    made = b""
+    for char in text:
+        apart = unicodedata.normalize("NFD", char)
+        letter = unicodedata.normalize("NFC", apart.translate(tones))
+        made += (letter + "".join(part for part in apart if not part.translate(tones))).encode(codec)
+    return made
+
+
+@pytest.mark.some(12)
+@pytest.mark.parametrize(("text", "codec"), CASES)
+def test_a_sentence_among_english_lines(text: str, codec: str) -> None:
+    data = encoded(text, codec)
+    document = read(ENGLISH.encode() + data + b"\n" + ENGLISH.encode())
+    assert document.text == f"{ENGLISH}{data.decode(codec)}\n{ENGLISH}"
+    assert codec.startswith("iso2022") or "`--encoding NAME` sets another" in document.notes[0]
+
+
+@pytest.mark.some(12)
+@pytest.mark.parametrize(("text", "codec"), CASES)
+def test_a_sentence_of_its_own(text: str, codec: str) -> None:
+    data = encoded(text, codec)
+    assert read(data).text == data.decode(codec)
+
+
+@pytest.mark.some(6)
+@pytest.mark.parametrize(("name", "codec"), NAMES)
+def test_a_name_in_an_english_table(name: str, codec: str) -> None:
+    rows = [f"{number};Client {number};Springfield\n" for number in range(40)]
+    table = "".join((*rows[:20], f"20;{name};Springfield\n", *rows[20:]))
+    assert read(table.encode(codec), "clients.csv").text == table
+
+
+@pytest.mark.parametrize(
+    "text", ["it’s “quoted” – really…", "20 °C", "£40", "§ 5", "½ cup", "5 µm", "© 2031", "café", "Zoë", "Perù"]
+)
+def test_english_signs_and_single_accents_are_western(text: str) -> None:
+    assert read(f"Note: {text}\n".encode("cp1252")).text == f"Note: {text}\n"
+
+
+def test_a_log_with_terminal_colours_is_no_japanese() -> None:
+    text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
+    assert read(text.encode()) == Document("/corpus/a.txt", text, "text")
+
+
+def test_runs_of_nul_bytes_are_left_out_of_a_log() -> None:
+    document = read(b"pump 3 on\npump 3" + bytes(600) + b"off\n" + bytes(12) + b"crash E7\n" + bytes(500))
+    assert document.text == "pump 3 on\npump 3 off\ncrash E7\n"
+    assert document.notes == ("1112 NUL bytes left out",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"SQLite format 3\0\x10\0\x01\x01" + bytes(40), b"a\0b" + bytes(30), b"ab\1\2cd" + bytes(60), bytes(80)],
+)
+def test_nul_bytes_of_binary_files_are_refused(data: bytes) -> None:
+    with pytest.raises(UnreadableFile, match="binary"):
+        read(data)
+
+
+@pytest.mark.parametrize("ending", [".txt", ".html", ".md"])  # HTML is read in another process
+def test_the_given_encoding_is_used_where_utf8_fails(tmp_path: Path, ending: str) -> None:
+    path, text = tmp_path / f"a{ending}", "Київ і Львів"
+    with Reading(encoding="cp1251") as reading:
+        assert not reading.documents(path, text.encode("cp1251"))[0].notes
+        assert reading.documents(path, text.encode("cp1251"))[0].text.strip() == text
+        assert reading.documents(path, text.encode())[0].text.strip() == text
+        assert reading.documents(path, text.encode("utf-16"))[0].text.strip() == text
+    with Reading() as reading:
+        assert "not UTF-8" in reading.documents(path, text.encode("cp1251"))[0].notes[0]
+
+
+def test_a_page_that_names_its_encoding_keeps_it_despite_the_given_one(tmp_path: Path) -> None:
+    page = '<meta charset="iso8859-7"><p>Η Αθήνα'
+    with Reading(encoding="cp1251") as reading:
+        assert "Αθήνα" in reading.documents(tmp_path / "a.html", page.encode("iso8859-7"))[0].text
+
+
+def test_files_depend_on_the_given_encoding() -> None:
+    path, other = Path("a.txt"), Reading(encoding="cp1251")
+    assert Reading().settings(path) == "" != other.settings(path)
+    assert other.settings(path) == Reading(encoding="windows-1251").settings(path)
+    assert Reading().means(path) != other.means(path)
+
+
+@pytest.mark.parametrize("name", ["cp1251", "Latin-1", "shift_jis", "windows-1252", "utf-16"])
+def test_encodings_that_can_be_given(name: str) -> None:
+    assert not encoding_error(name)
+    IngestOptions(encoding=name).check()
+
+
+@pytest.mark.parametrize("name", ["klingon", "rot13", "punycode", "base64", ""])
+def test_an_unknown_encoding_is_an_error_of_usage(name: str) -> None:
+    with pytest.raises(UsageError, match="is not a known encoding"):
+        IngestOptions(encoding=name).check()
