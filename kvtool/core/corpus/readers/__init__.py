@@ -101,7 +101,7 @@ _FORMATS = (
     _Format(office.read_opendocument, (".odt", ".ott")),
     _Format(office.read_rtf, (".rtf",), library="striprtf"),
     _Format(epub.read, (".epub",)),
-    _Format(mail.read, (".eml", ".mbox")),
+    _Format(mail.read, (".eml", ".mbox", ".emlx")),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
     _Format(svg.read, (".svg",)),
