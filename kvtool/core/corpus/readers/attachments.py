@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from mimetypes import MimeTypes
 from pathlib import Path
 
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import unknown
-from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
 
 _MOST_FILES, _MOST_BYTES = 100, 1 << 25  # that are read of one file
 _MEDIA = ("image/", "audio/", "video/")
@@ -52,7 +51,8 @@ class Attachments:
             try:
                 found = [] if data in seen else self._documents(path, kind, data)
             except Exception:  # whatever a library raises over it: the message is sound
-                may_hold_text = not kind.startswith((*_MEDIA, *_SIGNATURES)) and not readers.is_image(path)
+                kinds = (kind, _ENDINGS.guess_type(path.name)[0] or "")
+                may_hold_text = not any(each.startswith((*_MEDIA, *_SIGNATURES)) for each in kinds)
                 self.unread += may_hold_text
                 shown["Attachments, not read"] += [name or path.name] if name or may_hold_text else []
                 continue
@@ -74,14 +74,12 @@ class Attachments:
         if not readers.is_known(path):
             unknown.check(data[: unknown.SNIFFED], len(data))
         self._files, self._bytes = self._files - 1, self._bytes - len(data)
-        with suppress(EmptyFile):
-            return readers.read_documents(path, data)
-        return []
+        return readers.read_documents(path, data)
 
 
 def _path(name: str, kind: str, number: int) -> Path:
     """Return what an attachment is called as a file, with the ending of its type if its own is unknown."""
     label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
     path = Path("/", label or f"part {number}")
-    ending = "" if readers.is_known(path) else _ENDINGS.guess_extension(kind)
-    return path.with_name(path.name + (ending or ""))
+    is_clear = readers.is_known(path) or readers.is_foreign(path) or kind == "application/octet-stream"
+    return path if is_clear else path.with_name(path.name + (_ENDINGS.guess_extension(kind) or ""))

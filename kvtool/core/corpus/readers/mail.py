@@ -32,7 +32,6 @@ _SAME = 0.7  # share of its pieces that another text has, from which on a text n
 _STUB = re.compile(r"\bhtml\b|browser|mail (?:app|client|program|reader)", re.IGNORECASE)
 _LONGEST_STUB = 200  # pieces
 _LINK = re.compile(r"https?://\S++")  # HTML does not show it
-_POLICY = email.policy.default
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -103,7 +102,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(data: bytes) -> Message:
-    return email.message_from_bytes(data, policy=_POLICY)
+    return email.message_from_bytes(data, policy=email.policy.default)
 
 
 class _Text:
@@ -150,7 +149,8 @@ class _Text:
         """Add lines after an empty one; each is `step` lines of the file below the one before."""
         gap = "\n\n"
         for number, words in enumerate(text.split("\n")):
-            self.made.add(self._place(number * step), words, gap)
+            if words.strip():
+                self.made.add(self._place(number * step), words, gap)
             gap = "\n" if words.strip() else "\n\n"
 
     def _place(self, lines: int = 0) -> int | str:
@@ -274,7 +274,7 @@ def _header(message: Message, name: str) -> str:
     try:
         if not raw.isascii():
             raw = decode(raw.encode("ascii", "surrogateescape"))[0]
-        return " ".join(str(_POLICY.header_fetch_parse(name, raw)).split())
+        return " ".join(str(message.policy.header_fetch_parse(name, raw)).split())
     except (
         ValueError,
         IndexError,
