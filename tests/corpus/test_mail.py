@@ -277,6 +277,10 @@ def test_encoded_names_of_attachments_are_decoded() -> None:
     )
 
 
+def test_a_header_that_fails_the_parser_does_not_lose_the_message() -> None:
+    assert "Nine tons." in mail(f"{HEAD}Content-Type: text/plain; charset*\n\nNine tons.\n").text
+
+
 # ---- other files ----
 
 

@@ -102,7 +102,10 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(data: bytes) -> Message:
-    return email.message_from_bytes(data, policy=email.policy.default)
+    try:
+        return email.message_from_bytes(data, policy=email.policy.default)
+    except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
+        return email.message_from_bytes(data)  # the older one leaves headers as they are
 
 
 class _Text:
