@@ -21,6 +21,7 @@ from kvtool.core.corpus.readers import (
     mail,
     notebook,
     opendocument,
+    outlook,
     pdf,
     roff,
     rtf,
@@ -67,7 +68,7 @@ _ARCHIVES = frozenset(
 _FOREIGN = (
     *(*_IMAGES, *_ARCHIVES),
     *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .pages .wpd .hwp .hwpx .xlsb .numbers".split(),
-    *".vsd .msg .pst .ost".split(),
+    *".vsd .pst .ost".split(),
     *".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .mid .midi .aiff".split(),
     *".mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .3gp".split(),
     *".exe .dll .so .dylib .class .pyc .pyo .wasm .ttf .otf .woff .woff2 .eot".split(),
@@ -115,7 +116,8 @@ _FORMATS = (
     _Format(opendocument.read, _OPENDOCUMENT),
     _Format(rtf.read, (".rtf",)),
     _Format(epub.read, (".epub",)),
-    _Format(mail.read, (".eml", ".mbox")),
+    _Format(mail.read, (".eml", ".mbox", ".emlx")),
+    _Format(outlook.read, (".msg", ".oft"), library="olefile"),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
     _Format(svg.read, (".svg",)),
@@ -124,7 +126,7 @@ _FORMATS = (
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, mail.read, _read_archive)  # of files that may hold several documents
+_SEVERAL = (jsonl.read, mail.read, outlook.read, _read_archive)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 

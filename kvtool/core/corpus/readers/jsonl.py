@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtool.core.common.marks import Mark
@@ -11,6 +12,10 @@ from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import of_text
 
 _TEXT_KEYS = ("text", "content", "body", "passage")
+_ROLES = ("role", "from", "speaker")
+_SAID = ("content", "value", "text")
+_NAMES = ("id", "_id", "uuid", "type")
+_MOST_NUMBERS = 20  # in a list; a longer one is no text
 _MOST_NOTES = 20
 _LONGEST_LABEL = 1000  # characters; a longer id names nothing
 
@@ -34,7 +39,7 @@ def read(source: str, text: str) -> list[Document]:
     """
     rows, broken = _rows(text)
     if not rows:
-        raise UnreadableFile(f"no line is a JSON object with a text: {broken[0]}")
+        raise UnreadableFile(f"no line holds a text: {broken[0]}")
     notes = [*broken, *(f"line {row.line}: {note}" for row in rows for note in row.notes)]
     labels = _labels(rows)
     return [
@@ -68,18 +73,54 @@ class _BrokenRowError(ValueError):
 
 
 def _row(number: int, value: object) -> _Row:
-    if not isinstance(value, dict):
-        raise _BrokenRowError("not a JSON object")
-    text = next((value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)), None)
+    row = value if isinstance(value, dict) else {}
+    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), None)
+    title = row.get("title")
     if text is None:
-        raise _BrokenRowError(f"no string under {', '.join(_TEXT_KEYS)}")
-    if not text.strip():
-        raise _BrokenRowError("empty text")
-    title = value.get("title")
-    full = f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
+        full = value if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
+    else:
+        full = f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
+    if not full.strip():
+        raise _BrokenRowError("no text")
     clean = _without_surrogates(full)
     notes = () if clean == full else ("lone surrogates replaced by U+FFFD",)
-    return _Row(number, _label(value.get("id")), clean, notes)
+    return _Row(number, _label(row.get("id")), clean, notes)
+
+
+def _has_words(value: object) -> bool:
+    """Return True if a string in a value, other than an id, has a letter."""
+    if isinstance(value, dict):
+        return any(_has_words(each) for key, each in value.items() if key not in _NAMES)
+    if isinstance(value, list):
+        return any(map(_has_words, value))
+    return isinstance(value, str) and any(map(str.isalpha, value))
+
+
+def _lines(key: str, value: object) -> Iterator[str]:
+    """Yield `Key: value` for each value of a row; what is said in a conversation has the role as its key."""
+    if isinstance(value, dict):
+        role = next((name for name in _ROLES if isinstance(value.get(name), str)), "")
+        said = next((name for name in _SAID if name in value), "")
+        if said and (role or key):
+            yield from _lines(value[role] if role else key, value[said])
+            value = {name: each for name, each in value.items() if name not in (role, said, "type")}
+        for name, each in value.items():
+            yield from _lines(name, each)
+    elif isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
+        for each in value:
+            yield from _lines(key, each)
+    elif words := _words(value):
+        yield f"{key[:1].upper()}{key[1:]}: {words}" if key else words
+
+
+def _words(value: object) -> str:
+    """Return a string, a number, or a list of them as a text; vectors and pictures are only named."""
+    if isinstance(value, list):
+        is_vector = len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value)
+        return f"{len(value):,} numbers, left out" if is_vector else ", ".join(filter(None, map(_words, value)))
+    if isinstance(value, str):
+        return "picture, left out" if value.startswith("data:image/") else value
+    return "" if value is None else json.dumps(value)
 
 
 def _without_surrogates(text: str) -> str:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import binascii
+import codecs
 import email
 import email.policy
 import io
-from collections.abc import Callable, Iterator
-from email.message import EmailMessage, Message
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from email.message import Message
 
-from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, UnreadableFile
+from kvtool.core.corpus.readers.attachments import Attachments
+from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
-from kvtool.core.corpus.readers.html import visible
+from kvtool.core.corpus.readers.html import declared_encoding, visible
 
-_SHOWN = ("Subject", "From", "To", "Cc", "Date")
+SHOWN = ("Subject", "From", "To", "Cc", "Bcc", "Date")
 _BEGINS = b"From "  # the line before each message of a mailbox
-_TEXT_KINDS: dict[str, Callable[[str], str]] = {"text/plain": str, "text/html": visible}
+_COUNT = re.compile(rb"\s*(\d{1,18})[ \t]*\r?\n")  # the line before the message of an .emlx file: its length in bytes
+_BOMS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _AS_IT_IS = ("", "7bit", "8bit", "binary")  # encodings that keep the lines of a text
+_SEVEN_BITS = ("iso-2022-", "csiso2022", "hz", "utf-7")  # charsets whose bytes are ASCII, so pass for UTF-8
+_UUENCODED = re.compile(r"^begin [0-7]{3,4} (.{1,200})\n((?:[ -`]{1,61}[ \t\r]*+\n)++)end[ \t\r]*+$", re.MULTILINE)
+_REPORTS = ("message/delivery-status", "message/disposition-notification", "message/feedback-report")
 _DEEPEST = 50  # levels of a message in a message
+_PIECE, _MOST_PIECES = 6, 1 << 17  # letters of the pieces by which two texts are compared, and how many of them
+_SAME = 0.7  # share of its pieces that another text has, from which on a text needs not be read again
+_STUB = re.compile(r"\bhtml\b|browser|mail (?:app|client|program|reader)", re.IGNORECASE)
+_LONGEST_STUB = 200  # pieces
+_LINK = re.compile(r"https?://\S++")  # HTML does not show it
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document for each message, marked with lines of the file.
+    """Return one document for each message, marked with lines of the file, and those of its attachments.
 
     Raises
     ------
@@ -29,17 +44,51 @@ def read(source: str, data: bytes) -> list[Document]:
     """
     if not data.strip():
         raise EmptyFile("empty")
-    if not data.startswith(_BEGINS):
-        return [_document(source, data, 1)]
-    documents = []
-    for number, (line, message) in enumerate(_messages(data), 1):
+    if data.startswith(_BOMS) or b"\0" in data[:2]:
+        data = decode(data)[0].encode()
+    if data.startswith(_BEGINS):
+        found = enumerate(_messages(data), 1)
+        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found))
+    count = _COUNT.match(data)
+    start, end = (count.end(), count.end() + int(count[1])) if count else (0, None)
+    message = _parsed(data[start:end])
+    if not any(name in message for name in (*SHOWN, "Message-ID", "Received")):
+        raise UnreadableFile("no mail: it has none of a message's headers")
+    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))])
+
+
+def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) -> list[Document]:
+    """Return the documents of a file's messages and attachments.
+
+    Parameters
+    ----------
+    messages : each with its label, its bytes in the file, and the line on which it begins; 0: the file has no lines.
+
+    Raises
+    ------
+    UnreadableFile
+        If none of them can be read.
+    """
+    made: list[Document] = []
+    attachments, lost = Attachments(), 0
+    error: UnreadableFile = EmptyFile("empty: there is no text in it")
+    for label, message, data, line in messages:
+        text = _Text(data, line)
         try:
-            documents.append(_document(f"{source}#{number}", message, line))
+            text.add_headers(message, SHOWN)
+            text.add(message)
+            name = f"{source}#{label}" if label else source
+            attached, lines = attachments.read(f"{name}/" if label else f"{name}#", text.files)
+            text.add_lines("\n".join(lines), 0)
+            made += [text.made.document(name, "text"), *attached]
         except EmptyFile:
             continue
-    if not documents:
-        raise EmptyFile("empty: there is no text in it")
-    return documents
+        except UnreadableFile as found:
+            error, lost = found, lost + 1
+    if not made:
+        raise error
+    notes = unread_note({"messages": lost, "attachments": attachments.unread})
+    return [replace(made[0], notes=notes + made[0].notes), *made[1:]]
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -52,21 +101,165 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
             first = number
 
 
-def _document(source: str, data: bytes, line: int) -> Document:
-    message = email.message_from_bytes(data, policy=email.policy.default)
-    if not any(name in message for name in (*_SHOWN, "Message-ID", "Received")):
-        raise UnreadableFile("no mail: it has none of a message's headers")
-    made = Parts("\n")
-    for header in _SHOWN:
-        if shown := _header(message, header):
-            made.add(line, f"{header}: {shown}")
-    at = 0
-    for part in _text_parts(message, 0):
-        at = _begin(data, part, at)
-        _add_lines(made, part, line + data.count(b"\n", 0, at))
-    if names := [name for part in message.walk() if (name := part.get_filename())]:
-        made.add(line + data.count(b"\n", 0, at), f"Attachments, not read: {', '.join(names)}", gap="\n\n")
-    return made.document(source, "text")
+def _parsed(data: bytes) -> Message:
+    try:
+        return email.message_from_bytes(data, policy=email.policy.default)
+    except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
+        return email.message_from_bytes(data)  # the older one leaves headers as they are
+
+
+class _Text:
+    """A message's text as it is put together.
+
+    Attributes
+    ----------
+    files : name, type and bytes of each part that is not in the text.
+    """
+
+    def __init__(self, data: bytes, line: int) -> None:
+        self.made = Parts("\n")
+        self.files: list[tuple[str, str, bytes]] = []
+        self._data = data
+        self._line = line
+        self._at = 0  # in the data, where that line is
+        self._paragraphs = 0
+
+    def add(self, part: Message, depth: int = 0, is_shown: bool = True) -> None:
+        """Add the text of a part and of the parts in it; without `is_shown` only their files."""
+        if depth > _DEEPEST:
+            raise UnreadableFile(f"parts within parts, over {_DEEPEST} levels deep")
+        kind = part.get_content_type()
+        if parts := _parts(part):
+            shown = _chosen(parts) if kind == "multipart/alternative" else parts
+            for inner in parts:
+                if is_shown and not kind.startswith("multipart/"):
+                    self._move(self._data.find(f"\n{next(iter(inner.keys()), '')}:".encode(), self._at) + 1)
+                    self.add_headers(inner, tuple(inner.keys()) if kind in _REPORTS else SHOWN)
+                self.add(inner, depth + 1, is_shown and inner in shown)
+        elif not _is_text(part):
+            self._add_file(part)
+        elif is_shown:
+            self._add_text(part)
+
+    def add_headers(self, message: Message, names: Iterable[str]) -> None:
+        gap = "\n\n"
+        for name in names:
+            if words := _header(message, name):
+                self.made.add(self._place(), f"{name}: {words}", gap)
+                gap = "\n"
+
+    def add_lines(self, text: str, step: int = 0) -> None:
+        """Add lines after an empty one; each is `step` lines of the file below the one before."""
+        gap = "\n\n"
+        for number, words in enumerate(text.split("\n")):
+            if words.strip():
+                self.made.add(self._place(number * step), words, gap)
+            gap = "\n" if words.strip() else "\n\n"
+
+    def _place(self, lines: int = 0) -> int | str:
+        if self._line:
+            return self._line + lines
+        self._paragraphs += 1
+        return f"¶ {self._paragraphs}"
+
+    def _move(self, at: int) -> None:
+        if at > self._at:
+            self._line += self._data.count(b"\n", self._at, at)
+            self._at = at
+
+    def _add_text(self, part: Message) -> None:
+        self._move(_begin(self._data, part, self._at))
+        try:
+            text = _text(part)
+        except UnreadableFile:
+            return self._add_file(part)
+        is_plain = not part.get_content_type().endswith("html")
+        if is_plain:
+            text = _UUENCODED.sub(self._add_uuencoded, text)
+        self.add_lines(text, int(is_plain and _keeps_lines(part)))
+
+    def _add_uuencoded(self, found: re.Match[str]) -> str:
+        """Add a file that is written into the text; return as many empty lines."""
+        with suppress(binascii.Error):
+            self.files.append((found[1], "", b"".join(map(binascii.a2b_uu, found[2].splitlines()))))
+            return "\n" * found[0].count("\n")
+        return found[0]
+
+    def _add_file(self, part: Message) -> None:
+        data = part.get_payload(decode=True)
+        if isinstance(data, bytes):
+            self.files.append((_name(part), part.get_content_type(), data))
+
+
+def _parts(part: Message) -> list[Message]:
+    """Return the parts of a part; the only one of an attached message, encoded or not, is that message."""
+    parts = [inner for inner in part.get_payload() if isinstance(inner, Message)] if part.is_multipart() else []
+    sealed = part if not parts and _name(part).lower().endswith(".eml") else None
+    if parts and part.get_content_type() == "message/rfc822" and not (_keeps_lines(part) or parts[0].keys()):
+        sealed = parts[0]
+        sealed["Content-Transfer-Encoding"] = part["Content-Transfer-Encoding"]
+    if sealed is not None and isinstance(data := sealed.get_payload(decode=True), bytes):
+        message = _parsed(data)
+        return [message] if message.keys() else parts
+    return parts
+
+
+def _is_text(part: Message) -> bool:
+    """Return True if a part belongs to the text of its message: one with a name, or for other programs, does not."""
+    kind = part.get_content_type()
+    if part.get_content_disposition() == "attachment" or kind == "text/calendar":
+        return False
+    return kind in ("text/plain", "text/html") or (kind.startswith(("text/", "multipart/")) and not _name(part))
+
+
+def _chosen(forms: list[Message]) -> list[Message]:
+    """Choose the forms of one text that are read: the plain one, and those that say something else; not the plain one
+    if another contains it, or if it is a stub."""
+    texts = [(form, _form_text(form)) for form in forms]
+    said = [(form, text, pieces) for form, text in texts if (pieces := _pieces(text))]
+    said.sort(key=lambda each: each[0].get_content_type() != "text/plain")
+    chosen = said[:1]
+    for each in said[1:]:
+        if all(_share(each[2], others) < _SAME for _, _, others in chosen):
+            chosen.append(each)
+    if len(chosen) > 1:
+        (_, text, pieces), (_, _, others) = chosen[:2]
+        is_stub = len(pieces) < _LONGEST_STUB and (_STUB.search(text) or 3 * len(pieces) < len(others))
+        del chosen[: bool(is_stub) or _share(pieces, others) >= _SAME]
+    return [form for form, _, _ in chosen]
+
+
+def _form_text(form: Message) -> str:
+    """Return what one form of a text says; nothing of parts that cannot be read."""
+    texts = []
+    for part in form.walk():
+        with suppress(UnreadableFile):
+            texts.append(_text(part) if not part.is_multipart() and _is_text(part) else "")
+    return "".join(texts)
+
+
+def _pieces(text: str) -> set[str]:
+    """Return the runs of letters that a text is made of, whatever its lines and its script; none of its links."""
+    letters = "".join(filter(str.isalnum, _LINK.sub("", text[: 2 * _MOST_PIECES]).casefold()))[:_MOST_PIECES]
+    return {letters[at : at + _PIECE] for at in range(max(1, len(letters) - _PIECE + 1))} if letters else set()
+
+
+def _share(pieces: set[str], others: set[str]) -> float:
+    return len(pieces & others) / len(pieces)
+
+
+def _text(part: Message) -> str:
+    """Return what a part says, HTML as its visible text. Raises UnreadableFile."""
+    data = part.get_payload(decode=True)
+    if not isinstance(data, bytes) or not data.strip():
+        return ""
+    is_html = part.get_content_type().endswith("html")
+    charset = str(part.get_content_charset() or (declared_encoding(data) if is_html else ""))
+    if charset.startswith(_SEVEN_BITS) and data.isascii():
+        with suppress(LookupError):
+            data = data.decode(charset, "replace").encode("utf-8", "replace")
+    text = decode(data, charset)[0]
+    return visible(text) if is_html else text
 
 
 def _begin(data: bytes, part: Message, at: int) -> int:
@@ -78,42 +271,30 @@ def _begin(data: bytes, part: Message, at: int) -> int:
     return min((start + length for start, length in found if start >= 0), default=at)
 
 
-def _header(message: EmailMessage, name: str) -> str:
-    """Return a header in words; unparsed if the parser fails."""
+def _header(message: Message, name: str) -> str:
+    """Return a header in words; unparsed if the parser fails. Bytes that no charset is named for are decoded."""
+    raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
     try:
-        return " ".join(str(message.get(name, "")).split())
-    except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
-        return " ".join(str(dict(message.raw_items()).get(name, "")).split())
+        if not raw.isascii():
+            raw = decode(raw.encode("ascii", "surrogateescape"))[0]
+        return " ".join(str(message.policy.header_fetch_parse(name, raw)).split())
+    except (
+        ValueError,
+        IndexError,
+        AttributeError,
+        TypeError,
+        UnreadableFile,
+    ):  # the parser's own, on malformed headers
+        return " ".join(raw.split())
+
+
+def _name(part: Message) -> str:
+    """Return a part's file name, or an empty string."""
+    try:
+        return " ".join(str(part.get_filename() or "").split())
+    except (ValueError, IndexError, AttributeError, TypeError):  # as for other headers
+        return ""
 
 
 def _keeps_lines(part: Message) -> bool:
     return str(part.get("Content-Transfer-Encoding", "")).strip().lower() in _AS_IT_IS
-
-
-def _text_parts(message: Message, depth: int) -> Iterator[Message]:
-    """Yield the parts to read: of several forms of one text the plain one."""
-    if depth > _DEEPEST:
-        raise UnreadableFile(f"parts within parts, over {_DEEPEST} levels deep")
-    if not message.is_multipart():
-        if message.get_content_type() in _TEXT_KINDS and message.get_content_disposition() != "attachment":
-            yield message
-        return
-    parts = [part for part in message.get_payload() if isinstance(part, Message)]
-    if message.get_content_type() == "multipart/alternative":
-        plain = [part for part in parts if part.get_content_type() == "text/plain"]
-        parts = (plain or parts)[:1]
-    for part in parts:
-        yield from _text_parts(part, depth + 1)
-
-
-def _add_lines(made: Parts, part: Message, line: int) -> None:
-    """Add a part's text, marked with each line of the file if its encoding keeps them."""
-    data = part.get_payload(decode=True)
-    if not isinstance(data, bytes) or not data.strip():
-        return
-    kind = part.get_content_type()
-    text = _TEXT_KINDS[kind](decode(data, str(part.get_content_charset() or ""))[0])
-    step, gap = int(kind == "text/plain" and _keeps_lines(part)), "\n\n"
-    for number, words in enumerate(text.split("\n")):
-        made.add(line + number * step, words, gap)
-        gap = "\n" if words.strip() else "\n\n"

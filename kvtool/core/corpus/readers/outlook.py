@@ -1,0 +1,148 @@
+"""Outlook items (.msg, [MS-OXMSG]): made into a message that is read like any other mail."""
+
+from __future__ import annotations
+
+import email.policy
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from email.message import Message
+from email.mime.application import MIMEApplication
+from email.mime.message import MIMEMessage
+from email.mime.multipart import MIMEMultipart
+from email.mime.text import MIMEText
+from email.parser import HeaderParser
+from email.utils import format_datetime
+from typing import Any
+
+from kvtool.core.corpus.readers import mail
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, opened
+from kvtool.core.corpus.readers.encoding import decode
+from kvtool.core.corpus.readers.html import declared_encoding
+
+_SUBJECT, _BODY, _HTML, _RICH_TEXT, _HEADERS = 0x0037, 0x1000, 0x1013, 0x1009, 0x007D
+_SENDER, _SMTP_ADDRESS, _ADDRESS = 0x0C1A, 0x5D01, 0x0C1F
+_TO, _CC, _BCC, _SENT, _DELIVERED = 0x0E04, 0x0E03, 0x0E02, 0x0039, 0x0E06
+_DATA, _FILE_NAMES = 0x3701, (0x3707, 0x3704, 0x3001)
+_CODE_PAGE, _HTML_CODE_PAGE = 0x3FFD, 0x3FDE
+_OBJECT, _INTEGER, _STRING8, _STRING, _TIME, _BINARY = 0x000D, 0x0003, 0x001E, 0x001F, 0x0040, 0x0102
+_CONTACT = {
+    0x3A16: "Company", 0x3A17: "Job title", 0x3A08: "Business phone", 0x3A09: "Home phone", 0x3A1C: "Mobile phone",
+    0x3A15: "Address",
+}  # fmt: skip
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """Return one document of an item, with paragraphs as places, and those of its attachments.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is no Outlook item.
+    """
+    with opened("Outlook message", "olefile"):
+        from olefile import OleFileIO
+
+        with OleFileIO(data) as file:
+            message = _message(file, "")
+    return mail.documents(source, [("", message, b"", 0)])
+
+
+class _Properties:
+    """The properties of an item or an attachment, in a folder of the file."""
+
+    def __init__(self, file: Any, folder: str) -> None:
+        self._file, self._folder = file, folder
+        self._fixed = self._stream("__properties_version1.0")
+
+    def data(self, tag: int, kind: int = _BINARY) -> bytes:
+        return self._stream(f"__substg1.0_{tag:04X}{kind:04X}")
+
+    def number(self, tag: int, kind: int = _INTEGER) -> int:
+        """Return a number of four bytes, or a time of eight; 0 if there is none."""
+        at = self._fixed.find(kind.to_bytes(2, "little") + tag.to_bytes(2, "little"))
+        return int.from_bytes(self._fixed[at + 8 : at + (16 if kind == _TIME else 12)], "little") if at >= 0 else 0
+
+    def text(self, tag: int) -> str:
+        """Return a string, or an empty one."""
+        if data := self.data(tag, _STRING):
+            return data.decode("utf-16-le", "replace").rstrip("\0")
+        return _decoded(self.data(tag, _STRING8).rstrip(b"\0"), f"cp{self.number(_CODE_PAGE)}")
+
+    def has_text(self, tag: int) -> bool:
+        """Return True if a string is there, even an empty one."""
+        return any(self._file.exists(f"{self._folder}__substg1.0_{tag:04X}{kind:04X}") for kind in (_STRING, _STRING8))
+
+    def _stream(self, name: str) -> bytes:
+        path = self._folder + name
+        return bytes(self._file.openstream(path).read()) if self._file.exists(path) else b""
+
+
+def _decoded(data: bytes, charset: str) -> str:
+    with suppress(UnreadableFile):
+        return decode(data, charset)[0]
+    return ""
+
+
+def _message(file: Any, folder: str) -> Message:
+    """Make a message of the item in a folder of the file, which is "" or ends with a slash."""
+    item, message = _Properties(file, folder), MIMEMultipart()
+    headers = HeaderParser(policy=email.policy.default).parsestr(item.text(_HEADERS))
+    for name, value in (
+        ("Subject", item.text(_SUBJECT)),
+        ("From", _sender(item)),
+        ("To", item.text(_TO)),
+        ("Cc", item.text(_CC)),
+        ("Bcc", item.text(_BCC)),
+        ("Date", _date(item)),
+    ):
+        message[name] = " ".join(str(headers.get(name) or value).split())
+    message.attach(_body(item))
+    depth = folder.count("/") + 1
+    for path in file.listdir(streams=False, storages=True):
+        name = "/".join(path)
+        if len(path) == depth and name.startswith(f"{folder}__attach"):
+            message.attach(_attachment(file, f"{name}/"))
+    return message
+
+
+def _sender(item: _Properties) -> str:
+    name = item.text(_SENDER)
+    address = next((each for tag in (_SMTP_ADDRESS, _ADDRESS) if "@" in (each := item.text(tag))), "")
+    return f"{name} <{address}>" if address else name
+
+
+def _date(item: _Properties) -> str:
+    """Return when an item was sent or else received, or an empty string."""
+    sent = item.number(_SENT, _TIME) or item.number(_DELIVERED, _TIME)  # units of 100 ns since 1601
+    try:
+        return format_datetime(datetime(1601, 1, 1, tzinfo=UTC) + timedelta(microseconds=sent // 10)) if sent else ""
+    except OverflowError:
+        return ""
+
+
+def _body(item: _Properties) -> Message:
+    """Return the forms of an item's text. Rich text is taken only where it is the only one."""
+    body, page = MIMEMultipart("alternative"), item.data(_HTML)
+    html = _decoded(page, declared_encoding(page) or f"cp{item.number(_HTML_CODE_PAGE)}") or item.text(_HTML)
+    fields = [f"{label}: {words}" for tag, label in _CONTACT.items() if (words := " ".join(item.text(tag).split()))]
+    plain = "\n".join(fields) + "\n\n" + item.text(_BODY)
+    for text, kind in ((plain, "plain"), (html, "html")):
+        if text.strip():
+            body.attach(MIMEText(text.replace("\r\n", "\n"), kind, "utf-8"))
+    if not (body.get_payload() or item.has_text(_BODY)) and (rich := item.data(_RICH_TEXT)):
+        body.attach(_file("text.rtf", rich[16:] if rich[8:12] == b"MELA" else rich))  # MELA: not compressed
+    return body
+
+
+def _attachment(file: Any, folder: str) -> Message:
+    attached, inner = _Properties(file, folder), f"{folder}__substg1.0_{_DATA:04X}{_OBJECT:04X}/"
+    if file.exists(f"{inner}__properties_version1.0"):
+        return MIMEMessage(_message(file, inner))
+    name = next((each for tag in _FILE_NAMES if (each := attached.text(tag))), "")
+    return _file(name, attached.data(_DATA))
+
+
+def _file(name: str, data: bytes) -> Message:
+    part = MIMEApplication(data)
+    part.add_header("Content-Disposition", "attachment", filename=name)
+    return part

@@ -1,0 +1,76 @@
+"""JSON lines: rows without one text are read by their keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.corpus.readers import read_documents
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
+
+
+def read(*rows: object) -> list[Document]:
+    return read_documents(Path("/in/a.jsonl"), "\n".join(json.dumps(row) for row in rows).encode())
+
+
+def text(row: object) -> str:
+    (document,) = read(row)
+    return document.text
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"prompt": "Where?", "completion": "At pier 4."}, "Prompt: Where?\nCompletion: At pier 4."),
+        ({"instruction": "Sum up.", "input": "", "output": "Closed."}, "Instruction: Sum up.\nOutput: Closed."),
+        ({"q": "Who?", "a": "Ines.", "id": 7}, "Q: Who?\nA: Ines.\nId: 7"),
+        ({"title": "Cranes", "abstract": "They lift."}, "Title: Cranes\nAbstract: They lift."),
+        ({"question": "Who?", "answers": ["Ines", "Alma"]}, "Question: Who?\nAnswers: Ines, Alma"),
+        ({"name": "Alder", "height": 12.5, "open": True, "note": None}, "Name: Alder\nHeight: 12.5\nOpen: true"),
+        ({"data": {"text": "Nine tons."}, "n": 3}, "Data: Nine tons.\nN: 3"),
+        ("A row may be a text.", "A row may be a text."),
+        (["One", "two"], "One, two"),
+    ],
+)
+def test_rows_are_read_by_their_keys(row: object, shown: str) -> None:
+    assert text(row) == shown
+
+
+@pytest.mark.parametrize(("role", "said"), [("role", "content"), ("from", "value")])
+def test_conversations_show_who_speaks(role: str, said: str) -> None:
+    turns = [
+        {role: "human", said: "How tall?"},
+        {role: "gpt", said: "31 metres.", "weight": 1},
+        {role: "gpt", said: None},
+    ]
+    assert text({"conversations": turns}) == "Human: How tall?\nGpt: 31 metres.\nWeight: 1"
+
+
+def test_conversations_of_parts_are_read() -> None:
+    parts = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    ]
+    shown = text({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A crane."}]})
+    assert shown.startswith("User: What is this?\n")
+    assert shown.endswith("Url: picture, left out\nAssistant: A crane.")
+
+
+def test_a_text_comes_before_other_keys_unless_it_is_empty() -> None:
+    assert text({"title": "T", "text": "Nine tons.", "question": "Who?"}) == "T\n\nNine tons."
+    assert text({"text": "", "body": "Nine tons."}) == "Nine tons."
+    assert text({"text": " ", "question": "Who?"}).endswith("Question: Who?")
+
+
+def test_vectors_are_named_only() -> None:
+    assert text({"label": "rope", "vector": [0.5] * 300}) == "Label: rope\nVector: 300 numbers, left out"
+
+
+def test_rows_without_words_are_noted() -> None:
+    documents = read({"text": "good"}, {}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
+    assert [document.text for document in documents] == ["good"]
+    assert documents[0].notes == tuple(f"line {line} left out: no text" for line in range(2, 9))
+    with pytest.raises(UnreadableFile, match="no line holds a text: line 1 left out"):
+        read({"n": 1})
