@@ -21,7 +21,7 @@ VLLM   := .vllm/.ready
 WHEELS ?= --extra-index-url https://download.pytorch.org/whl/cpu
 export KVTOOL_TEST_VLLM ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $(VLLM)))
 
-.PHONY: demo test test-all test-arm test-vllm nightly fmt lint type docs clean
+.PHONY: demo test test-all test-arm test-vllm nightly bench fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -65,6 +65,10 @@ nightly: $(READY)
 	$(BIN)/python -m tests.fuzzing all --seconds $(SECONDS) --corpus $(CORPUS)
 	$(BIN)/python -m tests.fuzzing.lives --seconds $(SECONDS)
 	$(BIN)/python -m tests.fuzzing.engines --seconds $(SECONDS)
+
+# The time to the first token of each mode on this machine, next to full prefill, by random weights of a model's size.
+bench: $(READY)
+	$(BIN)/python -m samples.benchmarks.bench fusion --shape $(or $(SHAPE),qwen2.5-0.5b)
 
 fmt: $(READY)
 	$(BIN)/python -m ruff format kvtool tests samples

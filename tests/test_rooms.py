@@ -32,7 +32,7 @@ ORDER = (
         "records",
     ),
     *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "query"),
-    *("pack", "api", "agent", "serve", "vllm", "reports", "bench", "cli"),
+    *("pack", "api", "agent", "serve", "vllm", "reports", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
@@ -43,7 +43,6 @@ KNOWN: set[tuple[str, str]] = set()
 LINES = {
     "agent": 589,
     "api": 431,
-    "bench": 2276,
     "cache": 5861,
     "checkpoint": 2643,
     "cli": 5323,
@@ -78,7 +77,7 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module given by its parts, such as ("kvtool", "core", "cache", "store")."""
     if parts[1:2] == ("core",):
         return parts[2] if len(parts) > 2 else "top"
-    return parts[1] if len(parts) > 1 and parts[1] in ("bench", "cli", "reports", "serve", "vllm") else "top"
+    return parts[1] if len(parts) > 1 and parts[1] in ("cli", "reports", "serve", "vllm") else "top"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Annotated, Any, ClassVar, NoReturn
@@ -70,7 +70,6 @@ SHOWN = {  # what the overview lists, by heading
     },
     "This installation": {
         "inspect": "Show the store, a chunk, or a report such as `quality`.",
-        "bench": "Measure speed, compared with Hugging Face transformers.",
         "doctor": "Check that libraries, model, store and disk work.",
         "config": "Show the settings and where each value comes from.",
         "help": "Show a page of the documentation.",
@@ -78,7 +77,7 @@ SHOWN = {  # what the overview lists, by heading
 }
 _STORE = {"store": "List, check, shrink, protect and share what is stored."}
 COMMANDS = {name: line for rows in SHOWN.values() for name, line in rows.items() if " " not in name} | _STORE
-_GROUPS = ("store", "inspect", "bench")  # whose commands are missed without the group's name
+_GROUPS = ("store", "inspect")  # whose commands are missed without the group's name
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
@@ -92,7 +91,6 @@ _LEFT = {
     "stop": "what runs ends when its answers are finished",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
     "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
-    "bench": "no store was changed; run the same command again",
     "serve": "the store holds what it held; start it again",
     "config": "",
     "doctor": "",
@@ -181,22 +179,23 @@ def _root(
         raise typer.Exit(EXIT_USAGE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, commands: typer.Typer = app, program: str = "kvtool") -> int:
     """Run kvtool.
 
     Parameters
     ----------
     argv : the arguments without the program's name; the process's own when None.
+    commands, program : commands of another program, and its name in messages.
 
     Returns
     -------
     The exit code, one of those in `kvtool.core.errors` (docs: troubleshooting).
     """
     with kept_collection():
-        return _run(argv)
+        return _run(argv, commands, program)
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, commands: typer.Typer = app, program: str = "kvtool") -> int:
     with suppress(Exception):  # a stderr that is no file
         faulthandler.enable()
     args = list(sys.argv[1:] if argv is None else argv)
@@ -205,7 +204,7 @@ def _run(argv: Sequence[str] | None) -> int:
     asked_by_shell = bool(os.environ.get(completion.VARIABLE))  # someone is typing there
     with _signals(), nullcontext() if asked_by_shell else out.spinning("starting"):
         try:
-            return _guarded(args, out)
+            return _guarded(args, out, lambda: _invoke(args, commands, program))
         except SystemExit as exit:  # a closed stdout, or a command's own
             return exit.code if isinstance(exit.code, int) else EXIT_DONE if exit.code is None else EXIT_FAILED
 
@@ -236,10 +235,10 @@ def run() -> NoReturn:
     os._exit(code)
 
 
-def _guarded(args: list[str], out: Out) -> int:
+def _guarded(args: list[str], out: Out, invoke: Callable[[], int]) -> int:
     """Run, and report whatever is raised."""
     try:
-        code = _invoke(args)
+        code = invoke()
         out.flush()
         return code
     except BaseException as raised:
@@ -255,12 +254,12 @@ def _guarded(args: list[str], out: Out) -> int:
         return code
 
 
-def _invoke(args: list[str]) -> int:
-    root = typer.main.get_command(app)
+def _invoke(args: list[str], commands: typer.Typer, program: str) -> int:
+    root = typer.main.get_command(commands)
     if os.environ.get(completion.VARIABLE):
         completion.answer(root, args)
     try:
-        with root.make_context("kvtool", args) as context:
+        with root.make_context(program, args) as context:
             result = root.invoke(context)
     except typer.Exit as exit:
         result = exit.exit_code

@@ -21,9 +21,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvtool.bench.decode import DecodeOptions, filled_cache
-from kvtool.bench.machine import copied_bytes_per_s
-from kvtool.bench.shapes import build_shape
 from kvtool.cli.out import Out
 from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.checkpoint.hub import resolve
@@ -34,6 +31,9 @@ from kvtool.core.model.decode import decode_backend, step_together
 from kvtool.core.model.decode.native import compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
+from samples.benchmarks.bench.decode import DecodeOptions, filled_cache
+from samples.benchmarks.bench.machine import copied_bytes_per_s
+from samples.benchmarks.bench.shapes import build_shape
 from samples.benchmarks.script import Parser, parser, run, several, whole
 
 HEAD = ("sequences", "tokens/s", "of one", "ms", "CPU ms", "of a copy's", "as alone")

@@ -164,7 +164,7 @@ def peers_notes(result: PeersBench) -> Iterator[str]:
         f"chunks of {result.chunk_tokens}, a question of {result.question_tokens}, {result.new_tokens} tokens decoded; "
         f"ratio {result.ratio:g}, {result.link_tokens} link tokens; medians of the rounds"
     )
-    from kvtool.bench.machine import Host  # imports torch, which only the measuring processes need
+    from samples.benchmarks.bench.machine import Host  # imports torch, which only the measuring processes need
 
     yield Host(**result.host).line()
     for kind, version, build in dict.fromkeys((who.kind, who.version, who.build) for who in result.contenders):

@@ -281,7 +281,7 @@ def run(load: Load) -> list[str]:
 
 def page(tables: Sequence[str], command: str) -> str:
     """The results page."""
-    from kvtool.bench.machine import Host
+    from samples.benchmarks.bench.machine import Host
 
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True

@@ -2,7 +2,7 @@
 
     chrt -r 1 taskset -c 1 python samples/tools/codec_in_turn.py BEFORE AFTER --store STORE
 
-`kvtool bench codec` of two versions may have other tasks, and a task is faster after one that has read the same bytes.
+`samples.benchmarks.bench codec` of two versions may have other tasks, and a task is faster after one that has read the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCHES = ("kvtool.bench.codec", "kvtool.lab.bench.codec")  # now, and before the rooms were merged
+BENCHES = (
+    "samples.benchmarks.bench.codec",
+    "kvtool.bench.codec",
+    "kvtool.lab.bench.codec",
+)  # now, and before the rooms were merged
 TASKS = ("encode", "decode", "decode by chunk")
 
 

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 import xxhash
 
-from kvtool.bench.prompts import fit_to
 from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.store import Store
@@ -59,6 +58,7 @@ from kvtool.core.model.stack import Turns
 from kvtool.core.native.isa import isa_here
 from kvtool.core.records.encode import LeadIns
 from kvtool.core.session.identity import ProfileCache
+from samples.benchmarks.bench.prompts import fit_to
 
 NULL = "meta"  # the device of torch that has neither memory nor arithmetic
 SHAPES = {  # layers, and keys and values of each

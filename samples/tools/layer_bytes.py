@@ -3,7 +3,7 @@
     python samples/tools/layer_bytes.py [--context 4096] [--chunk-tokens 512] [SHAPE …]
     python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/layers.md
 
-Each shape of `kvtool bench --shape` is built with its own layers, heads and windows, and a body (hidden size, MLP,
+Each shape of `samples.benchmarks.bench` (`--shape`) is built with its own layers, heads and windows, and a body (hidden size, MLP,
 experts, vocabulary) that is small: what is kept of a token does not depend on it. What is read is what the engine asks
 its store for, over a plan of a prompt (`fusion/loader.py`); bytes are those of raw records of 16-bit numbers.
 """
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtool.bench.shapes import SHAPES, shape_config
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.fusion.loader import ReadSet
@@ -29,6 +28,7 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
+from samples.benchmarks.bench.shapes import SHAPES, shape_config
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "layers.md"
 VOCABULARY, QUESTION = 512, 32

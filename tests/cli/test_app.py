@@ -282,7 +282,7 @@ def test_did_you_mean_a_command(capsys: Capture) -> None:
     assert "Did you mean 'ingest'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["store rm", "store ls", "inspect audit", "bench fusion"])
+@pytest.mark.parametrize("words", ["store rm", "store ls", "inspect audit"])
 def test_a_command_without_its_group_is_told_with_it(words: str, capsys: Capture) -> None:
     assert main([words.split()[1]]) == 2
     assert f"hint: it is `kvtool {words}`" in capsys.readouterr().err

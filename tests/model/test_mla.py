@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtool.bench.shapes import shape_config
 from kvtool.core.errors import ModelError
 from kvtool.core.model.attention import IMPLEMENTATION
 from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.mla import Latents, joined, latents_of
 from kvtool.core.model.prompt_cache import BufferLayer
+from samples.benchmarks.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
 

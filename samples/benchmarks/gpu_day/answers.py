@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from kvtool.bench.machine import measure_machine, synchronize
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.model.decode import DecodeBackend, TorchBackend
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder
+from samples.benchmarks.bench.machine import measure_machine, synchronize
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 

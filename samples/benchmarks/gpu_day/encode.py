@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtool.bench.prompts import Sizes, fit_to, random_text
 from kvtool.core.codec.levels import WHOLE, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.encode import encode_layers
+from samples.benchmarks.bench.prompts import Sizes, fit_to, random_text
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 

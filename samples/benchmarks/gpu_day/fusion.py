@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvtool.bench.fusion import PLAIN, About, Answerer, Measured, rows_of, warm_up
-from kvtool.bench.machine import Architecture, measure_machine, synchronize
-from kvtool.bench.prompts import BenchPrompt
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
@@ -24,6 +21,9 @@ from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
+from samples.benchmarks.bench.fusion import PLAIN, About, Answerer, Measured, rows_of, warm_up
+from samples.benchmarks.bench.machine import Architecture, measure_machine, synchronize
+from samples.benchmarks.bench.prompts import BenchPrompt
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 from samples.benchmarks.gpu_day.machine import dropped

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from kvtool.bench.ingest import bench_ingest
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import LeadInIds, StoreIdentity
+from samples.benchmarks.bench.ingest import bench_ingest
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvtool.bench.machine import Host
+from samples.benchmarks.bench.machine import Host
 from samples.benchmarks.gpu_day import carried
 from samples.benchmarks.gpu_day.day import Day, milliseconds
 

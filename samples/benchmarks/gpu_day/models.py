@@ -40,7 +40,7 @@ def tiny(day: Day) -> Path:
 
 def sized(day: Day) -> Path:
     """Qwen3-0.6B's architecture with random weights and the tests' tokenizer: what it says means nothing."""
-    from kvtool.bench.shapes import build_shape
+    from samples.benchmarks.bench.shapes import build_shape
     from tests.families import tiny_tokenizer
 
     folder = day.scratch / "sized-model"

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvtool.bench.prompts import BenchPrompt, Sizes, filled_store, prompt_of, random_text
-from kvtool.bench.shapes import build_shape
 from kvtool.core.cache.store import Store
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.decoder import Decoder
+from samples.benchmarks.bench.prompts import BenchPrompt, Sizes, filled_store, prompt_of, random_text
+from samples.benchmarks.bench.shapes import build_shape
 from samples.benchmarks.gpu_day.day import Day
 from tests.families import tiny_tokenizer
 

@@ -139,7 +139,7 @@ def shape_context(
     ------
     UsageError : no such shape.
     """
-    from kvtool.bench.shapes import shape_config
+    from samples.benchmarks.bench.shapes import shape_config
 
     config = shape_config(shape)
     sizes = sizes_of(config)

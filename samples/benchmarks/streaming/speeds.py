@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.bench.machine import Architecture, LayerWeights, flops, full_work
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.fusion.cost import PassSpeed
+from samples.benchmarks.bench.machine import Architecture, LayerWeights, flops, full_work
 
 # TensorRT-LLM v0.6.1, docs/source/performance.md, "Low Latency": LLaMA 7B on one A100, FP16, batch 1: seconds to the
 # first token by input tokens. The two give the FLOP/s of a long prompt, and what a pass costs before its first row.

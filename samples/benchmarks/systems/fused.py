@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 
 import kvtool
-from kvtool.bench.machine import Architecture, flops, fused_work
-from kvtool.bench.prompts import BenchPrompt, Stored
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
@@ -19,6 +17,8 @@ from kvtool.core.model.decode import DecodeBackend, decode_backend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
+from samples.benchmarks.bench.machine import Architecture, flops, fused_work
+from samples.benchmarks.bench.prompts import BenchPrompt, Stored
 from samples.benchmarks.systems.plain import built
 from samples.benchmarks.systems.prepare import STORE
 from samples.benchmarks.systems.task import About, PeerPrompt, Task

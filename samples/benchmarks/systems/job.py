@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.bench.prompts import scratch_folder
 from kvtool.core.checkpoint.files import ModelFiles
 from kvtool.core.checkpoint.hub import find_packaged, model_fingerprint, resolve
 from kvtool.core.checkpoint.load import resolve_dtype
@@ -23,6 +22,7 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.reports.evaluation import Journal
+from samples.benchmarks.bench.prompts import scratch_folder
 from samples.benchmarks.systems.task import KVTOOL, LLAMA, OFF, ON, TRANSFORMERS, Contender, Measured, Task, text
 
 KIND = "peers.py"

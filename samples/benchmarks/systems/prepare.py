@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from kvtool.bench.machine import Host
-from kvtool.bench.prompts import LEAD_IN_TOKENS, BenchPrompt, BenchText, Stored, filled_store, fit_to, prompt_of
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.codec.levels import WHOLE, level_of
@@ -20,6 +18,16 @@ from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.encode import encode_layers
+from samples.benchmarks.bench.machine import Host
+from samples.benchmarks.bench.prompts import (
+    LEAD_IN_TOKENS,
+    BenchPrompt,
+    BenchText,
+    Stored,
+    filled_store,
+    fit_to,
+    prompt_of,
+)
 from samples.benchmarks.systems.task import PeerPrompt, Piece, hold_to, prompts_file, text
 
 STORE = "store"

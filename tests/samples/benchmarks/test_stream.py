@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from kvtool.bench.machine import Architecture, LayerWeights, flops, full_work
-from kvtool.bench.shapes import shape_config
 from kvtool.core.errors import UsageError
+from samples.benchmarks.bench.machine import Architecture, LayerWeights, flops, full_work
+from samples.benchmarks.bench.shapes import shape_config
 from samples.benchmarks.streaming.bench import ADAPTIVE, ALL, LINK, TEXT, StreamBench, StreamOptions, bench_stream
 from samples.benchmarks.streaming.charts import (
     case_table,

@@ -17,8 +17,6 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from kvtool.bench.machine import Host
-from kvtool.bench.prompts import fit_to
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
@@ -33,6 +31,8 @@ from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import exact_level, read_chunk
 from kvtool.core.session.identity import ProfileCache, store_identity
+from samples.benchmarks.bench.machine import Host
+from samples.benchmarks.bench.prompts import fit_to
 
 AT_ONCE = 16  # chunks that are decoded together
 SIDE = "K or V of a layer of a chunk"

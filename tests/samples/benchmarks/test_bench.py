@@ -1,4 +1,4 @@
-"""`kvtool bench` says what it measured; how fast that was is no test's business."""
+"""`samples.benchmarks.bench` says what it measured; how fast that was is no test's business."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.bench import codec
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.common.types import Events
+from samples.benchmarks.bench import codec
 from tests.cli.working import LAYERS, damages, kvtool, listing
+from tests.samples.benchmarks.benching import run_bench
 
 KV_HEADS, HEAD_DIM = 2, 16  # of the tiny model
 OF_A_LEVEL = {"encode", "decode", "decode by chunk"}
@@ -21,7 +22,7 @@ OF_A_LEVEL = {"encode", "decode", "decode by chunk"}
 
 def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(store: Path) -> None:
     before = listing(store)
-    row = kvtool("bench", "ingest", "--store", store, "--tokens", "300", "--repeat", "1", "--json").fine().json
+    row = run_bench("ingest", "--store", store, "--tokens", "300", "--repeat", "1", "--json").fine().json
     assert 0 < row["chunks"] <= len({chunk["id"] for document in before for chunk in document["chunks"]})
     assert row["tokens"] > 0
     assert row["plain_tokens_per_second"] > 0
@@ -33,11 +34,11 @@ def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(
 
 
 def test_bench_needs_a_store(tmp_path: Path) -> None:
-    kvtool("bench", "ingest", "--store", tmp_path / "none").failed(10)
+    run_bench("ingest", "--store", tmp_path / "none").failed(10)
 
 
 def bench_codec(store: Path, *more: object) -> dict[str, Any]:
-    return kvtool("bench", "codec", "--store", store, "--repeat", "1", "--json", *more).fine().json
+    return run_bench("codec", "--store", store, "--repeat", "1", "--json", *more).fine().json
 
 
 def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
@@ -126,4 +127,4 @@ def test_bench_codec_takes_the_stores_profile(store: Path, threads: None) -> Non
 def test_bench_codec_needs_an_exact_chunk(store: Path) -> None:
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level(opened.chunk_ids(), "raw")
-    kvtool("bench", "codec", "--store", store).failed(1, "exact", "kvtool ingest")
+    run_bench("codec", "--store", store).failed(1, "exact", "kvtool ingest")

@@ -1,4 +1,4 @@
-"""`kvtool bench fusion` says what it measured; how fast that was is no test's business."""
+"""`samples.benchmarks.bench fusion` says what it measured; how fast that was is no test's business."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.bench import fusion, machine, prompts
 from kvtool.core.fusion.selectors import MODES as ALL_MODES
-from tests.cli.working import damages, kvtool, listing
+from samples.benchmarks.bench import fusion, machine, prompts
+from tests.cli.working import damages, listing
+from tests.samples.benchmarks.benching import run_bench
 
 MODES = [mode for mode in ALL_MODES if mode != "full"]
-LINEAR, CHANNELS, HEAD, LAYERS = 36864, 64, 64 * 512, 4  # of the tiny shape, see tests/bench/test_flops.py
+LINEAR, CHANNELS, HEAD, LAYERS = 36864, 64, 64 * 512, 4  # of the tiny shape, see test_flops.py
 QUESTION, LINKS = 8, 4
 
 
@@ -29,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench(*more: object) -> dict[str, Any]:
     sizes = ("--chunk-tokens", 40, "--question-tokens", QUESTION, "--repeat", 1)
     given = ("--shape", "tiny", "--dtype", "bfloat16", *sizes)
-    return kvtool("bench", "fusion", *given, "--json", *more).fine().json
+    return run_bench("fusion", *given, "--json", *more).fine().json
 
 
 def test_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,7 @@ def test_long_prompts_need_no_full_prefill() -> None:
     assert (last["full_ms"], last["speedup"], last["efficiency"], last["reference"]) == (None, None, None, "")
     assert last["flops_ratio"] > 1
     assert last["roofline_efficiency"] > 0
-    told = kvtool("bench", "fusion", "--shape", "tiny", "--context", 120, "--skip-full-above", 0, "--repeat", 1).fine()
+    told = run_bench("fusion", "--shape", "tiny", "--context", 120, "--skip-full-above", 0, "--repeat", 1).fine()
     assert "not measured" in told.out
 
 
@@ -128,14 +129,14 @@ def test_a_compressed_level_is_decoded(level: str) -> None:
 
 
 def test_it_tells_people_what_the_times_include() -> None:
-    done = kvtool("bench", "fusion", "--shape", "tiny", "--context", 120, "--repeat", 1, "--fusion", "reuse").fine()
+    done = run_bench("fusion", "--shape", "tiny", "--context", 120, "--repeat", 1, "--fusion", "reuse").fine()
     for said in ("full, transformers", "full, kvtool", "reuse", "page cache", "retrieval", "TFLOP/s", "memcpy"):
         assert said in done.out
 
 
 @pytest.mark.slow
 def test_tables_fit_a_narrow_terminal() -> None:
-    done = kvtool("bench", "fusion", "--shape", "tiny", "--context", "120,200", "--repeat", 1, "--question-tokens", 8)
+    done = run_bench("fusion", "--shape", "tiny", "--context", "120,200", "--repeat", 1, "--question-tokens", 8)
     tables = [block.splitlines() for block in done.fine().out.split("\n\n") if block.startswith("fusion ")]
     assert [len(table) for table in tables] == [1 + 2 * (2 + len(MODES)), *[1 + 2 * len(MODES)] * 2]
     # On a terminal rich puts a space on both sides of a cell, and one between: three a column here for two.
@@ -146,8 +147,8 @@ def test_tables_fit_a_narrow_terminal() -> None:
 @pytest.mark.slow
 def test_a_stores_own_chunks(store: Path) -> None:
     before = listing(store)
-    given = ("bench", "fusion", "--store", store, "--repeat", 1, "--fusion", "reuse,union")
-    done = kvtool(*given, "--context", "2000,100000", "--json").fine()
+    given = ("fusion", "--store", store, "--repeat", 1, "--fusion", "reuse,union")
+    done = run_bench(*given, "--context", "2000,100000", "--json").fine()
     found = done.json
     assert found["shape"] is None
     assert [row["fusion"] for row in found["rows"]] == ["reuse", "union"] * len(found["references"])
@@ -158,15 +159,15 @@ def test_a_stores_own_chunks(store: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused(store: Path, tmp_path: Path) -> None:
-    kvtool("bench", "fusion", "--shape", "tinny").failed(2, "did you mean 'tiny'?")
-    kvtool("bench", "fusion", "--shape", "tiny", "--fusion", "reuse,magic").failed(2, "magic")
-    kvtool("bench", "fusion", "--shape", "tiny", "--context", "12,many").failed(2, "many")
-    kvtool("bench", "fusion", "--shape", "tiny", "--context", "12").failed(2, "too short")
-    kvtool("bench", "fusion", "--shape", "tiny", "--context", "200000").failed(2, "131072")
-    kvtool("bench", "fusion", "--shape", "tiny", "--level", "9").failed(2, "level")
-    kvtool("bench", "fusion", "--store", tmp_path / "none").failed(10)
-    kvtool("bench", "fusion", "--store", store, "--level", "lossless").failed(1, "lossless", "its levels: raw")
-    kvtool("bench", "fusion", "--store", store, "--context", "10").failed(2, "too short")
+    run_bench("fusion", "--shape", "tinny").failed(2, "did you mean 'tiny'?")
+    run_bench("fusion", "--shape", "tiny", "--fusion", "reuse,magic").failed(2, "magic")
+    run_bench("fusion", "--shape", "tiny", "--context", "12,many").failed(2, "many")
+    run_bench("fusion", "--shape", "tiny", "--context", "12").failed(2, "too short")
+    run_bench("fusion", "--shape", "tiny", "--context", "200000").failed(2, "131072")
+    run_bench("fusion", "--shape", "tiny", "--level", "9").failed(2, "level")
+    run_bench("fusion", "--store", tmp_path / "none").failed(10)
+    run_bench("fusion", "--store", store, "--level", "lossless").failed(1, "lossless", "its levels: raw")
+    run_bench("fusion", "--store", store, "--context", "10").failed(2, "too short")
 
 
 def test_an_interruption_leaves_no_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +179,6 @@ def test_an_interruption_leaves_no_folder(home: Path, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fusion, "warm_up", interrupt)
-    done = kvtool("bench", "fusion", "--shape", "tiny", "--context", "120").failed(130, "no store was changed")
-    assert "committed" not in done.err
+    run_bench("fusion", "--shape", "tiny", "--context", "120").failed(130, "interrupted")
     assert seen
     assert not any(folder.exists() for folder in seen)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.bench.machine import Host
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
@@ -22,6 +21,7 @@ from kvtool.core.ingest.prepare import NewChunks, PreparedFile
 from kvtool.core.ingest.storer import ChunkStorer, batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
+from samples.benchmarks.bench.machine import Host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,20 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.bench.machine import (
-    Architecture,
-    Host,
-    Machine,
-    Work,
-    flops,
-    full_work,
-    fused_work,
-    limit_of,
-    measure_machine,
-    synchronize,
-)
-from kvtool.bench.prompts import BenchPrompt, Sizes, scratch_store, stored_prompts
-from kvtool.bench.shapes import PUBLISHED, build_shape, shape_dtype
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import resolve_device
@@ -39,6 +25,20 @@ from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memor
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import ProfileCache
 from kvtool.reports.page import Table
+from samples.benchmarks.bench.machine import (
+    Architecture,
+    Host,
+    Machine,
+    Work,
+    flops,
+    full_work,
+    fused_work,
+    limit_of,
+    measure_machine,
+    synchronize,
+)
+from samples.benchmarks.bench.prompts import BenchPrompt, Sizes, scratch_store, stored_prompts
+from samples.benchmarks.bench.shapes import PUBLISHED, build_shape, shape_dtype
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Segment

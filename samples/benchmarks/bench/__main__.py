@@ -1,11 +1,12 @@
-"""`kvtool bench`: measure on this machine."""
+"""Measure on this machine, next to plain transformers: `python -m samples.benchmarks.bench fusion --help`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtool.bench.options import CodecBenchOptions, DecodeBenchOptions, FusionBenchOptions, IngestBenchOptions
+from kvtool.cli.app import main
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, open_session, takes
 from kvtool.core.cache.options import StoreOptions
@@ -17,10 +18,16 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
+from samples.benchmarks.bench.options import (
+    CodecBenchOptions,
+    DecodeBenchOptions,
+    FusionBenchOptions,
+    IngestBenchOptions,
+)
 
 if TYPE_CHECKING:
-    from kvtool.bench.fusion import FusionOptions
     from kvtool.core.model.decoder import Decoder
+    from samples.benchmarks.bench.fusion import FusionOptions
 
 app = new_app("Measure speed on this machine, compared with plain transformers in the same run.")
 
@@ -30,15 +37,14 @@ app = new_app("Measure speed on this machine, compared with plain transformers i
     IngestBenchOptions,
     ModelOptions,
     StoreOptions,
-    examples=("bench ingest", "bench ingest --tokens 32768 --repeat 5"),
 )
 def ingest(run: Run) -> None:
     """Compare ingesting the store's documents again with plain prefill.
 
     The ingest writes to a temporary store. The prefill computes the same chunks in batches.
     """
-    from kvtool.bench.ingest import bench_ingest, files_of, passes
     from kvtool.core.cache.store import Store
+    from samples.benchmarks.bench.ingest import bench_ingest, files_of, passes
 
     options = run.get(IngestBenchOptions)
     with Store.open(run.folder) as store:
@@ -60,7 +66,7 @@ def _show_ingest(run: Run, result: Mapping[str, Any]) -> None:
 
 
 def _show_host(run: Run, result: Mapping[str, Any]) -> None:
-    from kvtool.bench.machine import Host
+    from samples.benchmarks.bench.machine import Host
 
     run.out.print(Host(**result["host"]).line())
 
@@ -70,7 +76,6 @@ def _show_host(run: Run, result: Mapping[str, Any]) -> None:
     CodecBenchOptions,
     ModelOptions.some("dtype"),
     StoreOptions,
-    examples=("bench codec", "bench codec --threads 4", "bench codec --dtype float32"),
 )
 def codec(run: Run) -> None:
     """Compress and decompress the store's own exact chunks.
@@ -78,8 +83,8 @@ def codec(run: Run) -> None:
     The output has the store's number format, as for a query, or that of --dtype. A copy and zstandard are measured in
     the same run.
     """
-    from kvtool.bench.codec import bench_codec
     from kvtool.core.cache.store import Store
+    from samples.benchmarks.bench.codec import bench_codec
 
     options, dtype = run.get(CodecBenchOptions), run.get(ModelOptions).dtype
     with (
@@ -115,15 +120,14 @@ def _show_codec(run: Run, result: Mapping[str, Any]) -> None:
     IngestOptions.some("chunk_tokens"),
     ModelOptions,
     StoreOptions,
-    examples=("bench fusion", "bench fusion --shape qwen3-0.6b --context 1024,4096 --fusion union"),
 )
 def fusion(run: Run) -> None:
     """Measure the time to the first token of every fusion mode, next to full prefill.
 
     Both are measured in the same run. --chunk-tokens is for --shape only, because a store has its own chunks.
     """
-    from kvtool.bench.fusion import FusionOptions, passes
-    from kvtool.bench.prompts import Sizes
+    from samples.benchmarks.bench.fusion import FusionOptions, passes
+    from samples.benchmarks.bench.prompts import Sizes
 
     wanted = run.get(FusionBenchOptions)
     chunk_tokens = run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens
@@ -143,8 +147,8 @@ def fusion(run: Run) -> None:
 
 
 def _measured(run: Run, shape: str | None, options: FusionOptions, events: Events) -> dict[str, Any]:
-    from kvtool.bench.fusion import bench_shape, bench_store
     from kvtool.core.cache.store import Store
+    from samples.benchmarks.bench.fusion import bench_shape, bench_store
 
     if shape is not None:
         wanted = run.get(ModelOptions)
@@ -155,7 +159,7 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Event
 
 
 def _show_fusion(run: Run, result: Mapping[str, Any]) -> None:
-    from kvtool.bench.fusion import fusion_notes, fusion_tables
+    from samples.benchmarks.bench.fusion import fusion_notes, fusion_tables
 
     for table in fusion_tables(result):
         run.out.table(table.head, table.rows, title=table.title)
@@ -168,10 +172,6 @@ def _show_fusion(run: Run, result: Mapping[str, Any]) -> None:
 @takes(
     DecodeBenchOptions,
     ModelOptions,
-    examples=(
-        "bench decode",
-        "bench decode --shape qwen2.5-0.5b --context 8192 --stepper native",
-    ),
 )
 def decode(run: Run) -> None:
     """Measure the speed of decoding after a prompt, by parts.
@@ -181,7 +181,7 @@ def decode(run: Run) -> None:
     """
     import torch
 
-    from kvtool.bench.decode import DecodeOptions, bench_decode
+    from samples.benchmarks.bench.decode import DecodeOptions, bench_decode
 
     wanted = run.get(DecodeBenchOptions)
     if wanted.threads is not None:
@@ -196,11 +196,11 @@ def decode(run: Run) -> None:
 
 
 def _decoder(run: Run, shape: str | None) -> Decoder:
-    from kvtool.bench.shapes import build_shape
     from kvtool.core.checkpoint.hub import resolve
     from kvtool.core.checkpoint.load import load_model
     from kvtool.core.kernels.linear.onednn import pack_weights
     from kvtool.core.model.decoder import Decoder
+    from samples.benchmarks.bench.shapes import build_shape
 
     wanted = run.get(ModelOptions)
     run.out.doing(f"loading {shape or wanted.model or PACKAGED}")
@@ -239,3 +239,7 @@ def _show_decode(run: Run, result: Mapping[str, Any]) -> None:
     if result["kl_max"] is not None:
         run.out.print(f"logits: KL {result['kl_max']:.1e} nats at most, difference {result['apart_max']:.1e} at most")
     _show_host(run, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main(commands=app, program="bench"))

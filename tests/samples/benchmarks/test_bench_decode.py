@@ -1,31 +1,31 @@
-"""`kvtool bench decode` says what it measured; how fast that was is no test's business."""
+"""`samples.benchmarks.bench decode` says what it measured; how fast that was is no test's business."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvtool.core.native.isa import runnable
-from tests.cli.working import kvtool
+from tests.samples.benchmarks.benching import run_bench
 
-TINY = ("bench", "decode", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "3")
+TINY = ("decode", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "3")
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 
 
 @pytest.mark.slow
 def test_both_steppers_and_the_parts_of_a_token() -> None:
-    found = kvtool(*TINY, "--threads", "1", "--json").fine().json
+    found = run_bench(*TINY, "--threads", "1", "--json").fine().json
     assert [row["stepper"] for row in found["rows"]] == ["native", "torch"]
     assert [part["part"] for part in found["parts"]] == ["products", "attention", "rest"]
     assert found["matrices"] == ["float32"]
-    assert found["weights_bytes"] == 4 * (4 * 36864 + 64 * 512)  # of the tiny shape, see tests/bench/test_flops.py
+    assert found["weights_bytes"] == 4 * (4 * 36864 + 64 * 512)  # of the tiny shape, see test_flops.py
     assert found["kl_max"] < 1e-9
     assert found["apart_max"] < 1e-3
     assert found["rows"][1]["bytes_per_s"] is None
 
 
 def test_one_stepper_is_measured_alone() -> None:
-    found = kvtool(*TINY, "--stepper", "torch", "--json").fine().json
+    found = run_bench(*TINY, "--stepper", "torch", "--json").fine().json
     assert [row["stepper"] for row in found["rows"]] == ["torch"]
     assert found["parts"] == []
     assert found["kl_max"] is None
@@ -34,10 +34,10 @@ def test_one_stepper_is_measured_alone() -> None:
 @pytest.mark.slow
 def test_a_model_without_native_steps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_STEPPER", "torch")
-    done = kvtool(*TINY).fine()
+    done = run_bench(*TINY).fine()
     assert "no native steps: KVTOOL_STEPPER asks for it" in done.err
     assert "torch" in done.out
 
 
 def test_a_context_that_is_too_long_is_refused() -> None:
-    kvtool(*TINY[:6], "--context", "1000000").failed(2, "--context")
+    run_bench(*TINY[:5], "--context", "1000000").failed(2, "--context")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtool.bench.machine import Architecture, LayerWork, Machine, flops, full_work, keys_seen, limit_of
-from kvtool.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decoder import Decoder
+from samples.benchmarks.bench.machine import Architecture, LayerWork, Machine, flops, full_work, keys_seen, limit_of
+from samples.benchmarks.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
 from tests.checkpoint.gguf_models import IN_GGUF
 from tests.fusion.making import decoder_of
 

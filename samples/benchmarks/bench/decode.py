@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.bench.machine import Host, copied_bytes_per_s
 from kvtool.core.common.types import Events
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
 from kvtool.core.model.decode.native import PARTS, CompiledModel, compiled_model
 from kvtool.core.model.prompt_cache import PromptCache
+from samples.benchmarks.bench.machine import Host, copied_bytes_per_s
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
