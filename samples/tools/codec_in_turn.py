@@ -2,7 +2,8 @@
 
     chrt -r 1 taskset -c 1 python samples/tools/codec_in_turn.py BEFORE AFTER --store STORE
 
-`samples.benchmarks.bench codec` of two versions may have other tasks, and a task is faster after one that has read the same bytes.
+Two versions of `samples.benchmarks.bench codec` may have other tasks, and a task is faster after one that has read the
+same bytes.
 """
 
 from __future__ import annotations
