@@ -19,11 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCHES = (
-    "samples.benchmarks.bench.codec",
-    "kvtool.bench.codec",
-    "kvtool.lab.bench.codec",
-)  # now, and before the rooms were merged
+BENCHES = ("samples.benchmarks.bench.codec", "kvtool.bench.codec")  # the second in older trees
 TASKS = ("encode", "decode", "decode by chunk")
 
 

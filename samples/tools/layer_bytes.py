@@ -3,7 +3,7 @@
     python samples/tools/layer_bytes.py [--context 4096] [--chunk-tokens 512] [SHAPE …]
     python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/layers.md
 
-Each shape of `samples.benchmarks.bench` (`--shape`) is built with its own layers, heads and windows, and a body (hidden size, MLP,
+Each shape of `samples.benchmarks.bench` is built with its own layers, heads and windows, and a body (hidden size, MLP,
 experts, vocabulary) that is small: what is kept of a token does not depend on it. What is read is what the engine asks
 its store for, over a plan of a prompt (`fusion/loader.py`); bytes are those of raw records of 16-bit numbers.
 """
