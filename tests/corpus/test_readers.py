@@ -297,8 +297,8 @@ def test_a_reader_of_bytes_is_a_function_and_takes_files_that_hold_no_text(
     def read(source: str, data: bytes) -> list[Document]:
         return [Document(source, data.hex(), "text")]
 
-    (tmp_path / "a.doc").write_bytes(b"PK\x03\x04")
-    assert is_foreign(tmp_path / "a.doc")
-    monkeypatch.setitem(READERS, ".doc", read)
+    (tmp_path / "a.djvu").write_bytes(b"PK\x03\x04")
+    assert is_foreign(tmp_path / "a.djvu")
+    monkeypatch.setitem(READERS, ".djvu", read)
     (file,) = find_files([tmp_path]).files
     assert [document.text for document in read_documents(file.path, b"PK\x03\x04")] == ["504b0304"]
