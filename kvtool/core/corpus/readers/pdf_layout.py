@@ -15,9 +15,9 @@ _SPACE = 0.15  # that between two words
 _SMALL, _RAISED = 0.85, 0.12  # greatest height of a superscript, and least rise, in heights of the text before it
 _NUMBER = re.compile(r"[-\u2212\u2013+]?\d[\d,\u2013-]*")
 _POWER = re.compile(r"(?:[\d)]|(?<![^\W\d_])[^\W\d_]{1,2})$")  # what a raised number is an exponent of: 10, m, km
-_WORD = re.compile(r"[^\W_]+(?:-[^\W_]+)*")
+_COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
 _CUT = re.compile(rf"([^\W_]+)(?:[-\u2010\xad]\n|{HYPHEN})(?=([^\W_]+))")
-_COMPOUND = frozenset(("half", "self", "well"))  # first parts that keep their hyphen
+_FIRST = frozenset(("half", "self", "well"))  # first parts of compounds that keep their hyphen
 _PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
 _TABLE_COLUMNS = 3
 _ROW_GAP, _MOST_ROWS = 3.0, 200  # between the rows of a block, in heights of the text; rows of one
@@ -112,6 +112,8 @@ def _blocks(rows: list[list[Piece]]) -> Iterator[list[list[Piece]]]:
 
 def _written(rows: list[list[Piece]], is_ruled: Callable[[Edges], bool]) -> list[str]:
     """Write the rows of a block as prose in columns, as a table or as lines."""
+    if len(rows) == 1:
+        return [_line(rows[0])]
     columns = _columns([row for row in rows if len(row) > 1])
     grid = [["" for _ in columns] for _ in rows]
     for texts, row in zip(grid, rows, strict=True):
@@ -160,14 +162,14 @@ def _line(cells: list[Piece]) -> str:
 def with_whole_words(pages: list[str]) -> list[str]:
     """Join words that are cut at line ends. "2023-24", "DN-150" and compounds that the text has elsewhere keep the
     hyphen."""
-    has_cuts = any(map(_CUT.search, pages))
-    known = {word.lower() for page in pages for word in _WORD.findall(page)} if has_cuts else set()
+    known = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
 
     def joined(cut: re.Match[str]) -> str:
-        first, second = cut[1].lower(), cut[2]
-        before = cut.string[: cut.start()][-1:]
-        is_cut = first[-1].isalpha() and second[0].islower() and before != "-" and not cut[1].isupper()
-        is_compound = first in _COMPOUND or f"{first}-{second}" in known
-        return cut[1] if is_cut and (first + second in known or not is_compound) else cut[1] + "-"
+        first, second = cut[1], cut[2]
+        is_word = first[-1].isalpha() and second[0].islower() and not (len(first) > 1 and first.isupper())
+        is_compound = (
+            first in _FIRST or cut.string[cut.start() - 1 : cut.start()] == "-" or f"{first}-{second}".lower() in known
+        )
+        return first if is_word and not is_compound else first + "-"
 
     return [_CUT.sub(joined, page).replace(HYPHEN, "-") for page in pages]

@@ -14,10 +14,12 @@ import pypdfium2.raw as pdfium
 from kvtool.core.corpus.readers.pdf_layout import CELL, HYPHEN, Edges, Piece, page_text
 
 _LINE = re.compile(rf"[^\r\n{HYPHEN}]+{HYPHEN}?")
+_DIGIT = re.compile(r"\d")
 _WIDE, _HIGH = 0.6, 0.27  # width of a character, and rise of its lower edge, that plain text does not have, in heights
 _ABOVE = 1e6  # added to the distance of a label above its field: one on the same line comes first
 _MOST_FIELDS, _MOST_OPTIONS = 1000, 1000  # fields of a page whose labels are looked for; options of a list
 _TALL, _UNEVEN = 1.8, 0.1  # heights of a line that is not turned, and of a difference between two characters
+_BLANK = 0.2  # points that the drawing of a space may be high
 _FRAME = 40.0  # points that the frame of a table is higher than its rows, at most
 _HIDDEN = 2 | 32  # flags of an annotation: hidden, not shown
 _BUTTONS = (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON)
@@ -49,7 +51,8 @@ class Page:
         try:
             lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
             self._add_annotations(page, lines)
-            self.text = page_text(lines, lambda edges: _is_ruled(page, edges))
+            units = page_text(lines, lambda edges: _is_ruled(page, edges))
+            self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
             self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
         except pypdfium2.PdfiumError:
             self.is_broken = True
@@ -139,47 +142,47 @@ def _string(get: Callable[..., int], *arguments: Any) -> str:
 def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Piece]], int]:
     """Return the lines of a page, but for those outside its bounds, and the number of characters without a meaning. A
     line with gaps or raised characters is cut into pieces there."""
-    lines, corners = [], [ctypes.c_double() for _ in range(4)]
+    lines: list[list[Piece]] = []
     content, unknown = _text(textpage)
+    page, count_rects, get_rect = textpage.raw, pdfium.FPDFText_CountRects, pdfium.FPDFText_GetRect
+    x0, y1, x1, y0 = corners = [ctypes.c_double() for _ in range(4)]
+    pointers = [ctypes.byref(corner) for corner in corners]
     for found in _LINE.finditer(content):
         start, text = found.start(), found[0]
-        rects = []
-        for at in range(pdfium.FPDFText_CountRects(textpage, start, len(text))):
-            pdfium.FPDFText_GetRect(textpage, at, *corners)
-            rects.append([corner.value for corner in corners])
-        if not rects:
-            continue
-        lefts, tops, rights, bottoms = zip(*rects, strict=True)
-        left, bottom, right, top = min(lefts), min(bottoms), max(rights), max(tops)
+        left, bottom, right, top, gap, highest = math.inf, math.inf, -math.inf, -math.inf, 0.0, -math.inf
+        for at in range(count_rects(page, start, len(text))):
+            get_rect(page, at, *pointers)
+            gap = max(gap, x0.value - right) if at else 0.0
+            left, bottom, highest = min(left, x0.value), min(bottom, y0.value), max(highest, y0.value)
+            right, top = max(right, x1.value), max(top, y1.value)
         if left > bounds[2] or right < bounds[0] or bottom > bounds[3] or top < bounds[1]:
             continue
         first = _piece(textpage, start + len(text) - len(text.lstrip()), text)
         height = first.height
-        is_plain = (
-            all(after - before < CELL * height for before, after in zip(rights, lefts[1:], strict=False))
-            and max(bottoms) < first.bottom + _HIGH * height
-            and right - left < _WIDE * height * len(text) + height * (not text.isascii()) * len(text)
-        )
-        if is_plain or top - bottom > _TALL * height:  # else turned text, of which a line is many characters high
-            lines.append([Piece(text, left, min(first.bottom, bottom), right, max(first.top, top))])
-        else:
+        is_wide = right - left > _WIDE * height * len(text) and text.isascii()
+        is_raised = highest > first.bottom + _HIGH * height and _DIGIT.search(text)
+        is_uneven = is_wide or is_raised or gap > CELL * height
+        if is_uneven and top - bottom < _TALL * height:  # else turned text
             lines.append(_pieces(textpage, start, text))
+        else:
+            lines.append([Piece(text, left, min(first.bottom, bottom), right, max(first.top, top))])
     return lines, unknown
 
 
 def _text(textpage: pypdfium2.PdfTextPage) -> tuple[str, int]:
-    """Return the text of a page, a character for each of pdfium's, and how many of them have no meaning."""
+    """Return the text of a page, one UTF-16 unit for each of pdfium's characters, and how many have no meaning."""
     count = textpage.count_chars()
     text = textpage.get_text_range() if count else ""
     if len(text) == count:
         return text, 0
-    # pdfium leaves out what has more than 16 bits, and the control characters that fonts without Unicode give
+    # there are surrogates, or control characters that fonts without Unicode give and that pdfium leaves out
     codes = [pdfium.FPDFText_GetUnicode(textpage, at) for at in range(count)]
     unknown = 0
     for at, code in enumerate(codes):
         if code < ord(" ") and not pdfium.FPDFText_IsGenerated(textpage, at):
             _, bottom, _, top = textpage.get_charbox(at)
-            codes[at] = ord(HYPHEN) if pdfium.FPDFText_IsHyphen(textpage, at) else 0 if top > bottom else ord(" ")
+            is_blank = top - bottom < _BLANK
+            codes[at] = ord(HYPHEN) if pdfium.FPDFText_IsHyphen(textpage, at) else ord(" ") if is_blank else 0
             unknown += codes[at] == 0
     return "".join(map(chr, codes)), unknown
 
@@ -187,22 +190,23 @@ def _text(textpage: pypdfium2.PdfTextPage) -> tuple[str, int]:
 def _pieces(textpage: pypdfium2.PdfTextPage, start: int, text: str) -> list[Piece]:
     """Cut a line where there is a gap, or another size or height of characters."""
     pieces: list[Piece] = []
-    for at, character in enumerate(text, start):
-        piece = _piece(textpage, at, character)
-        last = pieces[-1] if pieces else None
-        if last is None:
-            pieces.append(piece)
-        elif character.isspace() or character == HYPHEN:
-            pieces[-1] = last._replace(text=last.text + character)
-        elif (
-            piece.left - last.right > CELL * piece.height
-            or abs(piece.bottom - last.bottom) + abs(piece.height - last.height) > _UNEVEN * piece.height
-        ):
-            pieces.append(piece)
+    page, box, get_box = textpage.raw, pdfium.FS_RECTF(), pdfium.FPDFText_GetLooseCharBox
+    pointer = ctypes.byref(box)
+    begin, left, bottom, right, height = 0, 0.0, 0.0, 0.0, 0.0
+    for at, character in enumerate(text):
+        if (character.isspace() or character == HYPHEN) and height:
+            continue
+        get_box(page, start + at, pointer)
+        x, y, size = box.left, box.bottom, box.top - box.bottom
+        is_uneven = abs(y - bottom) + abs(size - height) > _UNEVEN * size
+        if height and (is_uneven or x - right > CELL * size):
+            pieces.append(Piece(text[begin:at], left, bottom, right, bottom + height))
+            height = 0.0
+        if height:
+            left, right = min(left, x), max(right, box.right)
         else:
-            text = last.text + character
-            pieces[-1] = last._replace(text=text, left=min(last.left, piece.left), right=max(last.right, piece.right))
-    return pieces
+            begin, left, bottom, right, height = at if pieces else 0, x, y, box.right, size
+    return [*pieces, Piece(text[begin:], left, bottom, right, bottom + height)]
 
 
 def _piece(textpage: pypdfium2.PdfTextPage, at: int, text: str) -> Piece:
