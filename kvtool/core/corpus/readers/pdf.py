@@ -17,6 +17,7 @@ _PAGE = re.compile(rf".*\d ?(?:/|of) ?\d+\W*|\W*(?:(?:{_PAGE_WORD})\W*)?\d+\W*[é
 _RUNNING = 3  # pages that have the same head, at least
 _HEAD_LINES, _LONGEST_HEAD = 2, 200  # lines of a head, and characters of a line, at most
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
+_XFA = (2, 3)  # FORMTYPE_XFA_FULL, FORMTYPE_XFA_FOREGROUND
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -38,6 +39,7 @@ def read(source: str, data: bytes) -> list[Document]:
     try:
         file.init_forms()
         pages = [Page(file, number) for number in range(len(file))]
+        has_xfa = file.get_formtype() in _XFA and not any(page.fields for page in pages)
         files = file.count_attachments() + sum(page.files for page in pages)
     finally:
         file.close()
@@ -54,7 +56,13 @@ def read(source: str, data: bytes) -> list[Document]:
         *((f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()),
         *((f"page {_ranges(broken)}: damaged, not read",) if broken else ()),
         *hidden_note("field", [name for page in pages for name in page.hidden]),
-        *unread_note({"embedded files": files, "characters without a meaning": sum(page.unknown for page in pages)}),
+        *unread_note(
+            {
+                "embedded files": files,
+                "XFA forms": int(has_xfa),
+                "characters without a meaning": sum(page.unknown for page in pages),
+            }
+        ),
     )
     return [numbered(source, "text", "p.", texts, notes)]
 

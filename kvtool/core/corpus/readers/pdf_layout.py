@@ -14,9 +14,12 @@ CELL = 0.9  # the least gap between two cells, in heights of the text
 _SPACE = 0.15  # that between two words
 _SMALL, _RAISED = 0.85, 0.12  # greatest height of a superscript, and least rise, in heights of the text before it
 _NUMBER = re.compile(r"[-\u2212\u2013+]?\d[\d,\u2013-]*")
-_POWER = re.compile(r"(?:[\d)]|(?<![^\W\d_])[^\W\d_]{1,2})$")  # what a raised number is an exponent of: 10, m, km
+_POWER = re.compile(
+    r"(?:[\d)\ud800-\udfff]|(?<![^\W\d_])[^\W\d_]{1,2})$"
+)  # what a raised number is an exponent of: 10, m, km
 _COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
 _CUT = re.compile(rf"([^\W_]+)(?:[-\u2010\xad]\n|{HYPHEN})(?=([^\W_]+))")
+_SHORT = 2
 _FIRST = frozenset(("half", "self", "well"))  # first parts of compounds that keep their hyphen
 _PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
 _TABLE_COLUMNS = 3
@@ -65,13 +68,13 @@ def page_text(lines: Sequence[Sequence[Piece]], is_ruled: Callable[[Edges], bool
 def _cells(row: list[Piece]) -> list[Piece]:
     """Join pieces that are close together; a raised number is marked, as in 10^6 or Limit[3]."""
     cells, base = [row[0]], row[0]
-    if len(row) > 1 and _is_raised(row[0], row[1], row[1].left - row[0].right):
+    if row[1:] and row[1].text[:1].isalpha() and _is_raised(row[0], row[1], row[1].left - row[0].right):
         cells, base = [row[0]._replace(text=f"[{row[0].text.strip()}]")], row[1]
     for piece, after in pairwise([*row[1:], base]):
         last, text = cells[-1], piece.text
         gap = piece.left - last.right
         if _is_raised(piece, base, gap):
-            if not after.text.startswith(("/", "\u2044")):  # else a fraction
+            if not last.text[-1:].isspace() and not after.text.startswith(("/", "\u2044")):  # else a fraction
                 power = _POWER.search(last.text)
                 text = text.replace(mark := text.strip(), f"^{mark}" if power else f"[{mark}]")
         else:
@@ -129,7 +132,7 @@ def _written(rows: list[list[Piece]], is_ruled: Callable[[Edges], bool]) -> list
             return [text for column in zip(*grid, strict=True) for text in column if text]
     has_gap = any("" in texts[: max(n for n, text in enumerate(texts) if text)] for texts in wide)
     if len(columns) >= _TABLE_COLUMNS and has_gap and any(map(all, wide)):
-        return [table_row(texts) for texts in grid]
+        return [table_row(texts) if len(row) > 1 else _line(row) for texts, row in zip(grid, rows, strict=True)]
     return [_line(row) for row in rows]
 
 
@@ -167,6 +170,7 @@ def with_whole_words(pages: list[str]) -> list[str]:
     def joined(cut: re.Match[str]) -> str:
         first, second = cut[1], cut[2]
         is_word = first[-1].isalpha() and second[0].islower() and not (len(first) > 1 and first.isupper())
+        is_word &= len(second) > _SHORT  # no word is cut before so few letters: built-in
         is_compound = (
             first in _FIRST or cut.string[cut.start() - 1 : cut.start()] == "-" or f"{first}-{second}".lower() in known
         )

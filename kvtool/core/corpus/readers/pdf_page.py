@@ -34,12 +34,12 @@ class Page:
     text : its content, with the values of form fields behind their labels.
     extra : the values of fields without a label, and the comments.
     hidden : the names of fields that are filled in and not shown.
-    files, unknown : how many files are attached to the page, and characters have no meaning in Unicode.
+    files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
     is_broken, is_picture : it cannot be opened; it shows something, but no text.
     """
 
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
-        self.text, self.files, self.unknown = "", 0, 0
+        self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
         self.extra: list[str] = []
         self.hidden: list[str] = []
         self.is_picture, self.is_broken = False, False
@@ -65,6 +65,7 @@ class Page:
             note = pdfium.FPDFPage_GetAnnot(page, at)
             kind = pdfium.FPDFAnnot_GetSubtype(note)
             if kind == pdfium.FPDF_ANNOT_WIDGET:
+                self.fields += 1
                 if page.formenv:
                     self._add_field(page.formenv, note, lines if count < _MOST_FIELDS else [])
             elif kind not in _NO_NOTES:
@@ -78,7 +79,7 @@ class Page:
         """Add the value of a form field behind its label, or else behind its name."""
         kind = pdfium.FPDFAnnot_GetFormFieldType(form, field)
         is_button = kind in _BUTTONS
-        value = _value(form, field, kind)
+        value = " ".join(_value(form, field, kind).split())
         if not value:
             return
         name = _string(pdfium.FPDFAnnot_GetFormFieldAlternateName, form, field)
@@ -161,8 +162,9 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
         height = first.height
         is_wide = right - left > _WIDE * height * len(text) and text.isascii()
         is_raised = highest > first.bottom + _HIGH * height and _DIGIT.search(text)
-        is_uneven = is_wide or is_raised or gap > CELL * height
-        if is_uneven and top - bottom < _TALL * height:  # else turned text
+        if top - bottom > _TALL * height:  # turned text, which is beside no other line
+            lines.append([Piece(text, left, bottom, right, bottom)])
+        elif is_wide or is_raised or gap > CELL * height:
             lines.append(_pieces(textpage, start, text))
         else:
             lines.append([Piece(text, left, min(first.bottom, bottom), right, max(first.top, top))])
