@@ -50,6 +50,33 @@ def scanned(pages: int) -> bytes:
     return _file(objects)
 
 
+def drawing(contents: Sequence[str], annotations: Sequence[str] = (), catalog: str = "") -> bytes:
+    """A PDF of content streams, one a page, whose font F1 is Helvetica.
+
+    Parameters
+    ----------
+    annotations : dictionaries of the first page's annotations, without brackets; each is also a field of the form.
+    catalog : more entries of the catalogue.
+    """
+    first = 4 + 2 * len(contents)
+    notes = " ".join(f"{first + number} 0 R" for number in range(len(annotations)))
+    kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(contents)))
+    objects = {
+        1: f"<< /Type /Catalog /Pages 2 0 R /AcroForm << /Fields [{notes}] >> {catalog} >>".encode(),
+        2: f"<< /Type /Pages /Kids [{kids}] /Count {len(contents)} >>".encode(),
+        3: b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    }
+    for number, content in enumerate(contents):
+        page = 4 + 2 * number
+        objects[page] = (
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Contents {page + 1} 0 R "
+            f"/Resources << /Font << /F1 3 0 R >> >> /Annots [{notes if number == 0 else ''}] >>"
+        ).encode()
+        objects[page + 1] = _stream(content.encode("latin-1"))
+    objects |= {first + at: f"<< /Type /Annot {note} >>".encode() for at, note in enumerate(annotations)}
+    return _file(objects)
+
+
 def _drawn(paragraphs: Sequence[str], korean: bool) -> bytes:
     lines = [line for text in paragraphs for line in [*textwrap.wrap(text, 38 if korean else 85), ""]]
     assert len(lines) <= _LINES_A_PAGE, "the paragraphs do not fit on a page"

@@ -1,25 +1,23 @@
-"""PDF by pdfium: the text of each page, in the order that the library gives it."""
+"""PDF by pdfium: the text, form values and comments of each page."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered, opened
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
+from kvtool.core.corpus.readers.pdf_layout import with_whole_words
 
-if TYPE_CHECKING:
-    from pypdfium2 import PdfDocument
-
-_HYPHENS = ("\x02", "\ufffe")  # what pdfium gives for a hyphen at the end of a line
 _NUMBER = re.compile(r"(\d{1,9})")
-_PAGE = re.compile(r".*\d ?(?:/|of) ?\d+\W*|\W*[^\W\d]{0,6}\W*\d+\W*[^\W\d]{0,2}\W*")
+_PAGE_WORD = "page|pag|p|pg|seite|side|sida|str|página|pagina|pág|стр|страница|第"
+_PAGE = re.compile(rf".*\d ?(?:/|of) ?\d+\W*|\W*(?:(?:{_PAGE_WORD})\W*)?\d+\W*[页頁쪽]?\W*", re.IGNORECASE)
 _RUNNING = 3  # pages that have the same head, at least
 _HEAD_LINES, _LONGEST_HEAD = 2, 200  # lines of a head, and characters of a line, at most
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
+_XFA = (2, 3)  # FORMTYPE_XFA_FULL, FORMTYPE_XFA_FOREGROUND
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -32,45 +30,47 @@ def read(source: str, data: bytes) -> list[Document]:
     """
     with opened("PDF", "pypdfium2"):
         import pypdfium2
+
+        from kvtool.core.corpus.readers.pdf_page import Page
     try:
         file = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
         raise _refused(error) from error
     try:
-        count = len(file)
-        pages = [_text(file, number) for number in range(1, count + 1)]
-        scanned = [at for at, text in enumerate(pages, 1) if not text.strip() and _is_picture(file, at)]
+        file.init_forms()
+        pages = [Page(file, number) for number in range(len(file))]
+        has_xfa = file.get_formtype() in _XFA and not any(page.fields for page in pages)
+        files = file.count_attachments() + sum(page.files for page in pages)
     finally:
         file.close()
-    if not any(text.strip() for text in pages):
-        what = f"no text on its {count} page(s)" + (", which are scanned" if scanned else "")
+    texts = _without_running_lines(with_whole_words([page.text for page in pages]))
+    texts = ["\n".join(filter(None, (text, *page.extra))) for text, page in zip(texts, pages, strict=True)]
+    scanned = [at for at, page in enumerate(pages, 1) if page.is_picture and not texts[at - 1].strip()]
+    broken = [at for at, page in enumerate(pages, 1) if page.is_broken]
+    if not any(text.strip() for text in texts):
+        if broken and not scanned:
+            raise UnreadableFile(f"damaged: page {_ranges(broken)} cannot be opened")
+        what = f"no text on its {len(pages)} page(s)" + (", which are scanned" if scanned else "")
         raise UnreadableFile(what, "run it through OCR first, such as `ocrmypdf`")
-    notes = (f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()
-    return [replace(numbered(source, "text", "p.", _without_running_lines(pages)), notes=notes)]
+    notes = (
+        *((f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()),
+        *((f"page {_ranges(broken)}: damaged, not read",) if broken else ()),
+        *hidden_note("field", [name for page in pages for name in page.hidden]),
+        *unread_note(
+            {
+                "embedded files": files,
+                "XFA forms": int(has_xfa),
+                "characters without a meaning": sum(page.unknown for page in pages),
+            }
+        ),
+    )
+    return [numbered(source, "text", "p.", texts, notes)]
 
 
 def _refused(error: Any) -> UnreadableFile:
     if error.err_code == _PASSWORD:
         return UnreadableFile("protected by a password", "save a copy without one")
     return UnreadableFile("damaged: not a PDF that can be opened")
-
-
-def _text(file: PdfDocument, number: int) -> str:
-    """Return the text of a page; words that are cut at line ends are joined."""
-    import pypdfium2
-
-    try:
-        page = file[number - 1]
-    except pypdfium2.PdfiumError:  # one broken page
-        return ""
-    try:
-        text = str(page.get_textpage().get_text_bounded())
-    finally:
-        page.close()
-    text = text.replace("\r\n", "\n")
-    for hyphen in _HYPHENS:
-        text = text.replace(hyphen + "\n", "").replace(hyphen, "-")
-    return text
 
 
 def _without_running_lines(pages: list[str]) -> list[str]:
@@ -108,16 +108,6 @@ def _is_same(line: str, other: str, pages: int) -> bool:
         one == two or (at % 2 == 1 and int(two) - int(one) == pages)
         for at, (one, two) in enumerate(zip(parts, later, strict=True))
     )
-
-
-def _is_picture(file: PdfDocument, number: int) -> bool:
-    """Return True if a page without text shows anything."""
-    import pypdfium2
-
-    try:
-        return any(True for _ in file[number - 1].get_objects(max_depth=2))
-    except pypdfium2.PdfiumError:
-        return False
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -1,0 +1,179 @@
+"""Lines of a PDF page from positioned pieces of text: cells, columns, superscripts and words cut at line ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvtool.core.corpus.readers.document import table_row
+
+HYPHEN = "\ufffe"  # what pdfium gives for a hyphen between the letters of a cut word, without a newline
+CELL = 0.9  # the least gap between two cells, in heights of the text
+_SPACE = 0.15  # that between two words
+_SMALL, _RAISED = 0.85, 0.12  # greatest height of a superscript, and least rise, in heights of the text before it
+_NUMBER = re.compile(r"[-\u2212\u2013+]?\d[\d,\u2013-]*")
+_POWER = re.compile(
+    r"(?:[\d)\ud800-\udfff]|(?<![^\W\d_])[^\W\d_]{1,2})$"
+)  # what a raised number is an exponent of: 10, m, km
+_COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
+_CUT = re.compile(rf"([^\W_]+)(?:[-\u2010\xad]\n|{HYPHEN})(?=([^\W_]+))")
+_SHORT = 2
+_FIRST = frozenset(("half", "self", "well"))  # first parts of compounds that keep their hyphen
+_PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
+_TABLE_COLUMNS = 3
+_ROW_GAP, _MOST_ROWS = 3.0, 200  # between the rows of a block, in heights of the text; rows of one
+Edges = tuple[float, float, float, float]  # left, bottom, right, top
+
+
+class Piece(NamedTuple):
+    """A run of text on one base line, and its box on the page."""
+
+    text: str
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    @property
+    def height(self) -> float:
+        return self.top - self.bottom
+
+    def is_beside(self, other: Piece) -> bool:
+        """Return True if the two are on one line."""
+        shared = min(self.top, other.top) - max(self.bottom, other.bottom)
+        return shared > 0.5 * min(self.height, other.height)
+
+
+def page_text(lines: Sequence[Sequence[Piece]], is_ruled: Callable[[Edges], bool]) -> str:
+    """Write a page: columns of prose one after another, tables with their empty cells, all else in the order given.
+
+    Parameters
+    ----------
+    lines : the pieces that no line break separates in the page's content, from left to right.
+    is_ruled : whether a box of the page (left, bottom, right, top) has a line drawn across it, as tables have.
+    """
+    rows: list[list[Piece]] = []
+    for line in lines:
+        last = rows[-1][-1] if rows else None
+        if last and last.text[-1:] != HYPHEN and last.is_beside(line[0]) and line[0].left > last.right - 1:
+            rows[-1] += line
+        else:
+            rows.append([*line])
+    blocks = _blocks([_cells(row) for row in rows])
+    return "\n".join(line for block in blocks for line in _written(block, is_ruled)).replace(HYPHEN + "\n", HYPHEN)
+
+
+def _cells(row: list[Piece]) -> list[Piece]:
+    """Join pieces that are close together; a raised number is marked, as in 10^6 or Limit[3]."""
+    cells, base = [row[0]], row[0]
+    if row[1:] and row[1].text[:1].isalpha() and _is_raised(row[0], row[1], row[1].left - row[0].right):
+        cells, base = [row[0]._replace(text=f"[{row[0].text.strip()}]")], row[1]
+    for piece, after in pairwise([*row[1:], base]):
+        last, text = cells[-1], piece.text
+        gap = piece.left - last.right
+        if _is_raised(piece, base, gap):
+            if not last.text[-1:].isspace() and not after.text.startswith(("/", "\u2044")):  # else a fraction
+                power = _POWER.search(last.text)
+                text = text.replace(mark := text.strip(), f"^{mark}" if power else f"[{mark}]")
+        else:
+            base = piece
+            if gap > CELL * piece.height:
+                cells.append(piece)
+                continue
+            if gap > _SPACE * piece.height and not last.text[-1:].isspace() and not text[:1].isspace():
+                text = " " + text
+        edges = min(last.bottom, piece.bottom), max(last.right, piece.right), max(last.top, piece.top)
+        cells[-1] = Piece(last.text + text, last.left, *edges)
+    return cells
+
+
+def _is_raised(piece: Piece, base: Piece, gap: float) -> bool:
+    """Return True if a piece is a number in superscript, beside the text that it belongs to."""
+    is_small = piece.height < _SMALL * base.height and gap < base.height / 2
+    rise = (piece.bottom - base.bottom) / (base.height or 1)
+    return is_small and _RAISED < rise < 1 and _NUMBER.fullmatch(piece.text.strip()) is not None
+
+
+def _blocks(rows: list[list[Piece]]) -> Iterator[list[list[Piece]]]:
+    """Group each run of rows that lie below one another: several cells, or one that does not span two of the others."""
+    block: list[list[Piece]] = []
+    wide: list[Piece] = []  # the last row of several cells
+    for row in rows:
+        fits = wide and row[0].bottom < block[-1][0].bottom and len(block) < _MOST_ROWS
+        gap = (block[-1][0].bottom - row[0].top) / (row[0].height or 1) if fits else 0
+        spanned = sum(row[0].left < cell.right and cell.left < row[0].right for cell in wide)
+        if block and not (fits and gap < _ROW_GAP and (len(row) > 1 or (gap < 1 and spanned < 2))):
+            yield block
+            block, wide = [], []
+        block.append(row)
+        wide = row if len(row) > 1 else wide
+    if block:
+        yield block
+
+
+def _written(rows: list[list[Piece]], is_ruled: Callable[[Edges], bool]) -> list[str]:
+    """Write the rows of a block as prose in columns, as a table or as lines."""
+    if len(rows) == 1:
+        return [_line(rows[0])]
+    columns = _columns([row for row in rows if len(row) > 1])
+    grid = [["" for _ in columns] for _ in rows]
+    for texts, row in zip(grid, rows, strict=True):
+        for cell in row:
+            at = [n for n, (left, right) in enumerate(columns) if cell.left <= right and left <= cell.right]
+            if len(at) != 1:
+                return [_line(each) for each in rows]
+            texts[at[0]] = f"{texts[at[0]]} {cell.text.strip()}".lstrip()
+    wide = [texts for texts, row in zip(grid, rows, strict=True) if len(row) > 1]
+    if len(wide) >= _PROSE_ROWS and all(map(_is_prose, zip(*grid, strict=True))):
+        gaps = [(right, rows[-1][0].bottom, left, rows[0][0].top) for (_, right), (left, _) in pairwise(columns)]
+        if not any(map(is_ruled, gaps)):
+            return [text for column in zip(*grid, strict=True) for text in column if text]
+    has_gap = any("" in texts[: max(n for n, text in enumerate(texts) if text)] for texts in wide)
+    if len(columns) >= _TABLE_COLUMNS and has_gap and any(map(all, wide)):
+        return [table_row(texts) if len(row) > 1 else _line(row) for texts, row in zip(grid, rows, strict=True)]
+    return [_line(row) for row in rows]
+
+
+def _columns(rows: list[list[Piece]]) -> list[tuple[float, float]]:
+    """Return the left and right edge of each column: what the cells of all rows cover."""
+    columns: list[tuple[float, float]] = []
+    for left, right in sorted((cell.left, cell.right) for row in rows for cell in row):
+        if columns and left <= columns[-1][1]:
+            columns[-1] = (columns[-1][0], max(columns[-1][1], right))
+        else:
+            columns.append((left, right))
+    return columns
+
+
+def _is_prose(column: tuple[str, ...]) -> bool:
+    """Return True if the lines of a column continue one another, which those of a table's cells do not."""
+    lines = [text for text in column if text]
+    words = sum(len(text.split()) for text in lines)
+    return words >= _PROSE_WORDS * len(lines) and sum(text[0].islower() for text in lines) >= _PROSE_FLOW * len(lines)
+
+
+def _line(cells: list[Piece]) -> str:
+    text = ""
+    for cell in cells:
+        text += " " if text and not text[-1].isspace() and not cell.text[:1].isspace() else ""
+        text += cell.text
+    return text
+
+
+def with_whole_words(pages: list[str]) -> list[str]:
+    """Join words that are cut at line ends. "2023-24", "DN-150" and compounds that the text has elsewhere keep the
+    hyphen."""
+    known = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
+
+    def joined(cut: re.Match[str]) -> str:
+        first, second = cut[1], cut[2]
+        is_word = first[-1].isalpha() and second[0].islower() and not (len(first) > 1 and first.isupper())
+        is_word &= len(second) > _SHORT  # no word is cut before so few letters: built-in
+        is_compound = (
+            first in _FIRST or cut.string[cut.start() - 1 : cut.start()] == "-" or f"{first}-{second}".lower() in known
+        )
+        return first if is_word and not is_compound else first + "-"
+
+    return [_CUT.sub(joined, page).replace(HYPHEN, "-") for page in pages]

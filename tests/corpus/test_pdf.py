@@ -1,0 +1,182 @@
+"""What the reader of PDFs makes of positions, form fields and comments."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.core.corpus.readers import READERS
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from tests.support.office.portable import drawing, pdf, scanned
+
+_LEFT = ["The harbour was built", "by the two families who", "had owned the shore and", "the boats for so long."]
+_RIGHT = ["Salt came from the south", "on ships that never went", "home without some dried", "cod in their dark holds."]
+
+
+def _read(data: bytes) -> Document:
+    (document,) = READERS[".pdf"]("a.pdf", data)
+    return document
+
+
+def _shown(*texts: tuple[float, float, str], size: float = 12) -> str:
+    return "\n".join(f"BT /F1 {size} Tf 1 0 0 1 {x} {y} Tm ({text}) Tj ET" for x, y, text in texts)
+
+
+def _rows(*rows: str) -> str:
+    """Draw rows of a table; a dot is an empty cell."""
+    cells = [(72 + 90 * n, 700 - 20 * at, text) for at, row in enumerate(rows) for n, text in enumerate(row.split())]
+    return _shown(*(cell for cell in cells if cell[2] != "."))
+
+
+def _columns(left: list[str], right: list[str]) -> str:
+    rows = enumerate(zip(left, right, strict=True))
+    return _shown(*(cell for at, (a, b) in rows for cell in ((72, 700 - 14 * at, a), (320, 700 - 14 * at, b))))
+
+
+def _field(kind: str, name: str, more: str, left: float = 220, bottom: float = 700) -> str:
+    rect = f"/Rect [{left} {bottom} {left + 100} {bottom + 16}]"
+    return f"/Subtype /Widget /FT /{kind} /T ({name}) {rect} /F 4 {more}"
+
+
+def test_cells_of_one_character_are_apart() -> None:
+    assert (
+        _read(drawing([_rows("Mill A B C", "East 1 2 3", "West 4 5 6")])).text == "Mill A B C\nEast 1 2 3\nWest 4 5 6\n"
+    )
+
+
+def test_empty_cells_of_a_table_keep_their_column() -> None:
+    text = _read(drawing([_rows("Depot May June July", "Oslo . 31 .", "Bergen 5 . 8", "Narvik 1 2 3")])).text
+    assert text == "Depot | May | June | July\nOslo |  | 31\nBergen | 5 |  | 8\nNarvik | 1 | 2 | 3\n"
+
+
+def test_columns_drawn_row_by_row_are_read_one_after_another() -> None:
+    assert _read(drawing([_columns(_LEFT, _RIGHT)])).text == "\n".join([*_LEFT, *_RIGHT]) + "\n"
+
+
+def test_a_table_of_two_columns_is_read_by_rows() -> None:
+    names, values = (
+        ["Length over all", "Draught when full", "Crew", "Year"],
+        ["twelve metres", "two metres", "Nine", "1868"],
+    )
+    text = _read(drawing([_columns(names, values)])).text
+    assert text.splitlines() == [f"{name} {value}" for name, value in zip(names, values, strict=True)]
+    ruled = "\n".join(f"62 {696 - 14 * at} m 500 {696 - 14 * at} l S" for at in range(3))
+    assert "built Salt" in _read(drawing([f"{_columns(_LEFT, _RIGHT)}\n{ruled}"])).text
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (("the fog-", "horn sounds"), "the foghorn sounds"),
+        (("a well-", "known pilot"), "a well-known pilot"),
+        (("a fog-bound port, a fog-", "bound ship"), "a fog-bound port, a fog-bound ship"),
+        (("the built-", "in lamp"), "the built-in lamp"),
+        (("state-of-", "the-art"), "state-of-the-art"),
+        (("in 2031-", "32 and"), "in 2031-32 and"),
+        (("pump KX-", "220 runs"), "pump KX-220 runs"),
+        (("near Stoke-", "Mandeville"), "near Stoke-Mandeville"),
+    ],
+)
+def test_words_cut_at_line_ends_are_joined_and_hyphens_kept(lines: tuple[str, str], text: str) -> None:
+    assert _read(drawing([_shown((72, 700, lines[0]), (72, 686, lines[1]))])).text == text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "width", "raised", "text"),
+    [
+        ("about 10", 44.7, "9", "about 10^9 litres"),
+        ("Depth", 30.7, "2", "Depth[2] litres"),
+        ("5 km", 25.3, "2", "5 km^2 litres"),
+    ],
+)
+def test_raised_numbers_are_marked(base: str, width: float, raised: str, text: str) -> None:
+    parts = _shown((72, 700, base), (72 + width + 4, 700, " litres")) + "\n" + _shown((72 + width, 705, raised), size=7)
+    ordered = sorted(parts.split("\n"), key=lambda part: float(part.split()[8]))
+    assert _read(drawing(["\n".join(ordered)])).text == text + "\n"
+
+
+def test_lowered_numbers_stay_in_their_formula() -> None:
+    content = "\n".join([_shown((72, 700, "H")), _shown((80.7, 698, "2"), size=7), _shown((84.6, 700, "O"))])
+    assert _read(drawing([content])).text == "H2O\n"
+
+
+@pytest.mark.parametrize("head", ["Room {}", "Chapter {}", "Berth {} north"])
+def test_rising_heads_are_kept(head: str) -> None:
+    text = _read(pdf([[head.format(n), f"The {n} boats are out."] for n in range(1, 6)])).text
+    assert all(head.format(n) in text for n in range(1, 6))
+
+
+@pytest.mark.parametrize("foot", ["{}", "Page {}", "- {} -", "{} / 5", "Seite {}"])
+def test_page_numbers_are_left_out(foot: str) -> None:
+    text = _read(pdf([["Berths", f"The {n} boats are out.", foot.format(n)] for n in range(1, 6)])).text
+    assert foot.format(1) in text
+    assert not any(f"\n{foot.format(n)}\n" in text for n in range(2, 6))
+    assert text.count("Berths") == 1
+
+
+def test_form_values_are_behind_their_labels() -> None:
+    labels = _shown((72, 704, "Name"), (72, 664, "Port:"), (330, 664, "Insured"), (72, 624, "Night"), (172, 624, "Day"))
+    fields = [
+        _field("Tx", "n", "/V (Ase Lund)"),
+        _field("Ch", "p", "/Ff 131072 /Opt [[(b) (Bergen)] [(t) (Tromso)]] /V (t)", bottom=660),
+        _field("Btn", "i", "/V /On /AS /On /AP << /N << /On 3 0 R /Off 3 0 R >> >>", left=440, bottom=660),
+        _field("Btn", "c", "/V /Off /AS /Off /AP << /N << /On 3 0 R /Off 3 0 R >> >>", left=205, bottom=620),
+        _field("Tx", "remark", "/V (Fragile)", bottom=400),
+    ]
+    assert _read(drawing([labels], fields)).text.splitlines() == [
+        "Name: Ase Lund",
+        "Port: Tromso Insured: yes",
+        "Night Day: no",
+        "remark: Fragile",
+    ]
+
+
+def test_a_form_without_labels_is_no_scan() -> None:
+    assert _read(drawing([""], [_field("Tx", "name", "/V (Ase Lund)")])).text == "name: Ase Lund\n"
+
+
+def test_hidden_fields_are_read_and_named() -> None:
+    field = _field("Tx", "total", "/V (440)").replace("/F 4", "/F 2")
+    document = _read(drawing([_shown((72, 704, "Total"))], [field]))
+    assert document.text == "Total\ntotal: 440\n"
+    assert document.notes == ("hidden field 'total': read like those that are shown",)
+
+
+@pytest.mark.parametrize("kind", ["Text", "FreeText", "Highlight"])
+def test_comments_are_marked(kind: str) -> None:
+    note = f"/Subtype /{kind} /Rect [50 50 90 90] /Contents (Paint the hull) /T (Ase)"
+    document = _read(drawing([_shown((72, 704, "Plan")), _shown((72, 704, "End"))], [note]))
+    assert document.text == "Plan\n[note by Ase: Paint the hull]\n\nEnd\n"
+    assert [mark.place for mark in document.marks] == ["p. 1", "p. 2"]
+
+
+def test_embedded_files_are_counted() -> None:
+    names = "/Names << /EmbeddedFiles << /Names [(a.txt) << /Type /Filespec /F (a.txt) >>] >> >>"
+    note = "/Subtype /FileAttachment /Rect [50 50 90 90]"
+    document = _read(drawing([_shown((72, 704, "Plan"))], [note], names))
+    assert document.notes == ("embedded files: 2 not read",)
+
+
+def test_a_form_that_is_only_xfa_is_noted() -> None:
+    form = "/AcroForm << /Fields [] /XFA [(datasets) 5 0 R] >>"
+    data = drawing([_shown((72, 704, "Please wait"))]).replace(b"/AcroForm << /Fields [] >>", form.encode())
+    assert _read(data).notes == ("XFA forms: 1 not read",)
+
+
+def test_a_page_that_cannot_be_opened_is_noted() -> None:
+    data = drawing([_shown((72, 704, "Plan")), _shown((72, 704, "End"))])
+    damaged = data.replace(b"/Kids [4 0 R 6 0 R]", b"/Kids [4 0 R 3 0 R]")
+    assert _read(damaged).notes == ("page 2: damaged, not read",)
+
+
+def test_text_outside_the_page_is_left_out() -> None:
+    assert _read(drawing([_shown((72, 704, "Plan"), (72, 900, "Printer's mark".replace("'", "")))])).text == "Plan\n"
+
+
+def test_turned_lines_stay_lines() -> None:
+    lines = "\n".join(f"BT /F1 12 Tf 0 1 -1 0 {100 + 14 * at} 100 Tm ({text}) Tj ET" for at, text in enumerate(_LEFT))
+    assert _read(drawing([lines])).text == "\n".join(_LEFT) + "\n"
+
+
+def test_scanned_pages_are_still_refused() -> None:
+    with pytest.raises(UnreadableFile, match="which are scanned"):
+        _read(scanned(2))
