@@ -20,7 +20,7 @@ _DATA_URI = re.compile(  # linear: possessive, and no part is tried again
     re.IGNORECASE | re.ASCII,
 )
 _BASE64 = re.compile(
-    r"(?<=[\">\s])(?:(?:[\w+/-]|\\/){60,}+(?:\s|\\[nr])*+)++(?:[\w+/-]*+={0,2}(?=\s*+[\"<]))?", re.ASCII
+    r"(?<=[\">:\s])(?:(?:[\w+/-]|\\/){60,}+(?:\s|\\[nr])*+)++(?:[\w+/-]*+={0,2}(?=\s*+[\"<]))?", re.ASCII
 )
 _PICTURES = ("iVBOR", "/9j/", "\\/9j", "R0lGOD", "UklGR", "PHN2Z")  # how PNG, JPEG, GIF, WebP and SVG begin
 _SHORTEST_URI, _SHORTEST_BASE64 = 200, 1000  # characters
