@@ -18,6 +18,7 @@ from kvtool.core.corpus.readers import (
     html,
     jsonl,
     mail,
+    mhtml,
     notebook,
     office,
     pdf,
@@ -109,6 +110,7 @@ _FORMATS = (
     _Format(mail.read, (".eml", ".mbox")),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
+    _Format(mhtml.read, (".mhtml", ".mht")),
     _Format(svg.read, (".svg",)),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}

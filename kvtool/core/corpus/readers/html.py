@@ -66,17 +66,22 @@ def read(source: str, text: str) -> list[Document]:
     UnreadableFile
         If nothing in the page is visible.
     """
-    blocks = _visible(text)
-    if not blocks:
+    rendered, marks = marked(text)
+    if not marks:
         raise EmptyFile("empty: the page has no visible text")
-    rendered, starts = _joined(blocks)
-    marks = tuple(Mark(start, block.line) for start, block in zip(starts, blocks, strict=True))
     return [Document(source, rendered, "html", marks=marks)]
 
 
 def visible(text: str) -> str:
     """Return the visible text of a page; it may be empty."""
-    return _joined(_visible(text))[0]
+    return marked(text)[0]
+
+
+def marked(text: str) -> tuple[str, tuple[Mark, ...]]:
+    """Return the visible text of a page, marked with the page's lines."""
+    blocks = _visible(text)
+    rendered, starts = _joined(blocks)
+    return rendered, tuple(Mark(start, block.line) for start, block in zip(starts, blocks, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
