@@ -508,7 +508,7 @@ def _lays_out(cells: Sequence[_Cell], blocks: Sequence[_Block]) -> bool:
     """Return True if a row only places parts of the page: it holds headings, code or long texts, or one cell of many
     parts."""
     if sum(bool(cell.blocks) for cell in cells) == 1:
-        return len(blocks) > 1 or blocks[0].form != "text"
+        return len(blocks) > 1 or blocks[0].form != "text" or len(blocks[0].text) > _LONGEST_PROSE
     if any(block.form == "heading" or (block.form == "pre" and "\n" in block.text) for block in blocks):
         return True
     return any(len(cell.blocks) > 1 and len(cell.label()) > _LONGEST_PROSE for cell in cells)

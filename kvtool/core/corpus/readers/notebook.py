@@ -40,7 +40,7 @@ def read(source: str, text: str) -> list[Document]:
 def _texts(cell: Any, printed: str) -> Iterator[str]:
     body = without_data_uris(_whole(cell.get("source", cell.get("input", ""))))
     if cell.get("cell_type") != "code":
-        yield f"{'#' * int(cell.get('level', 1))} {body}" if cell.get("cell_type") == "heading" else body
+        yield f"{'#' * min(6, int(cell.get('level', 1)))} {body}" if cell.get("cell_type") == "heading" else body
         return
     if body.strip():
         yield f"```\n{body}\n```"
@@ -63,7 +63,7 @@ def _output(out: Any) -> str:
     if "ename" in out:
         error = f"{out['ename']}: {out.get('evalue', '')}\n"
         trace = "\n".join(map(str, out.get("traceback", ())))
-        return error + (trace if "\n" in trace else "")
+        return error + (f"{trace}\n" if "\n" in trace else "")
     data = out.get("data", out)
     forms = {key.rpartition("/")[2]: _whole(value) for key, value in data.items() if isinstance(value, (str, list))}
     plain = forms.get("plain") or forms.get("text", "")
