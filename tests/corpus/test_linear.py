@@ -36,6 +36,16 @@ HOSTILE = {
         "<p>a",
         ["<a \"'", "<a \"<a '", "<!--", "<![", "<!doctype ", "<?", "</", "&#9", "<ul><li>a", "<td>a", "<"],
     ),
+    ".htm": (
+        '<a x="">',
+        [
+            *("<a \" ='", '<a " =">', '<a " b="c>', "<!-->", "<script>", "<table><td>", "<td rowspan=0 colspan=99>a"),
+            *("<tr><td rowspan=0>a", "<sup>a", "<ruby>a<rt>b", "<select><option>a", "<math><msup>", "<img alt='a'>"),
+        ],
+    ),
+    ".json": ('"data:image/png;base64,', ["a", "\\", "\\/", "data:a/b;", "\\ud800", "\n", 'a" ', "data:;base64,"]),
+    ".xml": (">", ["&#1", "&a", "&", "a" * 61 + "\n", " "]),
+    ".ics": ("A;QUOTED-PRINTABLE:", ["\n a", "=\n", "QUOTED-PRINTABLE", ":", "\\n", "\n"]),
     ".man": (".TH A 1\n", ["\\f", "\\*(", "\\[", '"', ".B a ", ".de a\n", "\\h'", '.\\"', "'\\\"\n", "\\s+1", " "]),
     ".1": (".", ['\\"\n.', " ", "\n", ".TH"]),
     ".txt": ("a", ["\ud7ff", "\n", " "]),

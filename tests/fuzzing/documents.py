@@ -33,11 +33,11 @@ Target = Callable[[bytes], None]
 _SECONDS = 2.0  # of processor time for one input
 _HERE = {
     **{"text": "a.txt", "markdown": "a.md", "latex": "a.tex", "jsonl": "a.jsonl", "subtitles": "a.vtt"},
-    **{"roff": "a.man", "unknown": "a.1"},
+    **{"roff": "a.man", "unknown": "a.1", "json": "a.json", "xml": "a.xml", "calendar": "a.ics"},
 }
 _APART = {
     **{"html": "a.html", "mail": "a.eml", "mailbox": "a.mbox", "notebook": "a.ipynb", "pdf": "a.pdf"},
-    **{"rtf": "a.rtf", "svg": "a.svg"},
+    **{"rtf": "a.rtf", "svg": "a.svg", "saved_page": "a.mhtml"},
 }
 _PACKED = {  # ending → the member that holds the text
     "docx": "word/document.xml",
@@ -176,7 +176,8 @@ def _questions(data: bytes) -> None:
 def _grown(data: bytes) -> None:
     """Read a short piece, many times: more than linear time shows at a length that a fuzzer does not reach. The first
     byte chooses the reader; NUL separates the piece from the text before and after it."""
-    name = [*_HERE.values(), _APART["html"]][data[0] % 8] if data else "a.txt"
+    names = [*_HERE.values(), _APART["html"]]
+    name = names[data[0] % len(names)] if data else "a.txt"
     before, piece, behind, *_ = [*data[1:].split(b"\0"), b"", b"", b""]
     begin = b"WEBVTT\n\n00:00.000 --> 00:01.000\n" if name == "a.vtt" else b""
     grown = begin + before[:64] + piece[:64] * (_GROWN // max(1, len(piece[:64]))) + behind[:64]
@@ -221,6 +222,24 @@ _SEEDS: dict[str, list[bytes]] = {
         b"<!doctype html><html><head><meta charset=utf-8><title>T</title></head><body><h1>A</h1><p>b &amp; &#65;<br>c"
         b"<ul><li>one<ol><li>two</ol></ul><table><tr><td>x<th>y</table><pre> z</pre><nav>n</nav><script>s</script>",
         b'<![if x]><!-- c --><a title="b\'" hidden>q</a><svg>u</svg><?php ?>&#x41;&nGt;',
+        b'<table><caption>c<tr><th rowspan=2>a<th colspan="3">b<tr><td><table><td>n</table></table>'
+        b'<img alt="i" width=9>'
+        b"10<sup>6</sup>x<sub>i</sub><ruby>w<rp>(<rt>r</ruby><math><msup><mi>x</mi><mn>2</mn></msup></math>"
+        b"<input value=v><input type=radio checked><select><option>o<option selected>p</select>"
+        b"<ol start=3><li value=7>q",
+    ],
+    "json": [
+        b'{"a": "\\ud83d\\ude00 \\u00e9 \\\\u0041 \\u0022", "b": "data:image/png;base64,' + b"iVBORw0K" * 40 + b'"}'
+    ],
+    "xml": [b'<?xml version="1.0" encoding="koi8-r"?><a b="&#x4e;">&#1052;&lt;&eacute;</a>'],
+    "calendar": [
+        b"BEGIN:VEVENT\r\nSUMMARY:a\r\n b\\, c\\nd\r\nEND:VEVENT\r\n",
+        b"N;CHARSET=UTF-8;ENCODING=QUOTED-PRINTABLE:=D0=98=\n=D0=99\nPHOTO;ENCODING=b:iVBO\n Rw0K\n",
+    ],
+    "saved_page": [
+        b'MIME-Version: 1.0\nContent-Type: multipart/related; boundary="x"\n\n--x\nContent-Type: text/html\n'
+        b"Content-Transfer-Encoding: quoted-printable\n\n<p>Caf=C3=A9 a=\nb\n<p>c\n--x\nContent-Type: text/html\n"
+        b"Content-Transfer-Encoding: base64\n\nPHA+eA==\n--x--\n",
     ],
     "latex": [b"\\section*[s]{A \\'{e} \\v{c} \\ss{} \\o}\n\\\"u \\H{o} {\\ae}\n  \\paragraph{x} text"],
     "roff": [
@@ -262,7 +281,7 @@ _SEEDS: dict[str, list[bytes]] = {
     "grown": [
         bytes((reader,)) + begin + b"\0" + piece + b"\0" + end
         for reader, (begin, piece, end) in itertools.product(
-            range(8), [(b"<v", b" ", b""), (b"", b"\\'{ ", b"x"), (b'{"id":', b"[", b"}"), (b"<p>", b"<li>a", b"-->")]
+            range(11), [(b"<v", b" ", b""), (b"", b"\\'{ ", b"x"), (b'{"id":', b"[", b"}"), (b"<p>", b"<li>a", b"-->")]
         )
     ],
     "question_file": [

@@ -19,6 +19,7 @@ from kvtool.core.corpus.readers import (
     html,
     jsonl,
     mail,
+    mhtml,
     notebook,
     opendocument,
     outlook,
@@ -91,8 +92,7 @@ _CODE = (
     *(".hs", ".lhs", ".ml", ".mli", ".elm", ".ex", ".exs", ".erl", ".hrl", ".lisp", ".el", ".scm"),
     *(".rkt", ".v", ".sv", ".vhd", ".vhdl", ".f", ".f90", ".f95", ".for", ".asm", ".s", ".sol"),
     *(".sh", ".bash", ".zsh", ".fish", ".ps1", ".bat", ".cmd", ".awk", ".sed", ".vim", ".sql"),
-    *(".css", ".scss", ".sass", ".less", ".xml", ".xsd", ".xsl", ".json", ".json5", ".yaml"),
-    *(".yml", ".toml", ".ini", ".cfg", ".conf", ".properties", ".proto", ".thrift", ".graphql"),
+    *(".css", ".scss", ".sass", ".less", ".toml", ".ini", ".cfg", ".conf", ".proto", ".thrift", ".graphql"),
     *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
     *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
 )
@@ -100,11 +100,17 @@ _OPENDOCUMENT = (
     *(".odt", ".ott", ".fodt", ".ods", ".ots", ".fods"),
     *(".odp", ".otp", ".fodp", ".odg", ".otg", ".fodg", ".odf"),
 )
+_XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf".split()
 _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
     _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
     _Format(text.read_code, _CODE, is_bounded=False),
     _Format(text.read_table, (".csv", ".tsv", ".tab", ".psv"), is_bounded=False),
+    _Format(
+        text.read_json, (".json", ".json5", ".geojson", ".jsonld", ".yaml", ".yml", ".properties"), is_bounded=False
+    ),
+    _Format(text.read_xml, tuple(_XML), is_bounded=False),
+    _Format(text.read_calendar, (".ics", ".ifb", ".vcf"), is_bounded=False),
     _Format(text.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
     _Format(jsonl.read, (".jsonl", ".ndjson", ".jsonlines"), is_bounded=False),
     _Format(subtitles.read, (".srt", ".vtt"), is_bounded=False),
@@ -120,6 +126,7 @@ _FORMATS = (
     _Format(outlook.read, (".msg", ".oft"), library="olefile"),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
+    _Format(mhtml.read, (".mhtml", ".mht")),
     _Format(svg.read, (".svg",)),
     _Format(_read_archive, (".zip",)),
 )

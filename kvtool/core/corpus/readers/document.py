@@ -14,6 +14,17 @@ from kvtool.core.errors import KvtoolError
 _MOST_NAMES, _LONGEST_NAME = 10, 60
 EXTRA = extra_line("documents")
 _REFERENCE = re.compile("&#(0*+)([0-9]{8,}+;?)?")
+_DATA_URI = re.compile(  # linear: possessive, and no part is tried again
+    r"data:(?:(\w{1,20}+)\\?/[\w.+-]{1,100}+)?(?:;(?!base64,)[\w.=+-]{1,100}+){0,9}+(?:;base64,(?:[\w+/=%-]++|\\[/nr]|"
+    r"[ \t]*+\r?\n[ \t]*+(?=[\w+/]{60}|[\w+/]*+={0,2}+[)\"'>\]]))*+|,[^\s\"'<>()\\]++)",
+    re.IGNORECASE | re.ASCII,
+)
+_BASE64 = re.compile(
+    r"(?<=[\">:\s])(?:(?:[\w+/-]|\\/){60,}+(?:\s|\\[nr])*+)++(?:[\w+/-]*+={0,2}(?=\s*+[\"<]))?", re.ASCII
+)
+_PICTURES = ("iVBOR", "/9j/", "\\/9j", "R0lGOD", "UklGR", "PHN2Z")  # how PNG, JPEG, GIF, WebP and SVG begin
+_SHORTEST_URI, _SHORTEST_BASE64 = 200, 1000  # characters
+EMBEDDED = "[data]"  # stands for embedded data that may hold text
 _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 
@@ -130,6 +141,33 @@ def opened(what: str, library: str) -> Iterator[None]:
 def cleaned(text: str) -> str:
     """Clean a text from a container: one kind of newline, no control characters, no half of a surrogate pair."""
     return _UNWANTED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def without_data_uris(text: str, *, base64: bool = False) -> str:
+    """Replace long data URIs by `[image]`, or `[data]` for other contents; their newlines stay.
+
+    Parameters
+    ----------
+    base64 : also replace long runs of base64 outside of URIs, as JSON and XML hold them.
+    """
+    text = _DATA_URI.sub(_placeholder, text) if "data:" in text.lower() else text
+    return _BASE64.sub(_placeholder, text) if base64 else text
+
+
+def _placeholder(found: re.Match[str]) -> str:
+    whole = found[0]
+    if found.re is _DATA_URI:
+        picture = str(found[1]).lower() == "image"
+        keep = len(whole) < _SHORTEST_URI
+    else:
+        picture = whole.startswith(_PICTURES)
+        keep = len(whole) < _SHORTEST_BASE64 or not all(re.search(kind, whole) for kind in ("[a-z]", "[A-Z]", r"\d"))
+    return whole if keep else ("[image]" if picture else EMBEDDED) + "\n" * whole.count("\n")
+
+
+def embedded_note(before: str, after: str) -> tuple[str, ...]:
+    """Word the note on data that :func:`without_data_uris` has cut, plain pictures aside."""
+    return unread_note({"embedded data": after.count(EMBEDDED) - before.count(EMBEDDED)})
 
 
 def shortened_references(text: str) -> str:

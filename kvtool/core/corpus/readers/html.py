@@ -1,36 +1,54 @@
 """HTML → its visible text, with headings, paragraphs, list items and table rows as lines.
 
-By the standard library's parser, since answers cite lines: selectolax (1.0) knows no lines of a page, and lxml only
-those of elements, up to 65,535.
+By own code, since answers cite lines: selectolax (1.0) knows no lines of a page, lxml only those of elements, up to
+65,535, and the standard library's parser takes quadratic time on quotes that do not close.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html.parser import HTMLParser
+from dataclasses import dataclass, field
+from html import unescape
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile, shortened_references
+from kvtool.core.corpus.readers.document import (
+    Document,
+    EmptyFile,
+    shortened_references,
+    table_row,
+    without_data_uris,
+)
 from kvtool.core.corpus.readers.encoding import of_text
+from kvtool.core.corpus.readers.notation import lowered, raised
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
-_UNSEEN = frozenset(("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object"))
-_SECTION = re.compile(r"<!\[[^<>]*+>")  # <![if …]> and the like, which a browser drops
-_LOOSE = re.compile(  # a < that begins nothing complete
-    r"""<(?!/?[a-z](?:[^<>"']|"[^"]{0,4000}"|'[^']{0,4000}')*+>|!--|!doctype[^<>]*+>|\?[^<>]*+>)""", re.I
+_UNSEEN = frozenset(
+    ("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object", "annotation", "annotation-xml")
 )
-_DEEPEST = 12  # levels of a list that are shown by indentation: without a limit, its text grows with depth squared
+_MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<>]*+>|\?[^<>]*+>)", re.I)
+_TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
+_ATTRIBUTE = re.compile(r"""([^\s"'=<>/]++)(?:\s*+=\s*+("[^"]*+"|'[^']*+'|[^\s"'>]++))?""")
+_RAW = {tag: re.compile(rf"</{tag}[\s/>]", re.I) for tag in ("script", "style")}
+_DEEPEST = 12  # levels of a list or table that are shown: without a limit, text and work grow with depth squared
+_WIDEST = 100  # columns of a cell; more mean all there are
+_LONGEST_LABEL = 200  # characters of a cell that are repeated in each row and column that it covers
 _HEADINGS = {f"h{rank}": "#" * rank for rank in range(1, 7)}
 _BLOCKS = frozenset(
     "address article aside blockquote body caption center dd details dialog div dl dt fieldset figcaption figure "
-    "footer form header hgroup hr html legend main p section summary table tbody tfoot thead".split()
+    "footer form header hgroup hr html legend main p section summary".split()
 )
 _VOID = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
 )
+_ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
+_VALUED = frozenset(("", "text", "search", "tel", "url", "email", "number", "range", "date", "time", "month", "week"))
+_SECOND = {"msup": "^", "msub": "_", "mfrac": "/", "munder": "_", "mover": "^", "msubsup": "_", "munderover": "_"}
+_PICTURE = re.compile(r"[\w.-]+\.(?:png|jpe?g|gif|svg|webp|bmp|ico)|(?:image|img|photo|picture|spacer|blank)?", re.I)
+_TABLE = frozenset(("table", "thead", "tbody", "tfoot", "tr", "td", "th"))
+_ALL_ROWS = 65_534
+_LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
 
 
 def declared_encoding(data: bytes) -> str:
@@ -48,17 +66,22 @@ def read(source: str, text: str) -> list[Document]:
     UnreadableFile
         If nothing in the page is visible.
     """
-    blocks = _visible(text)
-    if not blocks:
+    rendered, marks = marked(text)
+    if not marks:
         raise EmptyFile("empty: the page has no visible text")
-    rendered, starts = _joined(blocks)
-    marks = tuple(Mark(start, block.line) for start, block in zip(starts, blocks, strict=True))
     return [Document(source, rendered, "html", marks=marks)]
 
 
 def visible(text: str) -> str:
-    """Return the visible text of a page; it may be empty. Raises UnreadableFile."""
-    return _joined(_visible(text))[0]
+    """Return the visible text of a page; it may be empty."""
+    return marked(text)[0]
+
+
+def marked(text: str) -> tuple[str, tuple[Mark, ...]]:
+    """Return the visible text of a page, marked with the page's lines."""
+    blocks = _visible(text)
+    rendered, starts = _joined(blocks)
+    return rendered, tuple(Mark(start, block.line) for start, block in zip(starts, blocks, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +93,58 @@ class _Block:
     line: int
 
 
+@dataclass(slots=True)
+class _Cell:
+    blocks: list[_Block]
+    rows: int
+    columns: int
+
+    def label(self) -> str:
+        """Return the text that a row shows; rows of a table in it follow on lines of their own."""
+        return " ".join(block.text for block in self.blocks if block.form != "row")
+
+
+@dataclass(slots=True)
+class _Table:
+    """An open table.
+
+    Attributes
+    ----------
+    cells : of the open row; None between rows.
+    outer : blocks and open lists around the open cell; None between cells.
+    spans : column → rows that a cell above still covers, and its label.
+    """
+
+    cells: list[_Cell] | None = None
+    outer: tuple[list[_Block], list[int]] | None = None
+    spans: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def placed(self, cells: Sequence[_Cell]) -> list[str]:
+        """Return a row's labels by column, with those of cells that cover it from above or from the left."""
+        row: list[str] = []
+        for cell in cells:
+            self._carry(row)
+            label = cell.label()
+            for number in range(cell.columns):
+                if cell.rows > 1:
+                    self.spans[len(row)] = cell.rows - 1, label if len(label) <= _LONGEST_LABEL else ""
+                row.append("" if number and len(label) > _LONGEST_LABEL else label)
+        for column in sorted(column for column in self.spans if column >= len(row)):
+            row += [""] * (column - len(row))
+            self._carry(row)
+        return row
+
+    def _carry(self, row: list[str]) -> None:
+        while (span := self.spans.pop(len(row), None)) is not None:
+            if span[0] > 1:
+                self.spans[len(row)] = span[0] - 1, span[1]
+            row.append(span[1])
+
+
 def _visible(text: str) -> list[_Block]:
-    # an unclosed <nav> would hide the whole page: then it is better kept
-    return _blocks(text, _UNSEEN | {"nav"}) or _blocks(text, _UNSEEN)
+    # an unclosed <nav> would hide the whole page: then it is better kept, and so is what stands in for a script
+    hidden = (_UNSEEN | {"nav"}, _UNSEEN, _UNSEEN - {"noscript"})
+    return next((blocks for unseen in hidden if (blocks := _Page(unseen, text).blocks)), [])
 
 
 def _joined(blocks: Sequence[_Block]) -> tuple[str, list[int]]:
@@ -91,59 +163,86 @@ def _joined(blocks: Sequence[_Block]) -> tuple[str, list[int]]:
     return "".join(parts) + "\n" if parts else "", starts
 
 
-def _blocks(text: str, unseen: frozenset[str]) -> list[_Block]:
-    """Return the visible blocks of a page, without the elements in `unseen`."""
-    page = _Page(unseen)
-    try:
-        page.feed(_defused(text))
-        page.close()
-    except AssertionError as error:  # html.parser's way to give up on a broken declaration
-        raise UnreadableFile(f"broken HTML: {error}") from error
-    return page.finished()
+class _Page:
+    """The blocks of a page, the page's title first if it has no heading of the first rank."""
 
-
-def _defused(text: str) -> str:
-    """Escape each `<` that begins no tag, and shorten numbers: html.parser raises or becomes quadratic on some."""
-    text = shortened_references(text)
-    text = _LOOSE.sub("&lt;", _SECTION.sub(lambda found: "\n" * found[0].count("\n"), text))
-    last = text.rfind("-->") + 1  # after it no comment closes
-    return text[:last] + text[last:].replace("<!--", "&lt;!--")
-
-
-class _Page(HTMLParser):
-    """Turns parser events into blocks."""
-
-    def __init__(self, unseen: frozenset[str]) -> None:
-        super().__init__(convert_charrefs=True)
+    def __init__(self, unseen: frozenset[str], text: str) -> None:
         self.blocks: list[_Block] = []
-        self.title: _Block | None = None
+        self._title: _Block | None = None
         self._unseen = unseen
         self._hidden_by = ""  # the element that hides what follows, until it closes
         self._hidden_depth = 0
         self._words: list[str] = []
+        self._at = 1  # line of the file
         self._line = 0  # line of the first word that is more than white space; 0: none yet
         self._form = "text"
         self._prefix = ""
         self._lists: list[int] = []  # open lists: −1 for bullets, else the last number
-        self._cells: list[str] | None = None
-        self._row_line = 0
+        self._tables: list[_Table] = []
+        self._deeper = 0  # open tables that are not shown as such
+        self._spare = 4 * len(text) + 10_000  # characters of labels that are repeated
         self._pre = False
+        self._aside = ("", 0, False)  # the open one, its first word, and whether it is a link
+        self._readings: list[str] = []  # of the block's ruby words
+        self._options: list[tuple[int, bool]] = []  # of the open menu: first word, whether it is selected
+        self._math: list[tuple[str, int]] = []  # open elements of a formula, and their children so far
+        self._formula = ""
+        self._feed(shortened_references(text))
+        while self._tables:
+            self._end_table()
+        self._flush()
+        if self._title is not None and not any(block.text.startswith("# ") for block in self.blocks):
+            self.blocks.insert(0, self._title)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if self._hidden_by:
-            self._hidden_depth += tag == self._hidden_by
-        elif tag in self._unseen or (tag not in _VOID and any(name == "hidden" for name, _ in attrs)):
-            self._hidden_by, self._hidden_depth = tag, 1
+    def _feed(self, text: str) -> None:
+        at, dead, last = 0, set[int](), text.rfind("-->")  # after it no comment closes
+        for found in _MARKUP.finditer(text):
+            start, end = found.span()
+            if start < at or (found[2] and start > last):
+                continue
+            if found[1]:
+                end = _tag_end(text, end, dead)
+            elif found[2]:
+                end = text.find("-->", start + 2) + 3
+            if end < 0:
+                continue
+            self._hear(text[at:start])
+            self._at += text.count("\n", at, start)
+            at = end
+            if found[1]:
+                tag = found[1].lower()
+                self._tag(tag, text[found.end() : end - 1])
+                if tag in _RAW and text[end - 2] != "/":
+                    closing = _RAW[tag].search(text, end)
+                    at = closing.start() if closing else len(text)
+            self._at += text.count("\n", start, at)
+        self._hear(text[at:])
+
+    def _hear(self, text: str) -> None:
+        if text and not self._hidden_by:
+            self._say(unescape(text))
+
+    def _say(self, text: str) -> None:
+        self._words.append(text)
+        if not self._line and text.strip():
+            self._line = self._at + text.count("\n", 0, len(text) - len(text.lstrip()))
+
+    def _tag(self, tag: str, rest: str) -> None:
+        """Take a tag; <div/> opens a div in HTML, <br/> is a br."""
+        if tag.startswith("/"):
+            self._end(tag[1:])
+        elif self._hidden_by:
+            self._hidden_depth += tag == self._hidden_by and not rest.endswith("/")
         else:
-            self._open(tag)
+            found = _ATTRIBUTE.findall(rest)
+            attributes = {name.lower(): value[1:-1] if value[:1] in "\"'" else value for name, value in found}
+            unseen = tag in self._unseen or "hidden" in attributes
+            if unseen and tag not in _VOID and not rest.endswith("/"):
+                self._hidden_by, self._hidden_depth = tag, 1
+            elif not unseen:
+                self._open(tag, attributes)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _VOID:  # <div/> opens a div in HTML, <br/> is a br
-            self.handle_starttag(tag, attrs)
-        elif not self._hidden_by and tag not in self._unseen:
-            self._open(tag)
-
-    def handle_endtag(self, tag: str) -> None:
+    def _end(self, tag: str) -> None:
         if self._hidden_by:
             self._hidden_depth -= tag == self._hidden_by
             if not self._hidden_depth:
@@ -151,34 +250,23 @@ class _Page(HTMLParser):
         else:
             self._close(tag)
 
-    def handle_data(self, data: str) -> None:
-        if not self._hidden_by:
-            self._words.append(data)
-            if not self._line and data.strip():
-                self._line = self.getpos()[0] + data.count("\n", 0, len(data) - len(data.lstrip()))
-
-    def finished(self) -> list[_Block]:
-        """Return all blocks, the page's title first if it has no heading of the first rank."""
-        self._flush()
-        if self.title is not None and not any(block.text.startswith("# ") for block in self.blocks):
-            self.blocks.insert(0, self.title)
-        return self.blocks
-
-    def _open(self, tag: str) -> None:
-        if tag == "br":
+    def _open(self, tag: str, attributes: dict[str, str]) -> None:
+        if self._math and (tag.startswith("m") or tag == "semantics"):
+            self._open_term(tag)
+        elif tag in _ASIDES or tag in ("rb", "rtc"):
+            self._end_aside()
+            self._aside = (tag, len(self._words), False)
+        elif tag == "br":
             self._words.append("\n" if self._pre else "\v")  # \v: a break that survives collapsing
         elif tag in _HEADINGS:
             self._begin("heading", _HEADINGS[tag] + " ")
         elif tag in ("ul", "ol", "menu"):
             self._flush()
-            self._lists.append(0 if tag == "ol" else -1)
+            self._lists.append(_number(attributes, "start", 1) - 1 if tag == "ol" else -1)
         elif tag == "li":
-            self._begin("item", self._bullet())
-        elif tag == "tr":
-            self._flush()
-            self._cells = []
-        elif tag in ("td", "th"):
-            self._end_cell()
+            self._begin("item", self._bullet(_number(attributes, "value", -1)))
+        elif tag in _TABLE:
+            self._open_table(tag, attributes)
         elif tag in ("pre", "textarea"):
             self._flush()
             self._form, self._pre = "pre", True
@@ -186,72 +274,244 @@ class _Page(HTMLParser):
             self._block_break()
         elif tag == "title":
             self._flush()
+        else:
+            self._open_inline(tag, attributes)
+
+    def _open_inline(self, tag: str, attributes: dict[str, str]) -> None:
+        """Say what an element shows that has no text of its own."""
+        kind = attributes.get("type", "").lower()
+        if tag == "a":
+            self._aside = (*self._aside[:2], True)
+        elif tag == "img":
+            self._say(self._alternative(attributes))
+        elif tag == "input" and kind in ("checkbox", "radio"):
+            self._say("[x] " if "checked" in attributes else "[ ] ")
+        elif tag == "input" and kind in _VALUED and (value := attributes.get("value")):
+            self._say(f" {unescape(value)} ")
+        elif tag == "select":
+            self._options.clear()
+        elif tag == "option":
+            self._options.append((len(self._words), "selected" in attributes))
+            self._say(" ")
+        elif tag == "math":
+            self._formula = unescape(attributes.get("alttext", ""))
+            if self._formula:
+                self._say(f" {self._formula} ")
+                self._hidden_by, self._hidden_depth = tag, 1
+            else:
+                self._math.append((tag, 0))
 
     def _close(self, tag: str) -> None:
-        if tag == "title":
-            if self.title is None and (title := _collapsed("".join(self._words))):
-                self.title = _Block("heading", f"# {title}", self._line)
+        if self._math:
+            self._close_term(tag)
+        elif tag in _ASIDES or tag in ("ruby", "rb", "rtc"):
+            self._end_aside()
+        elif tag == "title":
+            if self._title is None and (title := _collapsed("".join(self._words))):
+                self._title = _Block("heading", f"# {title}", self._line)
             self._clear()
         elif tag in ("ul", "ol", "menu"):
             self._flush()
             del self._lists[-1:]
-        elif tag in ("td", "th"):
-            self._end_cell()
-        elif tag == "tr":
-            self._end_row()
+        elif tag in _TABLE:
+            self._close_table(tag)
+        elif tag == "select":
+            self._end_options()
         elif tag == "li" or tag in _HEADINGS or tag in ("pre", "textarea"):
             self._flush()
         elif tag in _BLOCKS:
             self._block_break()
+
+    def _alternative(self, attributes: dict[str, str]) -> str:
+        """Return what stands for a picture: its description, unless it is decoration, a tracker, or a file's name."""
+        text = " ".join(unescape(attributes.get("alt", "")).split())
+        tiny = {attributes.get("width"), attributes.get("height")} & {"0", "1", "0px", "1px"}
+        if tiny or attributes.get("aria-hidden") == "true" or _PICTURE.fullmatch(text) or text == self._formula:
+            return ""
+        return f" [image: {text}] " if re.search(r"\w", text) else text
+
+    def _end_options(self) -> None:
+        """Keep of a menu what is selected; all, if nothing is."""
+        starts = [start for start, _ in self._options]
+        ends = [*starts[1:], len(self._words)]
+        texts = [_collapsed("".join(self._words[start:end])) for start, end in zip(starts, ends, strict=True)]
+        chosen = [text for text, (_, selected) in zip(texts, self._options, strict=True) if selected]
+        if starts:
+            self._words[starts[0] :] = [f" {', '.join(chosen or texts)} "]
+        self._options.clear()
+
+    def _end_aside(self) -> None:
+        (kind, start, is_link), self._aside = self._aside, ("", 0, False)
+        if kind not in _ASIDES:
+            return
+        text = "".join(self._words[start:])
+        del self._words[start:]
+        if kind == "rt":
+            self._readings.append(_collapsed(text))
+        elif kind != "rp":
+            before = "".join(self._words[-4:])[-24:]
+            if kind == "sub" and before[-1:] in ("/", "⁄") and self._words[-2:-1] and self._words[-2].startswith("^"):
+                self._words[-2] = " " + self._words[-2][1:]  # 1 1/2
+            self._words.append(raised(before, text, is_link) if kind == "sup" else lowered(before, text))
+
+    def _open_term(self, tag: str) -> None:
+        """Begin a part of a formula, which is written in one line: x^2, (a+b)/c."""
+        around, count = self._math[-1]
+        self._math[-1] = (around, count + 1)
+        if around in _SECOND and count:
+            self._words.append(_SECOND[around] if count == 1 else "^")
+        self._words.append("√(" if tag == "msqrt" else "(" if tag == "mrow" and around in _SECOND else "")
+        self._math.append((tag, 0))
+
+    def _close_term(self, tag: str) -> None:
+        if tag == "math":
+            self._math.clear()
+        elif len(self._math) > 1 and self._math[-1][0] == tag:
+            self._math.pop()
+            bracket = tag == "msqrt" or (tag == "mrow" and self._math[-1][0] in _SECOND)
+            self._words.append(")" if bracket else " " if tag in ("mtd", "mtr") else "")
+
+    def _open_table(self, tag: str, attributes: dict[str, str]) -> None:
+        if tag == "table" and len(self._tables) == _DEEPEST:
+            self._deeper += 1
+        elif tag == "table" or not self._tables:
+            self._flush()
+            self._tables.append(_Table())
+        table = self._tables[-1]
+        if tag in ("td", "th"):
+            self._end_cell()
+            self._flush()
+            table.cells = table.cells if table.cells is not None else []
+            rows, columns = _number(attributes, "rowspan", 1) or _ALL_ROWS, _number(attributes, "colspan", 1)
+            table.cells.append(_Cell([], rows, columns if 0 < columns <= _WIDEST else 1))
+            table.outer = (self.blocks, self._lists)
+            self.blocks, self._lists = table.cells[-1].blocks, []
+        elif tag != "table":
+            self._end_row()
+            table.cells = [] if tag == "tr" else None
+            if tag != "tr":
+                table.spans.clear()
+
+    def _close_table(self, tag: str) -> None:
+        if not self._tables:
+            self._flush()
+        elif tag in ("td", "th"):
+            self._end_cell()
+        elif tag == "table" and self._deeper:
+            self._deeper -= 1
+        elif tag == "table":
+            self._end_table()
+        else:
+            self._end_row()
+
+    def _end_table(self) -> None:
+        self._end_row()
+        self._tables.pop()
+
+    def _end_cell(self) -> None:
+        table = self._tables[-1]
+        if table.outer is not None:
+            self._flush()
+            (self.blocks, self._lists), table.outer = table.outer, None
+
+    def _end_row(self) -> None:
+        """End a row: a line, or the parts of its cells as they are if it only lays them out."""
+        self._end_cell()
+        table = self._tables[-1]
+        cells, table.cells = table.cells, None
+        if cells is None:
+            return
+        blocks = [block for cell in cells for block in cell.blocks]
+        if not table.spans and _lays_out(cells, blocks):
+            self.blocks += blocks
+            return
+        if len(cells) == 1 and not table.spans:
+            cells[0].columns = 1
+        cost = sum((len(cell.label()) + 3) * cell.columns for cell in cells)
+        self._spare -= cost + sum(len(label) + 3 for _, label in table.spans.values())
+        if self._spare < 0:
+            table.spans.clear()
+            for cell in cells:
+                cell.rows = cell.columns = 1
+        row = table.placed(cells)
+        if any(block.form != "row" for block in blocks):
+            self.blocks.append(_Block("row", table_row(row), blocks[0].line))
+        self.blocks += (block for block in blocks if block.form == "row")
 
     def _begin(self, form: str, prefix: str) -> None:
         self._flush()
         self._form, self._prefix = form, prefix
 
     def _block_break(self) -> None:
-        """End a paragraph; inside a cell, or before an item's first word, only add a space."""
-        if self._cells is not None or (self._prefix and not self._line):
+        """End a paragraph; before an item's first word, only add a space."""
+        if self._prefix and not self._line:
             self._words.append(" ")
         else:
             self._flush()
 
-    def _bullet(self) -> str:
+    def _bullet(self, number: int) -> str:
         if not self._lists:
             return "- "
         indent = "  " * min(len(self._lists) - 1, _DEEPEST)
         if self._lists[-1] < 0:
             return indent + "- "
-        self._lists[-1] += 1
+        self._lists[-1] = number if number >= 0 else self._lists[-1] + 1
         return f"{indent}{self._lists[-1]}. "
-
-    def _end_cell(self) -> None:
-        if self._cells is not None:
-            cell = _collapsed("".join(self._words)).replace("\n", " ")
-            if cell:
-                self._row_line = self._row_line if self._cells else self._line
-                self._cells.append(cell)
-            self._clear()
-
-    def _end_row(self) -> None:
-        if self._cells is not None:
-            self._end_cell()
-            cells, self._cells = self._cells, None
-            if cells:
-                self.blocks.append(_Block("row", " | ".join(cells), self._row_line))
 
     def _clear(self) -> None:
         self._words.clear()
+        self._options.clear()
         self._line = 0
 
     def _flush(self) -> None:
-        if self._cells is not None:
-            self._end_row()
+        self._end_aside()
         raw = "".join(self._words)
-        text = raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw)
+        text = without_data_uris(raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw))
+        if self._readings:
+            text += f" ({', '.join(self._readings)})"
         if text.strip():
+            if self._tables and self._tables[-1].outer is None and self._tables[-1].cells:
+                self._end_row()  # a text between cells
             self.blocks.append(_Block(self._form, self._prefix + text, self._line))
         self._clear()
+        self._readings.clear()
         self._form, self._prefix, self._pre = "text", "", False
+
+
+def _tag_end(text: str, at: int, dead: set[int]) -> int:
+    """Find the end of a tag; −1: there is none.
+
+    Parameters
+    ----------
+    at : the end of the tag's name.
+    dead : beginnings of values in tags without an end, which later ones share: each is looked at once.
+    """
+    values: list[int] = []
+    while (found := _TO_QUOTE.match(text, at)) and (quote := found[2]) and (start := found.end()) not in dead:
+        values.append(start)
+        at = text.find(quote, start) + 1
+        if not at:
+            break
+    else:
+        if found and found[1]:
+            return found.end()
+    dead.update(values)
+    return -1
+
+
+def _number(attributes: dict[str, str], name: str, default: int) -> int:
+    found = re.match(r"\s*(\d{1,5})(?!\d)", attributes.get(name, ""), re.ASCII)
+    return int(found[1]) if found else default
+
+
+def _lays_out(cells: Sequence[_Cell], blocks: Sequence[_Block]) -> bool:
+    """Return True if a row only places parts of the page: it holds headings, code or long texts, or one cell of many
+    parts."""
+    if sum(bool(cell.blocks) for cell in cells) == 1:
+        return len(blocks) > 1 or blocks[0].form != "text" or len(blocks[0].text) > _LONGEST_PROSE
+    if any(block.form == "heading" or (block.form == "pre" and "\n" in block.text) for block in blocks):
+        return True
+    return any(len(cell.blocks) > 1 and len(cell.label()) > _LONGEST_PROSE for cell in cells)
 
 
 def _collapsed(text: str) -> str:

@@ -1,0 +1,302 @@
+"""Web pages, books, notebooks, calendars, JSON, XML and Markdown: what they say is read, and embedded data is not."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.common.marks import place_of
+from kvtool.core.corpus.readers import read_documents
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, without_data_uris
+from kvtool.core.corpus.readers.notation import lowered, raised
+
+PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n" + random.Random(1).randbytes(6000)).decode()
+FONT = base64.b64encode(random.Random(2).randbytes(3000)).decode()
+
+
+def read(data: bytes | str, name: str = "a.html") -> Document:
+    (document,) = read_documents(Path("/in") / name, data.encode() if isinstance(data, str) else data)
+    return document
+
+
+def lines(page: str) -> list[str]:
+    return [line for line in read(page).text.split("\n") if line]
+
+
+def place(document: Document, words: str) -> str:
+    start = document.text.index(words)
+    return place_of(document.text, document.marks, start, start + len(words)).cite("a")
+
+
+# Embedded data
+
+
+def test_attributes_of_any_length_are_not_text() -> None:
+    for attribute in (f'src="data:image/png;base64,{PICTURE}"', f"data-page='{'<b>{x: 1} ' * 2000}'"):
+        assert read(f"<p>Before.</p><img {attribute}><p>After.").text == "Before.\n\nAfter.\n"
+
+
+@pytest.mark.parametrize(
+    "tag", ['<td width="10"">', "<td title=it's>", '<td title="x > y" class="\'">', '<td a="b"c="d">']
+)
+def test_stray_quotes_do_not_make_a_tag_text(tag: str) -> None:
+    assert read(f'<table><tr>{tag}A</td>{tag}B</td></tr></table><p>it\'s "C"').text == 'A | B\n\nit\'s "C"\n'
+
+
+def test_markdown_images_are_replaced_and_lines_stay() -> None:
+    text = f"# Map\n\n![plan](data:image/png;base64,{PICTURE})\n\n[a]: data:font/woff2;base64,{FONT}\nAfter."
+    document = read(text, "a.md")
+    assert document.text == "# Map\n\n![plan]([image])\n\n[a]: [data]\nAfter."
+    assert document.notes == ("embedded data: 1 not read",)
+
+
+def test_data_uris_over_several_lines_keep_their_newlines() -> None:
+    wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
+    assert without_data_uris(f"(data:image/png;base64,{wrapped}\niV=)\nnext") == f"([image]{chr(10) * 10})\nnext"
+
+
+@pytest.mark.parametrize(
+    "text", ["data:text/plain,hello", "data:image/gif;base64,R0lGODdhAQ==", "the data: all of it", "DATA:" + "x" * 500]
+)
+def test_short_examples_stay(text: str) -> None:
+    assert without_data_uris(text, base64=True) == text
+
+
+def test_json_strings_of_base64_are_counted() -> None:
+    page = {"a": f"data:image/png;base64,{PICTURE}", "b": FONT, "c": PICTURE, "d": "acgt" * 500}
+    document = read(json.dumps(page), "a.json")
+    assert json.loads(document.text) == {"a": "[image]", "b": "[data]", "c": "[image]", "d": "acgt" * 500}
+    assert document.notes == ("embedded data: 1 not read",)
+
+
+def test_style_sheets_lose_their_fonts() -> None:
+    assert read(f"a {{src: url(data:font/woff;base64,{FONT})}}", "a.css").text == "a {src: url([data])}"
+
+
+# Tables
+
+
+def test_empty_cells_keep_their_column() -> None:
+    assert lines("<table><tr><td><th>Mon<th>Tue<tr><td>Red<td>&nbsp;<td>4<tr><td>Blue<td>2<td></table>") == [
+        " | Mon | Tue",
+        "Red |  | 4",
+        "Blue | 2",
+    ]
+
+
+def test_labels_of_merged_cells_are_repeated() -> None:
+    table = (
+        "<tr><th rowspan=2>Depot<th colspan=2>Pallets<th>Chief<tr><th>in<th>out<th>name"
+        "<tr><td rowspan='0'>North<td>4<td></td><td>Ida<tr><td>5<td>6"
+    )
+    assert lines(f"<table>{table}<tbody><tr><td>South<td>1</table>") == [
+        "Depot | Pallets | Pallets | Chief",
+        "Depot | in | out | name",
+        "North | 4 |  | Ida",
+        "North | 5 | 6",
+        "South | 1",
+    ]
+
+
+def test_spans_out_of_all_bounds() -> None:
+    page = "<table>" + "<tr><td rowspan=65534 colspan=1000>ab<td colspan=9 rowspan=99999>c" * 2000
+    text = read(page).text
+    assert text.startswith("ab | c")
+    assert len(text) < 10 * len(page)
+
+
+def test_rows_of_an_inner_table_follow_the_outer_row() -> None:
+    inner = "<table><tr><td>Mon<td>7<tr><td>Tue<td>9</table>"
+    assert lines(f"<table><tr><td>Depot<td>{inner}<td>end</table><p>x") == ["Depot |  | end", "Mon | 7", "Tue | 9", "x"]
+
+
+def test_a_list_in_a_cell_stays_in_its_column() -> None:
+    assert lines("<table><tr><td>Fruit<td><ul><li>apple<li>pear</ul><td>7</table>") == ["Fruit | - apple - pear | 7"]
+
+
+def test_cells_without_rows_and_captions() -> None:
+    assert lines("<table><caption>Fleet</caption><td>a<td>b<tr><td>c</table>") == ["Fleet", "a | b", "c"]
+
+
+def test_tables_that_lay_out_a_page() -> None:
+    long = "word " * 120
+    page = f"<table><tr><td><h1>Head</h1><p>One<p>Two<td><p>Side</table><table><tr><td><td>{long}</table>"
+    assert lines(page) == ["# Head", "One", "Two", "Side", long.strip()]
+
+
+# Notation
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "shown"),
+    [
+        *(("10", "6", "^6"), ("10", "-3", "^-3"), ("5 km", "2", "^2"), ("(a+b)", "2", "^2"), ("x", "n+1", "^(n+1)")),
+        *(("Ca", "2+", "^2+"), ("2", "n", "^n"), ("sin", "2", "^2"), ("1", "st", "st"), ("3", "e", "e")),
+        *(("Limit", "3", "[3]"), ("the end.", "3, 4", "[3, 4]"), ("in 1987", "4", "[4]"), ("(see above)", "1", "[1]")),
+        *(("Limit", "a", "[a]"), ("", "3", "[3]"), ("of ", "14", "14"), ("Wiki", "[1]", "[1]"), ("Limit", "*", "*")),
+    ],
+)
+def test_superscripts(before: str, text: str, shown: str) -> None:
+    assert raised(before, text, is_link=False) == shown
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "shown"),
+    [
+        ("H", "2", "2"),
+        ("log", "2", "_2"),
+        ("101", "2", "_2"),
+        ("x", "i", "_i"),
+        ("V", "max", "max"),
+        ("a", "n+1", "_(n+1)"),
+    ],
+)
+def test_subscripts(before: str, text: str, shown: str) -> None:
+    assert lowered(before, text) == shown
+
+
+def test_notation_of_a_page() -> None:
+    page = "9 m<sup><a href='#n'>2</a></sup>, 9 m<sup>2</sup>, 1<sup>1</sup>/<sub>2</sub> cups of CO<sub>2</sub>"
+    assert read(page).text == "9 m[2], 9 m^2, 1 1/2 cups of CO2\n"
+
+
+def test_readings_follow_the_whole_phrase() -> None:
+    page = "<p><ruby>港<rp>(</rp><rt>みなと</rt><rp>)</rp>町<rt>まち</ruby>の朝<p>次"
+    assert read(page).text == "港町の朝 (みなと, まち)\n\n次\n"
+
+
+def test_formulas() -> None:
+    inside = "<mi>m</mi><msup><mi>c</mi><mn>2</mn></msup><mo>+</mo><mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
+    page = (
+        f"<math>{inside}<mn>2</mn></mfrac><annotation>no</annotation></math> or <math alttext='\\pi'><mi>p</mi></math>."
+    )
+    assert read(page).text == "mc^2+(a+b)/2 or \\pi .\n"
+
+
+# Attributes that are shown
+
+
+def test_descriptions_of_images() -> None:
+    page = (
+        '<p>Plan: <img alt="Fire exit &amp; stairs"><img alt=""><img alt="IMG_7.jpg"><img alt="t" width="1" height="1">'
+        '<img alt="logo" aria-hidden="true"> <img alt="🙂">'
+    )
+    assert read(page).text == "Plan: [image: Fire exit & stairs] 🙂\n"
+
+
+def test_values_of_form_fields() -> None:
+    page = (
+        'Name <input value="Ida &amp; co" placeholder=no> <input type=hidden value=h><input type=password value=p>'
+        "<input type=submit value=s><input type=checkbox checked> tea <input type=radio> milk "
+        "<select><option>Oslo<option selected>Moss</select> <select><option>A<option>B</select>"
+    )
+    assert read(page).text == "Name Ida & co [x] tea [ ] milk Moss A, B\n"
+
+
+def test_numbers_of_lists() -> None:
+    assert read("<ol start=4><li>a<li>b<li value=9>c</ol>").text == "4. a\n5. b\n9. c\n"
+
+
+def test_pages_that_are_empty_without_scripts() -> None:
+    assert read("<script>x()</script><noscript><p>Closed on Sunday.</noscript>").text == "Closed on Sunday.\n"
+    assert read("<p>Open.</p><noscript>Closed.</noscript>").text == "Open.\n"
+
+
+def test_scripts_and_comments_with_markup() -> None:
+    page = "<script>if (a<b) x='</p>', c='it</script>one <!-- <a title='--> two<script src='x'/><p>three"
+    assert lines(page) == ["one two", "three"]
+
+
+# Escapes and encodings
+
+
+def test_escapes_of_json_are_letters() -> None:
+    text = '{"a": "\\u041c\\u0430\\ud83d\\ude00 \\u0022 \\u005c \\u000a \\\\u0041 \\ud800 \\u003cb\\n"}\r\n'
+    expected = '{"a": "Ма😀 \\u0022 \\u005c \\u000a \\\\u0041 \\ud800 <b\\n"}\r\n'
+    assert read(text, "a.json").text == expected
+    assert read('a: "\\xe9 \\u2019"', "a.yaml").text == 'a: "é ’"'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "encoding"),
+    [
+        ("a.rss", '<?xml version="1.0" encoding="windows-1251"?><a>Пристань</a>', "cp1251"),
+        ("a.css", '@charset "koi8-r"; /* Пристань */', "koi8-r"),
+        ("a.py", "# -*- coding: iso8859-5 -*-\nx = 'Пристань'", "iso8859-5"),
+    ],
+)
+def test_declared_encodings(name: str, text: str, encoding: str) -> None:
+    assert read(text.encode(encoding), name).text == text
+
+
+def test_references_of_xml_are_letters() -> None:
+    text = "<a b='&#38;&quot;'>&#1052;&#x430;&eacute;&#8212;&lt;&amp;&#10;&unknown;</a>"
+    assert read(text, "a.xml").text == "<a b='&#38;&quot;'>Маé—&lt;&amp;&#10;&unknown;</a>"
+
+
+def test_saved_pages() -> None:
+    frame = base64.b64encode("<p>Frère".encode("latin-1")).decode()
+    page = (
+        'From: x\r\nMIME-Version: 1.0\r\nContent-Type: multipart/related; boundary="b"\r\n\r\n--b\r\n'
+        "Content-Type: text/html\r\nContent-Transfer-Encoding: quoted-printable\r\n\r\n"
+        "<p>Caf=C3=A9 by the har=\r\nbour\r\n<p>Open\r\n--b\r\nContent-Type: text/html; charset=iso-8859-1\r\n"
+        f"Content-Transfer-Encoding: base64\r\n\r\n{frame}\r\n--b\r\nContent-Type: image/png\r\n\r\nx\r\n--b--\r\n"
+    )
+    document = read(page, "a.mht")
+    assert document.text == "Café by the harbour\n\nOpen\n\nFrère\n"
+    assert [place(document, words) for words in ("Café", "Open", "Frère")] == ["a:9", "a:11", "a:16"]
+    with pytest.raises(UnreadableFile):
+        read("From: x\n\nno page", "a.mhtml")
+
+
+def test_folded_lines_of_calendars() -> None:
+    text = "BEGIN:VEVENT\r\nSUMMARY:Buoy sur\r\n vey\\, west\\nbring\r\n\t rope\r\nEND:VEVENT\r\n"
+    document = read(text, "a.ics")
+    assert document.text == "BEGIN:VEVENT\nSUMMARY:Buoy survey, west\nbring rope\nEND:VEVENT\n"
+    assert place(document, "bring rope") == "a:2"
+    assert place(document, "END") == "a:5"
+    plain = "BEGIN:VEVENT\r\nSUMMARY:a\r\nEND:VEVENT\r\n"
+    assert read(plain, "a.ics").text == plain
+
+
+def test_business_cards() -> None:
+    wrapped = "\n ".join(FONT[at : at + 72] for at in range(0, len(FONT), 72))
+    document = read(f"FN;ENCODING=QUOTED-PRINTABLE:J=C3=B6rg=\n Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")
+    assert document.text == "FN;ENCODING=QUOTED-PRINTABLE:Jörg Ek\nPHOTO;ENCODING=b:[data]\nEND:VCARD\n"
+    assert document.notes == ("embedded data: 1 not read",)
+
+
+# Notebooks
+
+
+def notebook(*outputs: object, **cell: object) -> Document:
+    code = {"cell_type": "code", "source": "x", "outputs": outputs, **cell}
+    return read(json.dumps({"cells": [code]}), "a.ipynb")
+
+
+def test_failures_of_cells() -> None:
+    trace = ["\x1b[31mTraceback\x1b[0m", "line 1"]
+    long = {"output_type": "stream", "text": "\x1b[1mx" * 3000}
+    document = notebook(long, {"output_type": "error", "ename": "KeyError", "evalue": "'tide'", "traceback": trace})
+    assert "KeyError: 'tide'\nTraceback\nline 1\nxxx" in document.text
+    assert document.notes == ("ends of long outputs: 1 not read",)
+
+
+def test_outputs_that_are_not_plain_text() -> None:
+    shown = {"data": {"text/html": "<b>41</b> boats", "text/plain": "<IPython.core.display.HTML object>"}}
+    assert "\n\n41 boats\n# 7" in notebook(shown, {"data": {"text/markdown": ["# 7"]}}).text
+    assert "\n\n3\n4\n" in notebook({"data": {"text/plain": "3"}}, {"data": {"text/plain": "4"}}).text
+
+
+def test_all_worksheets_and_headings() -> None:
+    sheets = [{"cells": [{"cell_type": "heading", "level": 2, "source": word}]} for word in ("North", "South")]
+    assert read(json.dumps({"worksheets": sheets}), "a.ipynb").text == "## North\n\n## South\n"
+
+
+def test_pictures_in_notebooks_are_not_text() -> None:
+    cell = {"cell_type": "markdown", "source": f"![a](data:image/png;base64,{PICTURE})"}
+    assert read(json.dumps({"cells": [cell]}), "a.ipynb").text == "![a]([image])\n"
