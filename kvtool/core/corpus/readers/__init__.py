@@ -19,7 +19,6 @@ from kvtool.core.corpus.readers import (
     html,
     jsonl,
     mail,
-    mhtml,
     notebook,
     opendocument,
     outlook,
@@ -126,7 +125,7 @@ _FORMATS = (
     _Format(outlook.read, (".msg", ".oft"), library="olefile"),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
-    _Format(mhtml.read, (".mhtml", ".mht")),
+    _Format(mail.read_page, (".mhtml", ".mht")),
     _Format(svg.read, (".svg",)),
     _Format(_read_archive, (".zip",)),
 )
