@@ -421,13 +421,6 @@ def test_outlook_attachments_and_attached_items_are_read() -> None:
     assert {file_of(document.source) for document in found} == {"/in/a.msg"}
 
 
-def test_outlook_contacts_have_their_fields() -> None:
-    text = mail(
-        compound(item(t0037="Alma Reyes", t3A16="Harbour Ltd", t3A1C="0123 456", t1000="Met in May.")), "a.msg"
-    ).text
-    assert text.endswith("Company: Harbour Ltd\nMobile phone: 0123 456\n\nMet in May.\n")
-
-
 def test_a_damaged_outlook_file_is_refused() -> None:
     whole = compound(item(**NOTE, t1000="Nine tons."))
     for data in (b"no compound file", whole[:600], whole[:512] + b"\xff" * (len(whole) - 512)):

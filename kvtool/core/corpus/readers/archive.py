@@ -27,18 +27,12 @@ ReadAs = Callable[[PurePath, str, bytes], list[Document]]
 
 def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
     """Return the documents of all files that a reader knows, `archive.zip#folder/name.md`. A note counts the others.
+    Raises BinaryFile if there are too many, or none.
 
     Parameters
     ----------
     read_as : reads a file by its path, under a source's name.
     kind_of : names what no reader knows, in the plural; "" for the others.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged.
-    BinaryFile
-        If it holds too much text or too many files, or nothing that can be read.
     """
     documents: list[Document] = []
     failures: list[str] = []

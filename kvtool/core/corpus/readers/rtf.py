@@ -72,13 +72,7 @@ class _Row:
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered. A note quotes hidden text.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is not rich text.
-    """
+    """Return one document, its paragraphs and the rows of its tables numbered. A note quotes hidden text."""
     if not data.lstrip().startswith(b"{\\rtf"):
         raise UnreadableFile("damaged: not the rich text that its name says")
     return [_Reader(data.decode("latin-1")).document(source)]

@@ -17,13 +17,7 @@ _MARKUP = re.compile(r"</?[a-z][^<>]*+>|<[\d:.]++>|\{\\[^{}]*+\}", re.IGNORECASE
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """Return one document, a line for each spoken line, marked with the lines of the file.
-
-    Raises
-    ------
-    EmptyFile
-        If nothing is said in it.
-    """
+    """Return one document, a line for each spoken line, marked with the lines of the file."""
     return [joined(source, "text", _said(text), gap="\n")]
 
 
