@@ -257,13 +257,13 @@ def test_folded_lines_of_calendars() -> None:
     assert place(document, "bring rope") == "a:2"
     assert place(document, "END") == "a:5"
     plain = "BEGIN:VEVENT\r\nSUMMARY:a\r\nEND:VEVENT\r\n"
-    assert read(plain, "a.ics").text == plain
+    assert read(plain, "a.ics").text == plain.replace("\r", "")
 
 
 def test_business_cards() -> None:
     wrapped = "\n ".join(FONT[at : at + 72] for at in range(0, len(FONT), 72))
-    document = read(f"FN;ENCODING=QUOTED-PRINTABLE:J=C3=B6rg=\n Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")
-    assert document.text == "FN;ENCODING=QUOTED-PRINTABLE:Jörg Ek\nPHOTO;ENCODING=b:[data]\nEND:VCARD\n"
+    document = read(f"FN:Jörg\n  Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")
+    assert document.text == "FN:Jörg Ek\nPHOTO;ENCODING=b:[data]\nEND:VCARD\n"
     assert document.notes == ("embedded data: 1 not read",)
 
 
