@@ -100,9 +100,9 @@ def read_page(source: str, data: bytes) -> list[Document]:
         raise UnreadableFile("damaged: there is no web page in it")
     text, marks = "", list[Mark]()
     for page in pages:
-        text += "\n" if text else ""
         shown, places = marked(_decoded(page))
         lines = _lines(data, page)
+        text += "\n" if text and shown else ""
         marks += [Mark(len(text) + mark.start, lines[min(int(mark.place), len(lines)) - 1]) for mark in places]
         text += shown
     return [document_of(source, text, marks)]
