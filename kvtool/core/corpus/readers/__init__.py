@@ -56,6 +56,14 @@ def _read_archive(source: str, data: bytes) -> list[Document]:
     return archive.read(source, data, read_as, _unread_kind)
 
 
+def _read_mail(source: str, data: bytes) -> list[Document]:
+    return mail.read(source, data, mail.Registry(is_known, is_foreign, read_as))
+
+
+def _read_outlook(source: str, data: bytes) -> list[Document]:
+    return outlook.read(source, data, mail.Registry(is_known, is_foreign, read_as))
+
+
 _IMAGES = frozenset(
     ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .avif .heic .ico .psd .xcf .cr2 .nef .dng .jp2 .jxl".split()
 )
@@ -119,8 +127,8 @@ _FORMATS = (
     _Format(opendocument.read, _OPENDOCUMENT),
     _Format(rtf.read, (".rtf",)),
     _Format(epub.read, (".epub",)),
-    _Format(mail.read, (".eml", ".mbox", ".emlx")),
-    _Format(outlook.read, (".msg", ".oft"), library="olefile"),
+    _Format(_read_mail, (".eml", ".mbox", ".emlx")),
+    _Format(_read_outlook, (".msg", ".oft"), library="olefile"),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
     _Format(mail.read_page, (".mhtml", ".mht")),
@@ -130,7 +138,7 @@ _FORMATS = (
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, mail.read, outlook.read, _read_archive)  # of files that may hold several documents
+_SEVERAL = (jsonl.read, _read_mail, _read_outlook, _read_archive)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 

@@ -10,15 +10,15 @@ import email
 import email.policy
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from email.message import Message
 from mimetypes import MimeTypes
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import unknown
 from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
@@ -47,7 +47,15 @@ _ENDINGS = MimeTypes()  # Python's own: a system's differ
 _ENDINGS.add_type("text/calendar", ".ics")
 
 
-def read(source: str, data: bytes) -> list[Document]:
+class Registry(NamedTuple):
+    """What reads attachments: functions of the registry of readers, which imports this module."""
+
+    is_known: Callable[[PurePath], bool]
+    is_foreign: Callable[[PurePath], bool]
+    read_as: Callable[[PurePath, str, bytes], list[Document]]
+
+
+def read(source: str, data: bytes, registry: Registry) -> list[Document]:
     """Return one document for each message, marked with lines of the file, and those of its attachments."""
     if not data.strip():
         raise EmptyFile("empty")
@@ -55,16 +63,16 @@ def read(source: str, data: bytes) -> list[Document]:
         data = decode(data)[0].encode()
     if data.startswith(_BEGINS):
         found = enumerate(_messages(data), 1)
-        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found))
+        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found), registry)
     count = _COUNT.match(data)
     start, end = (count.end(), count.end() + int(count[1])) if count else (0, None)
     message = _parsed(data[start:end])
     if not any(name in message for name in (*SHOWN, "Message-ID", "Received")):
         raise UnreadableFile("no mail: it has none of a message's headers")
-    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))])
+    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))], registry)
 
 
-def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) -> list[Document]:
+def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], registry: Registry) -> list[Document]:
     """Return the documents of messages and attachments. Raises UnreadableFile if none can be read.
 
     Parameters
@@ -72,7 +80,7 @@ def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) 
     messages : each with its label, its bytes in the file, and the line on which it begins; 0: the file has no lines.
     """
     made: list[Document] = []
-    attachments, lost = _Attachments(), 0
+    attachments, lost = _Attachments(registry), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
     for label, message, data, line in messages:
         text = _Text(data, line)
@@ -203,8 +211,9 @@ class _Text:
 class _Attachments:
     """The attachments of one file, of which a bounded number is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
         self.unread = 0  # that may hold text
+        self._registry = registry
         self._files, self._bytes = _MOST_FILES, _MOST_BYTES
 
     def read(self, prefix: str, files: Iterable[tuple[str, str, bytes]]) -> tuple[list[Document], list[str]]:
@@ -213,9 +222,10 @@ class _Attachments:
         shown: dict[str, list[str]] = {"Attachments": [], "Attachments, not read": []}
         seen: set[bytes] = set()  # an invitation may be a part and an attachment
         for number, (name, kind, data) in enumerate(files, 1):
-            path = _path(name, kind, number)
+            path = self._path(name, kind, number)
+            base = prefix + path.name
             try:
-                found = [] if data in seen else self._documents(path, kind, data)
+                found = [] if data in seen else self._documents(path, base, kind, data)
             except Exception:  # whatever a library raises over it: the message is sound
                 kinds = (kind, _ENDINGS.guess_type(path.name)[0] or "")
                 may_hold_text = not any(each.startswith((*_MEDIA, *_SIGNATURES)) for each in kinds)
@@ -225,29 +235,29 @@ class _Attachments:
             seen.add(data)
             shown["Attachments"].append(name or path.name)
             for document in found:
-                source = prefix + path.name + document.source[len(readers.source_of(path)) :].replace("#", "/")
+                source = base + document.source[len(base) :].replace("#", "/")
                 while source in made:
                     source += "'"
                 made[source] = replace(document, source=source)
         return list(made.values()), [f"{title}: {', '.join(names)}" for title, names in shown.items() if names]
 
-    def _documents(self, path: Path, kind: str, data: bytes) -> list[Document]:
-        if readers.is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
+    def _documents(self, path: Path, source: str, kind: str, data: bytes) -> list[Document]:
+        if self._registry.is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
             raise UnreadableFile("holds no text that is open")
         if not self._files or len(data) > self._bytes:
             raise UnreadableFile("too many or too large attachments")
-        if not readers.is_known(path):
+        if not self._registry.is_known(path):
             unknown.check(data[: unknown.SNIFFED], len(data))
         self._files, self._bytes = self._files - 1, self._bytes - len(data)
-        return readers.read_documents(path, data)
+        return self._registry.read_as(path, source, data)
 
-
-def _path(name: str, kind: str, number: int) -> Path:
-    """Return what an attachment is called as a file, with the ending of its type if its own is unknown."""
-    label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
-    path = Path("/", label or f"part {number}")
-    is_clear = readers.is_known(path) or readers.is_foreign(path) or kind == "application/octet-stream"
-    return path if is_clear else path.with_name(path.name + (_ENDINGS.guess_extension(kind) or ""))
+    def _path(self, name: str, kind: str, number: int) -> Path:
+        """Return what an attachment is called as a file, with the ending of its type if its own is unknown."""
+        label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
+        path = Path("/", label or f"part {number}")
+        if self._registry.is_known(path) or self._registry.is_foreign(path) or kind == "application/octet-stream":
+            return path
+        return path.with_name(path.name + (_ENDINGS.guess_extension(kind) or ""))
 
 
 def _parts(part: Message) -> list[Message]:

@@ -27,14 +27,14 @@ _CODE_PAGE, _HTML_CODE_PAGE = 0x3FFD, 0x3FDE
 _OBJECT, _INTEGER, _STRING8, _STRING, _TIME, _BINARY = 0x000D, 0x0003, 0x001E, 0x001F, 0x0040, 0x0102
 
 
-def read(source: str, data: bytes) -> list[Document]:
+def read(source: str, data: bytes, registry: mail.Registry) -> list[Document]:
     """Return one document of an item, with paragraphs as places, and those of its attachments."""
     with opened("Outlook message", "olefile"):
         from olefile import OleFileIO
 
         with OleFileIO(data) as file:
             message = _message(file, "")
-    return mail.documents(source, [("", message, b"", 0)])
+    return mail.documents(source, [("", message, b"", 0)], registry)
 
 
 class _Properties:
