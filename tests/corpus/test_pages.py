@@ -12,7 +12,7 @@ import pytest
 from kvtool.core.common.marks import place_of
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, without_data_uris
-from kvtool.core.corpus.readers.notation import lowered, raised
+from kvtool.core.corpus.readers.html import lowered, raised
 
 PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n" + random.Random(1).randbytes(6000)).decode()
 FONT = base64.b64encode(random.Random(2).randbytes(3000)).decode()

@@ -76,10 +76,6 @@ def test_text_boxes_are_read_once() -> None:
         (r"{\*\unheard of}{\xe{\v entry}}{\info{\title T}}text", "text"),
         (r"{\listtext\f4\'b7\tab}first", "·\tfirst"),
         (r"{\pntext 3.\tab}third", "3.\tthird"),
-        (
-            r"{\mmath{\*\moMath{\mf{\mfPr}{\mnum a+b}{\mden c}}{\mr =}{\msSup{\me x}{\msup 2}}{\mrad{\mdeg}{\me y}}}}",
-            "(a+b)/c=x^2sqrt(y)",
-        ),
     ],
 )
 def test_control_words(written: str, read_as: str) -> None:

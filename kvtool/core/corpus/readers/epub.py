@@ -26,13 +26,9 @@ def read(source: str, data: bytes) -> list[Document]:
 
 def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
     """Yield the names of the pages in reading order."""
-    root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iter() if _name(e.tag) == "rootfile"), "")
+    root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iterfind(".//{*}rootfile")), "")
     book = parsed(archive, root)
     pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _PAGES}
-    for item in book.iter():
-        if _name(item.tag) == "itemref" and (href := pages.get(item.get("idref"))):
+    for item in book.iterfind(".//{*}itemref"):
+        if href := pages.get(item.get("idref")):
             yield posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(href.partition("#")[0])))
-
-
-def _name(tag: str) -> str:
-    return tag.rpartition("}")[2]

@@ -14,7 +14,6 @@ from html import unescape
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document, EmptyFile, shortened_references, table_row, without_data_uris
 from kvtool.core.corpus.readers.encoding import decode, of_text
-from kvtool.core.corpus.readers.notation import lowered, raised
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
@@ -39,6 +38,11 @@ _VOID = frozenset(
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
 _VALUED = frozenset(("", "text", "search", "tel", "url", "email", "number", "range", "date", "time", "month", "week"))
 _PICTURE = re.compile(r"[\w.-]+\.(?:png|jpe?g|gif|svg|webp|bmp|ico)|(?:image|img|photo|picture|spacer|blank)?", re.I)
+_BASE = re.compile(  # of an exponent: a number, a unit, a function, or brackets without words
+    r"(?:\d|(?<![^\W\d_])(?:[^\W\d_]{1,2}|sin|cos|tan|log|exp|mol|min|sec)|\((?![^()]*[^\W\d_]{3})[^()]*\))$"
+)
+_YEAR = re.compile(r"(?<![\d.,])(?:1[5-9]|20)\d\d$")
+_MARK = re.compile(r"[^\W\d_]|\d{1,3}(?:[\s,;–-]+\d{1,3})*|[ivx]{1,5}")  # of a note
 _TABLE = frozenset(("table", "thead", "tbody", "tfoot", "tr", "td", "th"))
 _ALL_ROWS = 65_534
 _LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
@@ -155,7 +159,6 @@ class _Page:
         self._tables: list[_Table] = []
         self._deeper = 0  # open tables that are not shown as such
         self._spare = 4 * len(text) + 10_000  # characters of labels that are repeated
-        self._pre = False
         self._aside = ("", 0, False)  # the open one, its first word, and whether it is a link
         self._readings: list[str] = []  # of the block's ruby words
         self._formula = ""
@@ -226,19 +229,18 @@ class _Page:
             self._end_aside()
             self._aside = (tag, len(self._words), False)
         elif tag == "br":
-            self._words.append("\n" if self._pre else "\v")  # \v: a break that survives collapsing
+            self._words.append("\n" if self._form == "pre" else "\v")  # \v: a break that survives collapsing
         elif tag in _HEADINGS:
-            self._begin("heading", _HEADINGS[tag] + " ")
+            self._flush("heading", _HEADINGS[tag] + " ")
         elif tag in ("ul", "ol", "menu"):
             self._flush()
             self._lists.append(_number(attributes, "start", 1) - 1 if tag == "ol" else -1)
         elif tag == "li":
-            self._begin("item", self._bullet(_number(attributes, "value", -1)))
+            self._flush("item", self._bullet(_number(attributes, "value", -1)))
         elif tag in _TABLE:
             self._open_table(tag, attributes)
         elif tag in ("pre", "textarea"):
-            self._flush()
-            self._form, self._pre = "pre", True
+            self._flush("pre")
         elif tag in _BLOCKS:
             self._block_break()
         elif tag == "title":
@@ -367,10 +369,6 @@ class _Page:
             self.blocks.append(_Block("row", table_row(row), blocks[0].line))
         self.blocks += (block for block in blocks if block.form == "row")
 
-    def _begin(self, form: str, prefix: str) -> None:
-        self._flush()
-        self._form, self._prefix = form, prefix
-
     def _block_break(self) -> None:
         """End a paragraph; before an item's first word, only add a space."""
         if self._prefix and not self._line:
@@ -387,10 +385,11 @@ class _Page:
         self._lists[-1] = number if number >= 0 else self._lists[-1] + 1
         return f"{indent}{self._lists[-1]}. "
 
-    def _flush(self) -> None:
+    def _flush(self, form: str = "text", prefix: str = "") -> None:
+        """End a block, and begin one of a form."""
         self._end_aside()
         raw = "".join(self._words)
-        text = without_data_uris(raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw))
+        text = without_data_uris(raw.replace("\v", "\n").strip("\n") if self._form == "pre" else _collapsed(raw))
         if self._readings:
             text += f" ({', '.join(self._readings)})"
         if text.strip():
@@ -399,7 +398,7 @@ class _Page:
             self.blocks.append(_Block(self._form, self._prefix + text, self._line))
         self._words.clear()
         self._readings.clear()
-        self._form, self._prefix, self._pre, self._line = "text", "", False, 0
+        self._form, self._prefix, self._line = form, prefix, 0
 
 
 def _tag_end(text: str, at: int, dead: set[int]) -> int:
@@ -437,3 +436,29 @@ def _collapsed(text: str) -> str:
     """Collapse white space as a browser does: runs are one space, \\v is a line break."""
     lines = (" ".join(re.split(r"[ \t\n\r\f]+", line)).strip(" ") for line in text.split("\v"))
     return "\n".join(line for line in lines if line)
+
+
+def raised(before: str, text: str, is_link: bool) -> str:
+    """Write a superscript after a text: 10^6, an ordinal as it is, a note's mark, which is often a link, as [1]."""
+    text = " ".join(text.split())
+    if is_link and _MARK.fullmatch(text):
+        return f"[{text}]"
+    if re.search(r"[+−=*/-]", text) and re.match(r"[\w+−-]", text):
+        return "^" + (text if re.fullmatch(r"\W?\w+\W?", text) else f"({text})")
+    if _MARK.fullmatch(text) and text[0].isdigit():
+        if _BASE.search(before) and not _YEAR.search(before):
+            return f"^{text}"
+        return text if before[-1:].isspace() else f"[{text}]"
+    if len(text) == 1 and text.isalpha():
+        if re.search(r"[^\W\d_]{3}$|[.,;:]$", before):
+            return f"[{text}]"
+        return text if text in "eoards" else f"^{text}"
+    return text
+
+
+def lowered(before: str, text: str) -> str:
+    """Write a subscript after a text: x_i, log_2; H2O as it is."""
+    text = " ".join(text.split())
+    if re.search(r"\d$|[^\W\d_]{3}$" if text[:1].isdigit() else r"\d$|(?<![^\W\d_])[a-zα-ω]$|[a-z]{3}$", before):
+        return "_" + (text if re.fullmatch(r"\w+", text) else f"({text})")
+    return text

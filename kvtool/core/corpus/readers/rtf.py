@@ -29,11 +29,10 @@ _UNSEEN = frozenset(
     "fonttbl colortbl stylesheet info pict fldinst xe tc txe rxe sp shprslt nonesttables objclass objname objdata "
     "filetbl listtable listname ftnsep ftnsepc ftncn aftnsep aftnsepc aftncn mmathPict mtype".split()
 )
-_MATH = {"mnum": "", "mden": "/", "mdeg": "", "mrad": "sqrt", "msub": "_", "msup": "^"}
 _COLLECTED = frozenset(
     "footnote annotation atnauthor header headerl headerr headerf footer footerl footerr footerf shptxt "
     "dptxbxtext".split()
-).union(_MATH)
+)
 _KNOWN = _COLLECTED.union("shpinst do moMath nesttableprops".split())  # read although the mark `\*` precedes them
 _FLAGS = {"v": "hidden", "deleted": "deleted", "mvf": "deleted", "intbl": "table"}
 _FLAGS |= {"super": "superscript", "sub": "subscript"}
@@ -190,10 +189,7 @@ class _Reader:
         if not group.kind or group.is_unseen:
             return
         text, parent = line(group.pieces).strip(), self._groups[-1] if self._groups else group
-        if group.kind in _MATH:
-            text = text if not text or (text.isalnum() and group.kind != "mrad") else f"({text})"
-            parent.pieces.append((_MATH[group.kind] + text, ""))
-        elif group.kind in ("footnote", "endnote "):
+        if group.kind in ("footnote", "endnote "):
             kind = group.kind.removeprefix("footnote")
             self._notes[kind] += 1
             parent.pieces.append((mark := f"[{kind}{self._notes[kind]}]", ""))
