@@ -64,11 +64,35 @@ def test_rows_of_numbers_have_no_header() -> None:
     assert split_document(document, SplitSettings(max_tokens=_MOST), _count)[0] is document
 
 
-def test_a_header_stays_out_of_quoted_cells() -> None:
+def test_a_chunk_begins_with_a_row_and_not_inside_of_a_quoted_cell() -> None:
     rows = "".join(f'Quay {n},"first line\nsecond line, {n}",{n}\n' for n in range(60))
     chunks = _chunks(_read("a.csv", f"quay,note,crates\n{rows}"), most=40)
-    assert sum(text.startswith("quay,note,crates\nQuay") for text, _ in chunks) > 5
+    assert sum(text.startswith("quay,note,crates\nQuay") for text, _ in chunks) >= len(chunks) - 1 > 5
     assert not any("first line\nquay,note" in text for text, _ in chunks)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Quay,2031-01-01,2031-02-01", "Quay,0-4,65+", "Quay,Value,Value", "Quay,2030,2031", f"Quay,{'long ' * 30},Crates"],
+)
+def test_headings_of_many_kinds_are_told_from_rows(header: str) -> None:
+    rows = "".join(f"Quay {n},{n * 3},{n * 7}\n" for n in range(60))
+    chunks = _chunks(_read("a.csv", f"{header}\n{rows}"), most=90)
+    assert len(chunks) > 3
+    assert all(text.startswith(header + "\nQuay") for text, _ in chunks)
+
+
+def test_a_rule_makes_a_table_of_lines_without_spaces() -> None:
+    rows = "".join(f"Quay {n}|{n}\n" for n in range(80))
+    chunks = _chunks(_read("a.md", f"Quay|Crates\n-|-\n{rows}"))
+    assert all(text.startswith("Quay|Crates\n-|-\n") for text, _ in chunks)
+    assert not any("Crates\nQuay" in text for text, _ in _chunks(_read("b.md", f"Quay|Crates\n{rows}"))[1:])
+
+
+def test_two_levels_of_headings_are_repeated_together() -> None:
+    head = "Quay | 2030 | 2030 | 2031 | 2031\nQuay | Jan | Feb | Jan | Feb\n"
+    rows = "".join(f"Quay {n} | {n} | {n * 2} | {n * 3} | {n * 4}\n" for n in range(60))
+    assert all(text.startswith(head) for text, _ in _chunks(_read("a.md", head + rows)))
 
 
 def test_markdown_repeats_the_header_with_its_rule() -> None:

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document
@@ -22,14 +23,15 @@ _LINE = re.compile(r"[^\n]*+\n?")
 _ROW = re.compile(r"[ \t]*\||[^|\n]*[^|\s][ \t]\|")
 _RULE = re.compile(r"\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?")
 _CELL = re.compile(r"(?<!\\)\|")
-_NUMBER = re.compile(r"[^\w]*\d[\d.,:/'%\s\-+]*(?:[^\W\d]{1,3}|[^\w\s])?\W*")
+_NUMBER = re.compile(r"[-+−]?[ $€£¥]*+\d[\d.,' ]*+[ %€$£¥]*+")
+_DIGITS = re.compile(r"\d+")
 _YEAR = re.compile(r"(?:19|20)\d\d")
 _DELIMITERS = ",;\t|"
 _SAMPLE, _SAMPLE_LINES = 1 << 16, 40  # characters and lines of a CSV file by which its delimiter is recognised
 _SAMPLE_ROWS = 20  # of a table, by which its headings are recognised
 _HEADER_ROWS = 3  # a title or a group of headings may precede the headings
 _FEWEST_ROWS = 3
-_LONGEST_HEADING = 80  # characters
+_LONGEST_HEADING = 200  # characters
 _LONGEST_TOKEN = 16  # characters; longer headers are not counted, since a tokenizer is quadratic on some lines
 _SEAM = 4  # tokens by which a header and its rows may together have more than each alone
 
@@ -61,6 +63,8 @@ def split_document(
     most = max(1, settings.max_tokens - room - _SEAM)
     narrow = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
     narrowed = _narrowed(document, spans, cut, lambda part: split(part, narrow, count_tokens, document.kind))
+    if document.kind == "table":
+        narrowed = _at_records(document.text, narrowed, lambda part: count_tokens([part.strip()])[0] <= most)
     return _with_headers(document, narrowed, [table for table, size in fitting.items() if size <= room])
 
 
@@ -79,6 +83,21 @@ def _narrowed(
             made += [*spans[done:first], *(Span(start + part.start, start + part.end) for part in parts)]
             done = last
     return [*made, *spans[done:]]
+
+
+def _at_records(text: str, spans: Sequence[Span], fits: Callable[[str], bool]) -> list[Span]:
+    """Move starts inside of a quoted cell to the start or the end of its row, where the chunks still fit."""
+    starts, quotes = [span.start for span in spans], 0
+    for number, span in enumerate(spans):
+        if quotes % 2:  # the open quote begins in the row
+            row = text.rfind("\n", 0, text.rfind('"', 0, span.start)) + 1
+            end = text.find("\n", text.find('"', span.start)) + 1
+            if starts[number - 1] < row and fits(text[row : span.end]):
+                starts[number] = row
+            elif span.start < end < span.end and fits(text[starts[number - 1] : end]):
+                starts[number] = end
+        quotes += text.count('"', span.start, span.end)
+    return [Span(start, end) for start, end in pairwise([*starts, len(text)])]
 
 
 def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
@@ -133,21 +152,30 @@ def _tables(document: Document) -> list[_Table]:
 
 
 def _runs(text: str) -> Iterator[list[Span]]:
-    """Yield the lines of each run of lines that have cells."""
+    """Yield the lines of each run of lines that have cells; without a rule of Markdown, spaces are around its bars."""
     run: list[Span] = []
-    for found in _LINE.finditer(text):
-        if _ROW.match(text, found.start(), found.end()):
-            run.append(Span(found.start(), found.end()))
+    for found in _LINE.finditer(text + "\n"):
+        if "|" in found[0]:
+            run.append(Span(found.start(), min(found.end(), len(text))))
         elif run:
-            yield run
+            if _rule_of(text, run):
+                yield run
+            else:
+                by_form = groupby(run, lambda line: bool(_ROW.match(text, line.start, line.end)))
+                yield from ([*lines] for is_row, lines in by_form if is_row)
             run = []
+
+
+def _rule_of(text: str, run: Sequence[Span]) -> int:
+    """Return which of the first lines is a rule of Markdown, below its header; 0: none."""
+    lines = (text[line.start : line.end].strip() for line in run[: _HEADER_ROWS + 1])
+    return next((at for at, line in enumerate(lines) if _RULE.fullmatch(line)), 0)
 
 
 def _headed(text: str, run: list[Span]) -> _Table | None:
     """Find the header of a run of rows: what precedes a rule of Markdown, or rows that look like headings."""
-    lines = [text[row.start : row.end].strip() for row in run]
-    rule = next((at for at, line in enumerate(lines[: _HEADER_ROWS + 1]) if _RULE.fullmatch(line)), 0)
-    last = rule or _last_heading([_cells(line) for line in lines[: _SAMPLE_ROWS + _HEADER_ROWS]])
+    rows = [_cells(text[row.start : row.end].strip()) for row in run[: _SAMPLE_ROWS + _HEADER_ROWS]]
+    last = _rule_of(text, run) or _last_heading(rows)
     if len(run) < _FEWEST_ROWS or last is None:
         return None
     return _Table(run[0].start, run[last].end, run[-1].end)
@@ -159,28 +187,51 @@ def _cells(line: str) -> list[str]:
 
 
 def _last_heading(rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the number of the row that holds a table's headings; None if it has none."""
+    """Return the number of the row that holds a table's last headings; None if it has none."""
+    last = None
     for at, row in enumerate(rows[:_HEADER_ROWS]):
-        if len(rows) > at + 1 and _is_heading(row, rows[at + 1 :]):
-            return at
-    return None
+        body = rows[at + 1 :]
+        if body and _is_heading(row, body) and (last is None or _heads_numbers(row, body)):
+            last = at
+        elif last is not None:
+            break
+    return last
 
 
 def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
-    """Return True if all cells are different, short words that do not recur below; years may head other numbers."""
+    """Return True if cells are different, short and unlike those below; years and 1, 2, 3 may head other numbers."""
     named = [cell for cell in row if cell]
-    if len(named) < 2 or len(set(named)) < len(named) or max(map(len, named)) > _LONGEST_HEADING:
+    if len(set(named)) < 2 or max(map(len, named)) > _LONGEST_HEADING:
         return False
+    numbers = [int(cell) for cell in named if cell.isdecimal() and len(cell) < 9]
+    counts = len(named) > len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
     for column, cell in enumerate(row):
         below = [other[column] for other in body if column < len(other) and other[column]]
-        if not cell or not below:
-            continue
-        is_year = bool(_YEAR.fullmatch(cell))
-        if cell in below or (not is_year and _NUMBER.fullmatch(cell)):
+        alike = sum(_shape(other) == _shape(cell) for other in below) * 2 > len(below)
+        if cell in below and not counts:
             return False
-        if is_year and 2 * sum(bool(_YEAR.fullmatch(other)) for other in below) > len(below):
+        if cell and alike and not counts and not any(map(str.isalpha, cell)):
             return False
     return True
+
+
+def _heads_numbers(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
+    """Return True for words, not all the same, above columns of numbers."""
+    heads = [cell for column, cell in enumerate(row) if cell and _mostly_numbers(body, column)]
+    return len(set(heads)) > 1 and not any("0" in _shape(cell) for cell in heads)
+
+
+def _mostly_numbers(body: Sequence[Sequence[str]], column: int) -> bool:
+    below = [other[column] for other in body if column < len(other) and other[column]]
+    return sum(_shape(other) == "0" for other in below) * 2 > len(below)
+
+
+@lru_cache(1024)
+def _shape(cell: str) -> str:
+    """Return what a cell is made of: `0` of a number, `year`, `0-0-0` of a date, `0-0` of a range."""
+    if _YEAR.fullmatch(cell):
+        return "year"
+    return "0" if _NUMBER.fullmatch(cell) else _DIGITS.sub("0", cell)
 
 
 def _delimited(text: str) -> Iterator[_Table]:
