@@ -283,12 +283,6 @@ def test_text_boxes_and_diagrams_of_a_sheet_are_read_by_paragraphs() -> None:
     assert read(data).text == "# Costs\nsea\nMind the gap\nSecond\nHarbour master\n"
 
 
-def test_margins_of_printed_pages_are_read_without_their_controls() -> None:
-    book = rows(("A1", "sea"))
-    book["Costs"].oddHeader.left.text, book["Costs"].oddFooter.center.text = "Draft of May", "&P"
-    assert read(saved(book)).text == "# Costs\nsea\nDraft of May\n"
-
-
 def test_hidden_rows_and_columns_are_read_and_named() -> None:
     book = rows(("A1", "oak"), ("B1", "elm"), ("A2", "ash"))
     book["Costs"].row_dimensions[2].hidden = True
@@ -392,11 +386,10 @@ def test_reports_under_the_name_of_a_workbook_are_read_as_what_they_are(data: by
     assert text in read(data, ".xls").text
 
 
-def test_charts_text_boxes_and_files_of_old_workbooks_are_counted() -> None:
-    text_box = struct.pack("<HHHHHHH", 0x1B6, 18, 0, 0, 0, 0, 0) + struct.pack("<HHI", 5, 16, 0)
+def test_charts_and_files_of_old_workbooks_are_counted() -> None:
     chart = struct.pack("<HHHHHHII", 0x809, 16, 0x600, 0x20, 0, 0, 0, 0)
-    document = read(_old_book() + text_box + chart + "MBD0012".encode("utf-16-le"), ".xls")
-    assert document.notes == ("embedded files: 1, charts: 1, text boxes: 1 not read",)
+    document = read(_old_book() + chart + "MBD0012".encode("utf-16-le"), ".xls")
+    assert document.notes == ("embedded files: 1, charts: 1 not read",)
 
 
 def test_text_under_the_name_of_a_new_workbook_is_no_workbook() -> None:

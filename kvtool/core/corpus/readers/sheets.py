@@ -24,7 +24,6 @@ _STREAM = re.compile(rb"\t[\0\x02\x04\x08][\x04-\x10]\0")  # beginning of a work
 _OLD = {  # what the library for older formats passes over, by its records
     "embedded files": re.compile(rb"M\0B\0D\0[0-9A-F]\0"),
     "charts": re.compile(rb"\t\x08\x10\0\0\x06 \0"),
-    "text boxes": re.compile(rb"\xb6\x01\x12\0.{10}(?!\0\0)", re.DOTALL),
 }
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|body|style|div)\b", re.IGNORECASE)
@@ -47,9 +46,8 @@ def read(source: str, data: bytes) -> list[Document]:
     notes: tuple[str, ...] = ()
     with opened("workbook", "xlrd"):
         if is_before_2007:
-            sheets, count = [*old_sheets(data)], {name: len(each.findall(data)) for name, each in _OLD.items()}
-            count["text boxes"] -= sum(map(len, (each for sheet in sheets for each in sheet.comments.values())))
-            notes = unread_note({name: max(0, number) for name, number in count.items()})
+            sheets = [*old_sheets(data)]
+            notes = unread_note({name: len(each.findall(data)) for name, each in _OLD.items()})
         else:
             with checked(data) as archive:
                 sheets = [*sheets_of(archive)]
@@ -65,17 +63,15 @@ def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
     """Yield what a reader of the sheets has to know."""
     from xlrd import colname
 
-    yield from hidden_note(
-        "sheet", [sheet.title for sheet in sheets if sheet.is_hidden and (sheet.rows or sheet.shapes)]
-    )
-    yield from hidden_note("row", [f"{sheet.title} {number}" for sheet in sheets for number in sheet.hidden_rows])
-    columns = [
+    yield from hidden_note("sheet", [each.title for each in sheets if each.is_hidden and (each.rows or each.shapes)])
+    yield from hidden_note("row", [f"{each.title} {number}" for each in sheets for number in each.hidden_rows])
+    columns = ((sheet, column) for sheet in sheets for column in _columns(sheet))
+    hidden = [
         f"{sheet.title} {colname(column - 1)}"
-        for sheet in sheets
-        for column in _columns(sheet)
+        for sheet, column in columns
         if any(first <= column <= last for first, last in sheet.hidden_columns)
     ]
-    yield from hidden_note("column", columns)
+    yield from hidden_note("column", hidden)
     for sheet in sheets:
         if sheet.is_damaged:
             yield f"damaged sheet {sheet.title!r}: not all of it is read"
