@@ -32,10 +32,9 @@ class Sheet:
 
     Attributes
     ----------
-    rows : row → column → what the cell shows, empty cells left out.
+    rows, comments : row → column → what the cell shows, empty cells left out; row → what is said about its cells.
     merged : first row, first column, last row and last column of cells that were made one.
     hidden_columns : the first and the last of each run.
-    comments : row → what is said about its cells.
     shapes : texts of text boxes, charts and diagrams.
     uncalculated : how many formulas have no saved value.
     """
@@ -65,12 +64,7 @@ class _Book(NamedTuple):
 
 
 def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
-    """Yield the sheets of an Open XML workbook, a damaged one as far as it can be read.
-
-    Raises
-    ------
-    UnreadableFile : there is no list of sheets.
-    """
+    """Yield the sheets of an Open XML workbook, a damaged one as far as it can be read. Raises UnreadableFile."""
     package = Package(archive)
     main = package.main("xl/workbook.xml")
     book, links = parsed(archive, main), package.links(main)
@@ -219,14 +213,8 @@ def old_sheets(data: bytes) -> Iterator[Sheet]:
     """Yield the sheets of a workbook of the format before 2007."""
     import xlrd
 
-    book = xlrd.open_workbook(
-        file_contents=data,
-        formatting_info=True,
-        ragged_rows=True,
-        on_demand=True,
-        ignore_workbook_corruption=True,
-        logfile=io.StringIO(),
-    )
+    options = ("formatting_info", "ragged_rows", "on_demand", "ignore_workbook_corruption")
+    book = xlrd.open_workbook(file_contents=data, logfile=io.StringIO(), **dict.fromkeys(options, True))
     own = {key: each.format_str for key, each in book.format_map.items()}
     if book.biff_version >= 50:  # earlier ones number all formats themselves
         own |= {14: "", 22: ""}

@@ -16,12 +16,7 @@ GRAPHICS = ("c-chart", "chart", "dgm-relIds")
 
 
 def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[Element]) -> Iterator[str]:
-    """Yield the text of each shape, in the order of the file; groups are opened.
-
-    Parameters
-    ----------
-    links : those of the part that holds the shapes.
-    """
+    """Yield the text of each shape, in the order of the file; groups are opened, links of their part followed."""
     for shape in shapes:
         if shape.tag == "graphicFrame":
             for graphic in shape.iterfind("a-graphic/a-graphicData/*"):

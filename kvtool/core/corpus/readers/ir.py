@@ -142,11 +142,7 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
 
 
 def framed(source: str, texts: Iterable[str], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of numbered paragraphs, its headers before them, its footers after them, each text once.
-
-    Parameters
-    ----------
-    margins : `header` or `footer`, and its text.
+    """Make a document of numbered paragraphs, headers before them and footers after them, each text once.
 
     Raises
     ------

@@ -32,14 +32,8 @@ def code_of(number: int, own: dict[int, str]) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def shown(value: float | str, code: str, is_1904: bool = False) -> str:
-    """Write a value in a format; in the general one if the format would hide it, or is none.
-
-    Parameters
-    ----------
-    value : a number, also that of a date, or a text.
-    code : the format: `0.0%`.
-    is_1904 : dates count from 1904, as on old Macs.
-    """
+    """Write a value (a number, also that of a date, or a text) in a format, `0.0%`; in the general one if the format
+    would hide it, or is none. Dates of old Macs count from 1904."""
     usual = value if isinstance(value, str) else _general(value)
     if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST or value in (inf, -inf) or value != value:
         return usual

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from zipfile import ZipFile
 
-from kvtool.core.corpus.readers.containers import checked, parsed
+from kvtool.core.corpus.readers.containers import checked, parsed, parsed_xml
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, numbered, unread_note
 from kvtool.core.corpus.readers.equations import linear
 from kvtool.core.corpus.readers.ir import Cell, Piece, comment, counter, framed, image, integer, line, rows
@@ -30,15 +29,9 @@ _MOST_COPIES = 1000  # of a row, or of an empty cell between others, that a file
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document. Its paragraphs and the rows of its tables are numbered, or its slides, or the rows of its
-    sheets. Notes name hidden parts, and count embedded objects that are not read.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    sheets. Notes name hidden parts, and count embedded objects that are not read. Raises UnreadableFile."""
     if b"<" in data[:4]:
-        return [_Reader(None, [_parsed(data)]).document(source)]
+        return [_Reader(None, [_named(parsed_xml(data, "the file"))]).document(source)]
     with checked(data) as archive:
         parts: dict[str, Element] = {}
         names = [name for name in (_MANIFEST, "styles.xml") if name in archive.NameToInfo]
@@ -51,20 +44,11 @@ def read(source: str, data: bytes) -> list[Document]:
         return [_Reader(archive, [*parts.values()], len(names) + 1 - len(parts)).document(source)]
 
 
-def _parsed(data: bytes) -> Element:
-    try:
-        return _named(ElementTree.fromstring(data))
-    except ElementTree.ParseError as error:
-        raise UnreadableFile(f"damaged: {error}") from error
-
-
 def _named(root: Element) -> Element:
     """Shorten the names of elements and attributes, `text:p`, and return the root."""
     for element in root.iter():
-        attributes = {_short(name): value for name, value in element.attrib.items()}
         element.tag = _short(element.tag)
-        element.attrib.clear()
-        element.attrib.update(attributes)
+        element.attrib = {_short(name): value for name, value in element.items()}
     return root
 
 
@@ -74,14 +58,7 @@ def _short(name: str) -> str:
 
 
 class _Reader:
-    """The parts of a file, and what is known of them while its text is read.
-
-    Parameters
-    ----------
-    archive : holds embedded objects; None for a flat file.
-    roots : of the styles, if they are in a part of their own, and of the content.
-    damaged : number of parts that could not be read.
-    """
+    """The parts of a file: of the styles, if they are in one of their own, and of the content."""
 
     def __init__(self, archive: ZipFile | None, roots: list[Element], damaged: int = 0) -> None:
         self._archive, self._roots = archive, roots
@@ -92,9 +69,8 @@ class _Reader:
                 name = element.get("style:name", "") if element.tag == "text:list-style" else ""
                 self._levels |= {(name, integer(level, "text:level", 1)): level for level in element}
             elif element.tag == "style:style":
-                self._styles[element.get("style:name", "")] = dict(
-                    item for each in (element, *element) for item in each.items()
-                )
+                properties = (item for each in (element, *element) for item in each.items())
+                self._styles[element.get("style:name", "")] = dict(properties)
         self._numbers: dict[tuple[str, int], int] = {}  # the last one given, by list style and level
         self._list = ("", 0)  # style and level
         self._is_book = False

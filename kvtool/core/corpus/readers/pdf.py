@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
 from kvtool.core.corpus.readers.pdf_layout import with_whole_words
@@ -21,13 +20,7 @@ _XFA = (2, 3)  # FORMTYPE_XFA_FULL, FORMTYPE_XFA_FOREGROUND
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its pages marked; pages that hold pictures and no text are noted.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or holds no text.
-    """
+    """Return one document, its pages marked; pages that hold pictures and no text are noted. Raises UnreadableFile."""
     with opened("PDF", "pypdfium2"):
         import pypdfium2
 
@@ -35,7 +28,9 @@ def read(source: str, data: bytes) -> list[Document]:
     try:
         file = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
-        raise _refused(error) from error
+        if error.err_code == _PASSWORD:
+            raise UnreadableFile("protected by a password", "save a copy without one") from error
+        raise UnreadableFile("damaged: not a PDF that can be opened") from error
     try:
         file.init_forms()
         pages = [Page(file, number) for number in range(len(file))]
@@ -52,25 +47,12 @@ def read(source: str, data: bytes) -> list[Document]:
             raise UnreadableFile(f"damaged: page {_ranges(broken)} cannot be opened")
         what = f"no text on its {len(pages)} page(s)" + (", which are scanned" if scanned else "")
         raise UnreadableFile(what, "run it through OCR first, such as `ocrmypdf`")
-    notes = (
-        *((f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()),
-        *((f"page {_ranges(broken)}: damaged, not read",) if broken else ()),
-        *hidden_note("field", [name for page in pages for name in page.hidden]),
-        *unread_note(
-            {
-                "embedded files": files,
-                "XFA forms": int(has_xfa),
-                "characters without a meaning": sum(page.unknown for page in pages),
-            }
-        ),
-    )
-    return [numbered(source, "text", "p.", texts, notes)]
-
-
-def _refused(error: Any) -> UnreadableFile:
-    if error.err_code == _PASSWORD:
-        return UnreadableFile("protected by a password", "save a copy without one")
-    return UnreadableFile("damaged: not a PDF that can be opened")
+    notes = [f"page {_ranges(scanned)}: scanned, no text to read"] if scanned else []
+    notes += [f"page {_ranges(broken)}: damaged, not read"] if broken else []
+    notes += hidden_note("field", [name for page in pages for name in page.hidden])
+    unknown = sum(page.unknown for page in pages)
+    notes += unread_note({"embedded files": files, "XFA forms": int(has_xfa), "characters without a meaning": unknown})
+    return [numbered(source, "text", "p.", texts, tuple(notes))]
 
 
 def _without_running_lines(pages: list[str]) -> list[str]:
@@ -112,10 +94,6 @@ def _is_same(line: str, other: str, pages: int) -> bool:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """`1, 3-5` of 1, 3, 4, 5."""
-
-    def runs() -> Iterator[str]:
-        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-            first, *more = [number for _, number in run]
-            yield f"{first}-{more[-1]}" if more else str(first)
-
-    return ", ".join(runs())
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ends = [(pairs[0][1], pairs[-1][1]) for _, run in runs if (pairs := [*run])]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -31,8 +31,7 @@ class Page:
 
     Attributes
     ----------
-    text : its content, with the values of form fields behind their labels.
-    extra : the values of fields without a label, and the comments.
+    text, extra : its content, form values behind their labels; values of fields without a label, and the comments.
     hidden : the names of fields that are filled in and not shown.
     files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
     is_broken, is_picture : it cannot be opened; it shows something, but no text.
@@ -90,11 +89,8 @@ class Page:
         rect = pdfium.FS_RECTF()
         pdfium.FPDFAnnot_GetRect(field, rect)
         box = Piece(value, rect.left, rect.bottom, rect.right, rect.top)
-        near = [
-            (_distance(piece, box, is_button), row, at)
-            for row, line in enumerate(lines)
-            for at, piece in enumerate(line)
-        ]
+        pieces = ((row, at, piece) for row, line in enumerate(lines) for at, piece in enumerate(line))
+        near = ((_distance(piece, box, is_button), row, at) for row, at, piece in pieces)
         distance, row, at = min(near, default=(math.inf, 0, 0))
         if distance == math.inf:
             self.extra.append(f"{name}: {value}")
@@ -148,6 +144,7 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
     page, count_rects, get_rect = textpage.raw, pdfium.FPDFText_CountRects, pdfium.FPDFText_GetRect
     x0, y1, x1, y0 = corners = [ctypes.c_double() for _ in range(4)]
     pointers = [ctypes.byref(corner) for corner in corners]
+    box, get_box = pdfium.FS_RECTF(), pdfium.FPDFText_GetLooseCharBox
     for found in _LINE.finditer(content):
         start, text = found.start(), found[0]
         left, bottom, right, top, gap, highest = math.inf, math.inf, -math.inf, -math.inf, 0.0, -math.inf
@@ -158,7 +155,8 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
             right, top = max(right, x1.value), max(top, y1.value)
         if left > bounds[2] or right < bounds[0] or bottom > bounds[3] or top < bounds[1]:
             continue
-        first = _piece(textpage, start + len(text) - len(text.lstrip()), text)
+        get_box(page, start + len(text) - len(text.lstrip()), box)
+        first = Piece(text, box.left, box.bottom, box.right, box.top)
         height = first.height
         is_wide = right - left > _WIDE * height * len(text) and text.isascii()
         is_raised = highest > first.bottom + _HIGH * height and _DIGIT.search(text)
@@ -209,12 +207,6 @@ def _pieces(textpage: pypdfium2.PdfTextPage, start: int, text: str) -> list[Piec
         else:
             begin, left, bottom, right, height = at if pieces else 0, x, y, box.right, size
     return [*pieces, Piece(text[begin:], left, bottom, right, bottom + height)]
-
-
-def _piece(textpage: pypdfium2.PdfTextPage, at: int, text: str) -> Piece:
-    box = pdfium.FS_RECTF()
-    pdfium.FPDFText_GetLooseCharBox(textpage, at, box)
-    return Piece(text, box.left, box.bottom, box.right, box.top)
 
 
 def _is_ruled(page: pypdfium2.PdfPage, edges: Edges) -> bool:

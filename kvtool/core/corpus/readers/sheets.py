@@ -31,13 +31,7 @@ _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|bod
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document of all sheets, their rows marked, whatever kind of table the file really holds. Notes name
-    hidden sheets, rows and columns, damaged sheets, and formulas without a value.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    hidden sheets, rows and columns, damaged sheets, and formulas without a value. Raises UnreadableFile."""
     is_before_2007 = is_old(data) or _STREAM.match(data) is not None
     if _HTML.match(data):
         return html.read(source, data)

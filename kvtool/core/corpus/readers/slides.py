@@ -14,12 +14,7 @@ from kvtool.core.corpus.readers.openxml import Package
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document, its slides marked, each with its notes and comments. Notes name hidden and damaged slides.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    Raises UnreadableFile."""
     if is_old(data):
         return [numbered(source, "markdown", "slide", _old_slides(data))]
     texts: list[str] = []

@@ -50,13 +50,7 @@ _NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document, its paragraphs and the rows of its tables numbered, in their order. What other programs
-    have saved under a Word document's name is read by its content.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    have saved under a Word document's name is read by its content. Raises UnreadableFile."""
     from kvtool.core.corpus.readers import READERS  # which imports this module
 
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
@@ -76,14 +70,8 @@ def read(source: str, data: bytes) -> list[Document]:
 def _read_old(source: str, data: bytes) -> Document:
     with opened("Word document", "office-oxide"):
         from office_oxide import Document as Office
-        from office_oxide import OfficeOxideError
 
-        try:
-            file = Office.from_bytes(data, "doc")
-        except OfficeOxideError as error:
-            if "encrypted" in str(error):
-                raise UnreadableFile("protected by a password", "save a copy without one") from error
-            raise
+        file = Office.from_bytes(data, "doc")
         sections, embedded = file.to_ir()["sections"], len(_EMBEDDED.findall(file.plain_text()))
     heads = [(name, each[name]) for each in sections for name in each if name.endswith(("header", "footer"))]
     margins = [(name[-6:], text) for name, part in heads for text in blocks(part["content"])]
@@ -109,13 +97,7 @@ def _read_new(source: str, data: bytes) -> Document:
 
 
 class _Walk:
-    """A walk through a document in its order.
-
-    Attributes
-    ----------
-    hidden : text that Word does not show.
-    unread : how many parts of each kind are left out.
-    """
+    """A walk through a document in its order, which collects hidden text, and counts what it does not read."""
 
     def __init__(self, package: Package, main: str) -> None:
         self.hidden: list[str] = []
