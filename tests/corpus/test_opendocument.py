@@ -198,6 +198,11 @@ def test_an_empty_merged_cell_keeps_its_columns() -> None:
     assert lines(flat("text", f"<table:table>{row}</table:table>")) == [" |  | May"]
 
 
+def test_form_fields_are_counted() -> None:
+    made = flat("text", '<text:p>Sign here: <draw:control draw:control="c1"/></text:p>')
+    assert made.notes == ("form fields: 1 not read",)
+
+
 # ---- parts of a packed file ----
 
 _FORMULA = (

@@ -386,10 +386,11 @@ def test_reports_under_the_name_of_a_workbook_are_read_as_what_they_are(data: by
     assert text in read(data, ".xls").text
 
 
-def test_charts_and_files_of_old_workbooks_are_counted() -> None:
+def test_charts_text_boxes_and_files_of_old_workbooks_are_counted() -> None:
+    text_box = struct.pack("<HHHHHHH", 0x1B6, 18, 0, 0, 0, 0, 0) + struct.pack("<HHI", 5, 16, 0)
     chart = struct.pack("<HHHHHHII", 0x809, 16, 0x600, 0x20, 0, 0, 0, 0)
-    document = read(_old_book() + chart + "MBD0012".encode("utf-16-le"), ".xls")
-    assert document.notes == ("embedded files: 1, charts: 1 not read",)
+    document = read(_old_book() + text_box + chart + "MBD0012".encode("utf-16-le"), ".xls")
+    assert document.notes == ("embedded files: 1, charts: 1, text boxes: 1 not read",)
 
 
 def test_text_under_the_name_of_a_new_workbook_is_no_workbook() -> None:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile, joined, table_row
+from kvtool.core.corpus.readers.document import Document, joined, table_row
 
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
 _ROMAN |= {4: "iv", 1: "i"}
@@ -142,20 +142,11 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
 
 
 def framed(source: str, texts: Iterable[str], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of numbered paragraphs, headers before them and footers after them, each text once.
-
-    Raises
-    ------
-    EmptyFile : there is no text in it. UnreadableFile : and the notes say what there is instead.
-    """
+    """Make a document of numbered paragraphs, headers before them and footers after them, each text once. Raises
+    EmptyFile."""
     once: dict[str, str] = {}
     for name, text in margins:
         once.setdefault("" if _PAGE.fullmatch(text) else text.strip(), name)
     parts = {end: [(end, text) for text, name in once.items() if name == end] for end in ("header", "footer")}
     body = ((f"¶ {number}", text) for number, text in enumerate(texts, 1))
-    try:
-        return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
-    except EmptyFile as error:
-        if not notes:
-            raise
-        raise UnreadableFile(f"there is no text in it ({'; '.join(notes)})") from error
+    return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)

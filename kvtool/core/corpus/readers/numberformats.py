@@ -43,7 +43,10 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
         if isinstance(value, float) and value:
             first, *others = code.split(";")
             if plain := _PLAIN.fullmatch(others[0] if others and value < 0 else first):
-                before, after = (_PIECE.sub(_literal, plain[side]) for side in (1, 5))
+                pieces = (
+                    [each[each.lastindex] for each in _PIECE.finditer(plain[side]) if each.lastindex] for side in (1, 5)
+                )
+                before, after = map("".join, pieces)
                 places = len(plain[3] or "")
                 number = abs(Decimal(repr(value))) * (100 if plain[4] else 1)
                 number = number.quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)
@@ -54,10 +57,6 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
         return usual
     hides = not written.strip() and value
     return usual if hides or set(written) == {"#"} else written
-
-
-def _literal(found: re.Match[str]) -> str:
-    return found[found.lastindex] if found.lastindex else ""
 
 
 def _general(value: float) -> str:

@@ -135,6 +135,8 @@ class _Reader:
             tag, kind = child.tag, child.get("presentation:class", "")
             if tag in ("text:p", "text:h"):
                 yield self._paragraph(child)
+            elif tag == "drawing:control":
+                self._unread["form fields"] += 1
             elif tag in _BLOCKS:
                 yield from _BLOCKS[tag](self, child)
             elif kind == "title":

@@ -44,7 +44,7 @@ class Package:
             return None
         for element in root.iter():
             element.tag = _short(element.tag)
-            element.attrib = {_local(key): text for key, text in element.items()}
+            element.attrib = {key.rpartition("}")[2]: text for key, text in element.items()}
         return root
 
     def main(self, usual: str) -> str:
@@ -74,8 +74,3 @@ def _short(tag: str) -> str:
     prefix = "w" if "wordprocessingml" in space else ""
     prefix = next((short for end, short in _PREFIXES.items() if space.endswith(end)), prefix)
     return f"{prefix}-{name}" if prefix else name
-
-
-@lru_cache(maxsize=4096)
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]

@@ -44,19 +44,14 @@ class Page:
         self.is_picture, self.is_broken = False, False
         try:
             page = file[number]
-        except pypdfium2.PdfiumError:
-            self.is_broken = True
-            return
-        try:
             lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
             self._add_annotations(page, lines)
             units = page_text(lines, lambda edges: _is_ruled(page, edges))
             self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
             self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
+            page.close()
         except pypdfium2.PdfiumError:
             self.is_broken = True
-        finally:
-            page.close()
 
     def _add_annotations(self, page: pypdfium2.PdfPage, lines: list[list[Piece]]) -> None:
         count = pdfium.FPDFPage_GetAnnotCount(page)

@@ -24,6 +24,7 @@ _STREAM = re.compile(rb"\t[\0\x02\x04\x08][\x04-\x10]\0")  # beginning of a work
 _OLD = {  # what the library for older formats passes over, by its records
     "embedded files": re.compile(rb"M\0B\0D\0[0-9A-F]\0"),
     "charts": re.compile(rb"\t\x08\x10\0\0\x06 \0"),
+    "text boxes": re.compile(rb"\xb6\x01\x12\0.{10}(?!\0\0)", re.DOTALL),  # comments among them
 }
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|body|style|div)\b", re.IGNORECASE)
@@ -40,8 +41,9 @@ def read(source: str, data: bytes) -> list[Document]:
     notes: tuple[str, ...] = ()
     with opened("workbook", "xlrd"):
         if is_before_2007:
-            sheets = [*old_sheets(data)]
-            notes = unread_note({name: len(each.findall(data)) for name, each in _OLD.items()})
+            sheets, count = [*old_sheets(data)], {name: len(each.findall(data)) for name, each in _OLD.items()}
+            comments = sum(len(each) for sheet in sheets for each in sheet.comments.values())
+            notes = unread_note({**count, "text boxes": max(0, count["text boxes"] - comments)})
         else:
             with checked(data) as archive:
                 sheets = [*sheets_of(archive)]
