@@ -345,6 +345,6 @@ def test_slides_have_titles_notes_and_tables() -> None:
         '<draw:page draw:style-name="dp2"><draw:rect><text:p>Second</text:p></draw:rect></draw:page>'
     )
     made = flat("presentation", page, f'<style:style style:name="dp2">{hidden}</style:style>')
-    assert lines(made) == ["# Berths", "Oak pier", "A |  | 3", "Notes: Ask Maja", "Second"]
+    assert lines(made) == ["# Berths", "Oak pier", "A |  | 3", "Ask Maja", "Second"]
     assert places(made) == ["slide 1", "slide 2"]
     assert made.notes == ("hidden slide 2: read like those that are shown",)

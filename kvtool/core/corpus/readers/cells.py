@@ -72,7 +72,7 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
     properties = book.find("{*}workbookPr")
     is_1904 = properties is not None and properties.get("date1904") in _FLAGS
     shared = _Book([*_strings(package, parts)], _codes(package, parts), is_1904)
-    people = package.part(parts["person"]) if "person" in parts else None
+    people = package.part(parts.get("person", ""))
     persons = {} if people is None else {each.get("id", ""): each.get("displayName", "") for each in people}
     for each in book.iterfind("{*}sheets/{*}sheet"):
         sheet = Sheet(each.get("name", ""), each.get("state", "visible") != "visible")
@@ -100,10 +100,9 @@ def _take_linked(package: Package, part: str, sheet: Sheet, persons: Mapping[str
         if link.kind == "drawing":
             sheet.shapes.extend(shape_texts(package, package.links(link.name), tree))
         for each in tree.iterfind("threadedComment"):
+            author = persons.get(each.get("personId", ""), "")
             discussed.add(each.get("ref"))
-            sheet.add_comment(
-                each.get("ref", ""), persons.get(each.get("personId", ""), ""), each.findtext("text") or ""
-            )
+            sheet.add_comment(each.get("ref", ""), author, each.findtext("text") or "")
         authors = dict(enumerate(each.text or "" for each in tree.iterfind("authors/author")))
         for each in tree.iterfind("commentList/comment"):
             if each.get("ref") not in discussed:
@@ -135,7 +134,7 @@ def _words(element: Element) -> str:
 
 def _codes(package: Package, parts: Mapping[str, str]) -> list[str]:
     """Return the format of each style."""
-    styles = package.part(parts["styles"]) if "styles" in parts else None
+    styles = package.part(parts.get("styles", ""))
     if styles is None:
         return []
     own = {integer(each, "numFmtId"): each.get("formatCode", "") for each in styles.iterfind("numFmts/numFmt")}

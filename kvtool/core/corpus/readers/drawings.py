@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import groupby, zip_longest
 from xml.etree.ElementTree import Element
 
@@ -104,13 +105,8 @@ def _points(series: Element, *names: str) -> dict[int, str]:
     for data in (found for name in names for found in series.iterfind(name)):
         code = next((each.text or "" for each in data.iter("c-formatCode")), GENERAL)
         for point in data.iter("c-pt"):
-            index, text = int(point.get("idx", 0)), _number(point.findtext("c-v") or "", code)
+            index, text = int(point.get("idx", 0)), point.findtext("c-v") or ""
+            with suppress(ValueError):
+                text = shown(float(text), code)
             points[index] = f"{text} {points[index]}" if index in points else text
     return points
-
-
-def _number(value: str, code: str) -> str:
-    try:
-        return shown(float(value), code)
-    except ValueError:
-        return value

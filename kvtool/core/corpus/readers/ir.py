@@ -34,12 +34,8 @@ Cell = tuple[str, int, int]  # its text, and how many columns and rows it covers
 
 
 def line(pieces: Iterable[Piece]) -> str:
-    """Join texts, with `^` or `_` before a raised or lowered one that would be read as part of what it follows.
-
-    Parameters
-    ----------
-    pieces : each with its position: `superscript`, `subscript`, or anything else for the usual line.
-    """
+    """Join texts, with `^` or `_` before one in `superscript` or `subscript` that would be read as part of what it
+    follows."""
     whole = ""
     for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
         text = "".join(text for text, _ in group)

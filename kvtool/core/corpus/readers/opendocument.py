@@ -106,15 +106,12 @@ class _Reader:
         return text
 
     def _sheet(self, sheet: Element) -> Iterator[Piece]:
-        name, last = sheet.get("table:name", ""), 0
-        for number, text in self._rows(sheet):
-            if text:
-                yield f"{name} row {number}", text if last else f"# {name}\n\n{text}"
-                last = number
-        blocks = (text for each in sheet if each.tag == "table:shapes" for text in self._blocks(each))
-        if shapes := "\n".join(filter(None, blocks)):
-            yield f"{name} row {last or 1}", shapes if last else f"# {name}\n\n{shapes}"
-        if (last or shapes) and self._property(sheet, "table:style-name", "table:display") == "false":
+        name, rows = sheet.get("table:name", ""), [(number, text) for number, text in self._rows(sheet) if text]
+        shapes = (text for each in _children(sheet, "table:shapes") for text in self._blocks(each))
+        rows += [(rows[-1][0] if rows else 1, text) for text in shapes if text]
+        for at, (number, text) in enumerate(rows):
+            yield f"{name} row {number}", text if at else f"# {name}\n\n{text}"
+        if rows and self._property(sheet, "table:style-name", "table:display") == "false":
             self._hidden["sheet"].append(name)
 
     def _property(self, element: Element, style: str, name: str) -> str:
@@ -189,10 +186,6 @@ class _Reader:
     def _comment(self, element: Element) -> Iterator[str]:
         author = "".join(each.text or "" for each in element if each.tag == "elements:creator")
         yield comment(" ".join(self._blocks(element)), author)
-
-    def _notes_page(self, page: Element) -> Iterator[str]:
-        if text := "\n".join(filter(None, self._blocks(page))):
-            yield f"Notes: {text}"
 
     def _object(self, embedded: Element) -> Iterator[str]:
         """Yield a formula, the titles and values of a chart, or the text of another file in this one."""
@@ -302,7 +295,6 @@ _BLOCKS: dict[str, Callable[[_Reader, Element], Iterable[str]]] = {
     "text:list": _Reader._listed,
     "table:table": _Reader._table,
     "office:annotation": _Reader._comment,
-    "presentation:notes": _Reader._notes_page,
     "drawing:object": _Reader._object,
     "drawing:object-ole": _Reader._object,
     "svg:title": lambda reader, title: [image(title.text or "")],

@@ -36,7 +36,9 @@ class Package:
         self._names = {name.lower(): name for name in archive.namelist()}
 
     def part(self, name: str) -> Element | None:
-        """Parse a part; None if it is missing or damaged."""
+        """Parse a part; None if it is missing or damaged, or has no name."""
+        if not name:
+            return None
         try:
             root = parsed(self._archive, self._names.get(name.lower(), name))
         except UnreadableFile:

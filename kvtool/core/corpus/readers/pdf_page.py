@@ -27,21 +27,19 @@ _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
 
 
 class Page:
-    """What is read of one page.
+    """What is read of one page: its text, with form values behind their labels, and counts of what is not read.
 
     Attributes
     ----------
-    text, extra : its content, form values behind their labels; values of fields without a label, and the comments.
+    extra : the values of fields without a label, and the comments.
     hidden : the names of fields that are filled in and not shown.
-    files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
-    is_broken, is_picture : it cannot be opened; it shows something, but no text.
+    is_picture : it shows something, but no text.
     """
 
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
         self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
-        self.extra: list[str] = []
-        self.hidden: list[str] = []
-        self.is_picture, self.is_broken = False, False
+        self.extra, self.hidden = list[str](), list[str]()
+        self.is_picture = self.is_broken = False
         try:
             page = file[number]
             lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
@@ -103,8 +101,6 @@ def _value(form: Any, field: Any, kind: int) -> str:
     if kind in _BUTTONS:
         is_set = pdfium.FPDFAnnot_IsChecked(form, field)
         return "yes" if is_set else "no" if kind == pdfium.FPDF_FORMFIELD_CHECKBOX else ""
-    if kind == pdfium.FPDF_FORMFIELD_PUSHBUTTON:
-        return ""
     options = range(min(pdfium.FPDFAnnot_GetOptionCount(form, field), _MOST_OPTIONS))
     chosen = [at for at in options if pdfium.FPDFAnnot_IsOptionSelected(form, field, at)]
     labels = (_string(pdfium.FPDFAnnot_GetOptionLabel, form, field, at) for at in chosen)
@@ -112,8 +108,7 @@ def _value(form: Any, field: Any, kind: int) -> str:
 
 
 def _distance(piece: Piece, box: Piece, is_button: bool) -> float:
-    """Return how far a text is from a form field; infinite if it cannot be its label. That of a button may follow it,
-    that of other fields may be above it."""
+    """Return how far a text is from a form field whose label it may be; that of a button may follow it."""
     if piece.is_beside(box):
         if piece.right < box.left + 2:
             return max(0.0, box.left - piece.right)

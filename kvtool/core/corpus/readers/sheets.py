@@ -33,14 +33,12 @@ _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|bod
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document of all sheets, their rows marked, whatever kind of table the file really holds. Notes name
     hidden sheets, rows and columns, damaged sheets, and formulas without a value. Raises UnreadableFile."""
-    is_before_2007 = is_old(data) or _STREAM.match(data) is not None
     if _HTML.match(data):
         return html.read(source, data)
     if source.lower().endswith((".xls", ".xlt")) and (b"\0" not in data[:1024] or data[:2] in _UTF16):
         return text.read(source, data)  # the reports of many programs
-    notes: tuple[str, ...] = ()
     with opened("workbook", "xlrd"):
-        if is_before_2007:
+        if is_old(data) or _STREAM.match(data):
             sheets, count = [*old_sheets(data)], {name: len(each.findall(data)) for name, each in _OLD.items()}
             comments = sum(len(each) for sheet in sheets for each in sheet.comments.values())
             notes = unread_note({**count, "text boxes": max(0, count["text boxes"] - comments)})
@@ -68,9 +66,7 @@ def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
         if any(first <= column <= last for first, last in sheet.hidden_columns)
     ]
     yield from hidden_note("column", hidden)
-    for sheet in sheets:
-        if sheet.is_damaged:
-            yield f"damaged sheet {sheet.title!r}: not all of it is read"
+    yield from (f"damaged sheet {each.title!r}: not all of it is read" for each in sheets if each.is_damaged)
     if count := sum(sheet.uncalculated for sheet in sheets):
         yield f"formulas without a saved value: {count}, read as formulas"
 

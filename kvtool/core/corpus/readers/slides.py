@@ -31,7 +31,7 @@ def read(source: str, data: bytes) -> list[Document]:
             )
             slide = package.part(part)
             texts.append("" if slide is None else "\n".join(_lines(package, part, slide, authors)))
-            if package.damaged:
+            if slide is None or package.damaged:
                 damaged.append(f"damaged slide {number}: not all of it is read")
                 package.damaged.clear()
             if slide is not None and slide.get("show") in ("0", "false") and texts[-1].strip():

@@ -43,9 +43,9 @@ _SAID: dict[str, Callable[[Element], str]] = {
     **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
     "docPr": lambda element: image(element.get("descr", "")) and f"{image(element.get('descr', ''))} ",
 }
-_UNREAD = {"w-subDoc": "linked documents", "w-control": "controls", "OLEObject": "embedded files"}
+_UNREAD = {"w-subDoc": "linked documents", "w-altChunk": "embedded documents", "w-control": "controls"}
+_UNREAD |= {"OLEObject": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
-_NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -114,9 +114,7 @@ class _Walk:
         self._is_in_cell = False
 
     def _named(self, kind: str) -> Element | None:
-        """Find the document's part of a kind."""
-        name = named(self._main_links, kind)
-        return self._package.part(name) if name else None
+        return self._package.part(named(self._main_links, kind))
 
     def drained(self) -> list[str]:
         """Take the texts that belong beside the blocks since the last call."""
@@ -149,8 +147,6 @@ class _Walk:
                 yield from self._table(child)
             elif child.tag in ("m-oMath", "m-oMathPara"):
                 yield linear(child)
-            elif child.tag == "w-altChunk":
-                yield from self._embedded(child)
             elif child.tag in _UNREAD:
                 self.unread[_UNREAD[child.tag]] += 1
             elif child.tag not in _UNSEEN:
@@ -158,16 +154,6 @@ class _Walk:
         if self._carried:
             carried, self._carried = self._carried, []
             yield line(carried)
-
-    def _embedded(self, chunk: Element) -> Iterator[str]:
-        """Yield the parts of a document of another format that stands here."""
-        link = self._links.get(chunk.get("id", ""))
-        try:
-            documents = read("", self._package.data("" if link is None else link.name))
-        except UnreadableFile:
-            self.unread["embedded documents"] += 1
-        else:
-            yield from (part for document in documents for part in document.text.split("\n\n"))
 
     def _paragraph(self, paragraph: Element) -> str:
         """Return a paragraph with its number, or the mark of a heading or of a list's item."""
@@ -313,7 +299,8 @@ class _Walk:
         if key in marks or key not in notes:
             return marks.get(key, "")
         has_own = kind == "comment" or reference.get("customMarkFollows", "0") not in ("0", "false", "off")
-        marks[key] = "" if has_own else f"[{counter(len(marks) + 1, _NUMBERS[kind])}]"
+        style = "lower_roman" if kind == "endnote" else "decimal"
+        marks[key] = "" if has_own else f"[{counter(len(marks) + 1, style)}]"
         text = " ".join(" ".join(self._texts(notes[key], links)).split())
         if kind == "comment":
             text = text and comment(text, notes[key].get("author", ""))
