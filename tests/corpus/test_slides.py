@@ -75,12 +75,15 @@ def test_shapes_are_read_in_the_order_of_the_file_with_groups_opened() -> None:
     assert read(saved(made)).text == text
 
 
-def test_levels_are_indented() -> None:
+def test_levels_are_indented_and_numbers_counted() -> None:
     made = deck(layout=1)
     frame = made.slides[0].placeholders[1].text_frame
-    frame.text = "Moor\nat noon\nPay"
+    frame.text = "Moor\nat noon\nPay\nLeave"
     frame.paragraphs[1].level = 1
-    assert read(saved(made)).text == "# Berth 1\n\nMoor\n  at noon\nPay\n"
+    for number in (0, 2, 3):
+        properties = frame.paragraphs[number]._p.get_or_add_pPr()
+        properties.append(properties.makeelement(f"{{{MAIN}}}buAutoNum", {"type": "romanUcPeriod"}))
+    assert read(saved(made)).text == "# Berth 1\n\nI. Moor\n  at noon\nII. Pay\nIII. Leave\n"
 
 
 def test_raised_characters_are_marked() -> None:

@@ -9,10 +9,11 @@ from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.document import table_row
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import Cell, Piece, image, integer, line, rows
+from kvtool.core.corpus.readers.ir import Cell, Piece, counter, image, integer, line, rows
 from kvtool.core.corpus.readers.numberformats import GENERAL, shown
 from kvtool.core.corpus.readers.openxml import Link, Package
 
+_NUMBERS = {"alphaLc": "alpha", "alphaUc": "upper_alpha", "romanLc": "roman", "romanUc": "upper_roman"}
 GRAPHICS = ("c-chart", "chart", "dgm-relIds")
 
 
@@ -56,9 +57,19 @@ def _cells(row: Element) -> Iterator[Cell]:
 
 
 def paragraphs(body: Element) -> str:
-    """Join the paragraphs of a shape or cell, lower levels indented."""
-    lines = ((integer(each.find("a-pPr"), "lvl"), line(_pieces(each))) for each in body.iterfind("a-p"))
-    return "\n".join("  " * level * bool(text.strip()) + text for level, text in lines)
+    """Join the paragraphs of a shape or cell, lower levels indented, with their automatic numbers."""
+    lines: list[str] = []
+    counts: dict[int, int] = {}
+    for each in body.iterfind("a-p"):
+        level, number, text = integer(each.find("a-pPr"), "lvl"), each.find("a-pPr/a-buAutoNum"), line(_pieces(each))
+        mark = "  " * level if text.strip() else ""
+        if text.strip():
+            counts = {key: count for key, count in counts.items() if key < level + (number is not None)}
+        if number is not None and text.strip():
+            counts[level] = counts.get(level, integer(number, "startAt", 1) - 1) + 1
+            mark += counter(counts[level], _NUMBERS.get(number.get("type", "")[:7], "decimal")) + ". "
+        lines.append(mark + text)
+    return "\n".join(lines)
 
 
 def _pieces(element: Element) -> Iterator[Piece]:

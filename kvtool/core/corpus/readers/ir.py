@@ -24,7 +24,7 @@ _RAISED = re.compile(r"(?:(?<=\d)(?![aeo]\b)|(?<=[^\W\d]|[)\]]))(?=[-+−–(]?\
 _LOWERED = re.compile(r"(?<=\d)(?=\w)|(?<=[^\W\d])(?=[^\W\d])")  # not H2O
 _COMPOUND = re.compile(r".*\w[^\w.,;:)]")
 _FILE_NAME = re.compile(r"\S*|[^\n]*\.\w{3,4}")
-_PAGE = re.compile(r"[\W_]*(?:page\W*)?\d*(?:\W*of)?\W*\d*[\W_]*", re.IGNORECASE)  # a margin that only counts pages
+PAGE = re.compile(r"[\W_]*(?:page\W*)?\d*(?:\W*of)?\W*\d*[\W_]*", re.IGNORECASE)  # a margin that only counts pages
 _MOST_SPAN = 1000  # columns or rows that one cell covers
 _MOST_LETTERS = 30  # that are one automatic number
 LONGEST_LABEL = 300  # characters of a merged cell that are repeated
@@ -142,7 +142,7 @@ def framed(source: str, texts: Iterable[str], margins: Iterable[Piece], notes: t
     EmptyFile."""
     once: dict[str, str] = {}
     for name, text in margins:
-        once.setdefault("" if _PAGE.fullmatch(text) else text.strip(), name)
+        once.setdefault(text.strip(), name)
     parts = {end: [(end, text) for text, name in once.items() if name == end] for end in ("header", "footer")}
     body = ((f"¶ {number}", text) for number, text in enumerate(texts, 1))
     return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 from kvtool.core.corpus.readers.containers import checked, parsed, parsed_xml
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, numbered, unread_note
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import Cell, Piece, comment, counter, framed, image, integer, line, rows
+from kvtool.core.corpus.readers.ir import PAGE, Cell, Piece, comment, counter, framed, image, integer, line, rows
 
 _SPACE = re.compile(r"\{(?:.*[:/])?([A-Za-z]+)[-a-z]*(?:[:/][\d.]+)?/?\}")  # ends in `text:1.0}`, `MathML}`
 _WHITE = re.compile(r"[ \t\r\n]+")
@@ -124,7 +124,7 @@ class _Reader:
         used |= {pages[name].get("style:next-style-name", "") for name in used & pages.keys()}
         for element in (each for name, page in pages.items() if name in used for each in page):
             if element.get("style:display") != "false":
-                yield from ((element.tag[6:12], text) for text in self._blocks(element))
+                yield from ((element.tag[6:12], text) for text in self._blocks(element) if not PAGE.fullmatch(text))
 
     def _blocks(self, element: Iterable[Element]) -> Iterator[str]:
         """Yield the blocks below an element in their order: paragraphs, rows of tables, texts of shapes."""

@@ -15,7 +15,7 @@ from kvtool.core.corpus.readers.containers import checked, is_old
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, opened, table_row, unread_note
 from kvtool.core.corpus.readers.drawings import GRAPHICS, graphic_texts
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import LONGEST_LABEL, Piece, blocks, comment, counter, framed, image, line
+from kvtool.core.corpus.readers.ir import LONGEST_LABEL, PAGE, Piece, blocks, comment, counter, framed, image, line
 from kvtool.core.corpus.readers.openxml import Link, Package, named
 from kvtool.core.corpus.readers.symbols import glyphs, symbol
 
@@ -136,7 +136,8 @@ class _Walk:
         for key, name in parts.items():
             part = self._package.part(key)
             if part is not None:
-                yield from ((name, text) for text in self._texts(part, self._package.links(key)))
+                texts = self._texts(part, self._package.links(key))
+                yield from ((name, text) for text in texts if not PAGE.fullmatch(text))
 
     def blocks(self, element: Element) -> Iterator[str]:
         """Yield the text of each paragraph, and of each row of a table."""
