@@ -16,16 +16,13 @@ from xml.etree.ElementTree import Element
 from kvtool.core.corpus.readers.containers import parsed
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.readers.drawings import shape_texts
-from kvtool.core.corpus.readers.ir import line
+from kvtool.core.corpus.readers.ir import Piece, comment, integer, line
 from kvtool.core.corpus.readers.numberformats import GENERAL, code_of, shown
 from kvtool.core.corpus.readers.openxml import Package
 
 _DAMAGE = (ElementTree.ParseError, UnreadableFile, ValueError)
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
-_CELL = re.compile(r"\$?([A-Z]{1,3})\$?([0-9]+)")
-_MARGINS = frozenset(f"{page}{end}" for page in ("odd", "even", "first") for end in ("Header", "Footer"))
-_TAKEN = ("}row", "}mergeCell", "}col", *(f"}}{margin}" for margin in _MARGINS))
-_CONTROL = re.compile(r'&(?:"[^"]*"|K[0-9A-Fa-f]{6}|[0-9]+|[A-Z])')  # fonts, sizes, page numbers
+_TAKEN = ("}row", "}mergeCell", "}col")
 _FLAGS = {"1": True, "true": True}
 
 
@@ -35,14 +32,11 @@ class Sheet:
 
     Attributes
     ----------
-    rows : row → column → what the cell shows, empty cells left out.
+    rows, comments : row → column → what the cell shows, empty cells left out; row → what is said about its cells.
     merged : first row, first column, last row and last column of cells that were made one.
     hidden_columns : the first and the last of each run.
-    comments : row → what is said about its cells.
-    shapes : texts of text boxes, charts and diagrams, and of the margins of printed pages.
+    shapes : texts of text boxes, charts and diagrams.
     uncalculated : how many formulas have no saved value.
-    lacks_values : cells refer to strings that are not in the file.
-    last_row : the row that was read last.
     """
 
     title: str
@@ -55,14 +49,12 @@ class Sheet:
     comments: dict[int, list[str]] = field(default_factory=dict)
     shapes: list[str] = field(default_factory=list)
     uncalculated: int = 0
-    lacks_values: bool = False
     last_row: int = 0
 
-    def comment(self, cell: str, author: str, text: str) -> None:
+    def add_comment(self, cell: str, author: str, text: str) -> None:
         """Add a comment to its row; many begin with the author's name. Raises ValueError if there is no such cell."""
-        said = " ".join(text.split())
-        by = f" by {author}" if author and not said.startswith(author) else ""
-        self.comments.setdefault(place(cell)[0], []).append(f"[comment on {cell}{by}: {said}]")
+        author = "" if text.strip().startswith(author) else author
+        self.comments.setdefault(place(cell)[0], []).append(comment(text, author, cell))
 
 
 class _Book(NamedTuple):
@@ -72,35 +64,29 @@ class _Book(NamedTuple):
 
 
 def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
-    """Yield the sheets of an Open XML workbook, a damaged one as far as it can be read.
-
-    Raises
-    ------
-    UnreadableFile : there is no list of sheets.
-    """
+    """Yield the sheets of an Open XML workbook, a damaged one as far as it can be read. Raises UnreadableFile."""
     package = Package(archive)
-    main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "xl/workbook.xml")
+    main = package.main("xl/workbook.xml")
     book, links = parsed(archive, main), package.links(main)
     parts = {link.kind: link.name for link in links.values()}
     properties = book.find("{*}workbookPr")
     is_1904 = properties is not None and properties.get("date1904") in _FLAGS
     shared = _Book([*_strings(package, parts)], _codes(package, parts), is_1904)
-    people = package.part(parts["person"]) if "person" in parts else None
-    persons = {each.get("id", ""): each.get("displayName", "") for each in (() if people is None else people)}
+    people = package.part(parts.get("person", ""))
+    persons = {} if people is None else {each.get("id", ""): each.get("displayName", "") for each in people}
     for each in book.iterfind("{*}sheets/{*}sheet"):
         sheet = Sheet(each.get("name", ""), each.get("state", "visible") != "visible")
         part = next((links[value].name for key, value in each.items() if key.endswith("}id") and value in links), "")
-        with suppress(*_DAMAGE):
-            sheet.is_damaged = True
+        try:
             for _, element in ElementTree.iterparse(io.BytesIO(package.data(part))):
                 if element.tag.endswith(_TAKEN):
                     _take(element, sheet, shared)
-            sheet.is_damaged = sheet.lacks_values
-        with suppress(ValueError):
-            _take_linked(package, part, sheet, persons)
-        if package.damaged:  # a drawing, the comments, the formats
+        except _DAMAGE:
             sheet.is_damaged = True
-            package.damaged.clear()
+        with suppress(ValueError):  # a comment on no cell
+            _take_linked(package, part, sheet, persons)
+        sheet.is_damaged |= bool(package.damaged)  # a drawing, the comments, the formats
+        package.damaged.clear()
         yield sheet
 
 
@@ -114,13 +100,14 @@ def _take_linked(package: Package, part: str, sheet: Sheet, persons: Mapping[str
         if link.kind == "drawing":
             sheet.shapes.extend(shape_texts(package, package.links(link.name), tree))
         for each in tree.iterfind("threadedComment"):
+            author = persons.get(each.get("personId", ""), "")
             discussed.add(each.get("ref"))
-            sheet.comment(each.get("ref", ""), persons.get(each.get("personId", ""), ""), each.findtext("text") or "")
+            sheet.add_comment(each.get("ref", ""), author, each.findtext("text") or "")
         authors = dict(enumerate(each.text or "" for each in tree.iterfind("authors/author")))
         for each in tree.iterfind("commentList/comment"):
             if each.get("ref") not in discussed:
                 said = "".join(map(_words, each.iterfind("text")))
-                sheet.comment(each.get("ref", ""), authors.get(int(each.get("authorId", -1)), ""), said)
+                sheet.add_comment(each.get("ref", ""), authors.get(int(each.get("authorId", -1)), ""), said)
 
 
 def _strings(package: Package, parts: Mapping[str, str]) -> Iterator[str]:
@@ -135,26 +122,23 @@ def _words(element: Element) -> str:
     """Return the text of a string and of its runs, without the readings of its characters."""
     if len(element) == 1 and element[0].tag.endswith("}t") and "_x" not in (text := element[0].text or ""):
         return text  # nearly all of them
-    pieces = []
+    pieces: list[Piece] = []
     for child in element:
         kind = child.tag.rpartition("}")[2]
-        if kind == "t":
-            pieces.append((child.text or "", ""))
-        elif kind == "r":
-            position = child.find("{*}rPr/{*}vertAlign")
-            pieces.append((child.findtext("{*}t") or "", "" if position is None else position.get("val", "")))
+        position = child.find("{*}rPr/{*}vertAlign")
+        if kind in ("t", "r"):
+            text = (child.text if kind == "t" else child.findtext("{*}t")) or ""
+            pieces.append((text, "" if position is None else position.get("val", "")))
     return _ESCAPE.sub(lambda found: chr(int(found[1], 16)), line(pieces))
 
 
 def _codes(package: Package, parts: Mapping[str, str]) -> list[str]:
     """Return the format of each style."""
-    styles = package.part(parts["styles"]) if "styles" in parts else None
-    with suppress(ValueError):
-        formats = () if styles is None else styles.iterfind("numFmts/numFmt")
-        own = {int(each.get("numFmtId", 0)): each.get("formatCode", "") for each in formats}
-        uses = () if styles is None else styles.iterfind("cellXfs/xf")
-        return [code_of(int(each.get("numFmtId", 0)), own) for each in uses]
-    return []
+    styles = package.part(parts.get("styles", ""))
+    if styles is None:
+        return []
+    own = {integer(each, "numFmtId"): each.get("formatCode", "") for each in styles.iterfind("numFmts/numFmt")}
+    return [code_of(integer(each, "numFmtId"), own) for each in styles.iterfind("cellXfs/xf")]
 
 
 def _take(element: Element, sheet: Sheet, book: _Book) -> None:
@@ -166,10 +150,8 @@ def _take(element: Element, sheet: Sheet, book: _Book) -> None:
     elif kind == "mergeCell":
         first, _, last = element.get("ref", "").partition(":")
         sheet.merged.append((*place(first), *place(last or first)))
-    elif kind in _MARGINS and (printed := " ".join(_CONTROL.sub(" ", element.text or "").split())):
-        sheet.shapes.append(printed)
     elif kind == "col" and element.get("hidden") in _FLAGS:
-        sheet.hidden_columns.append((int(element.get("min", 0)), int(element.get("max", 0))))
+        sheet.hidden_columns.append((integer(element, "min"), integer(element, "max")))
 
 
 def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
@@ -182,7 +164,7 @@ def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
         try:
             text = _shown(cell, space, book)
         except (LookupError, ValueError):
-            sheet.lacks_values = True
+            sheet.is_damaged = True  # the cell refers to a string that is not in the file
             continue
         if text is None:
             sheet.uncalculated += 1
@@ -215,34 +197,23 @@ def _shown(cell: Element, space: str, book: _Book) -> str | None:
 
 def place(reference: str) -> tuple[int, int]:
     """Return row and column of a cell, `B7`. Raises ValueError if it is none."""
-    found = _CELL.fullmatch(reference)
-    if found is None:
-        raise ValueError(reference)
-    return int(found[2]), _column(found[1])
+    letters = reference.replace("$", "").rstrip("0123456789")
+    return int(reference[len(letters) :].replace("$", "")), _column(letters)
 
 
 @lru_cache(maxsize=1 << 15)
 def _column(letters: str) -> int:
-    if not letters.isalpha() or not letters.isascii() or len(letters) > 3:
+    if not re.fullmatch("[A-Za-z]{1,3}", letters):
         raise ValueError(letters)
-    column = 0
-    for letter in letters.upper():
-        column = 26 * column + ord(letter) - ord("A") + 1
-    return column
+    return sum((ord(letter) - 64) * 26**at for at, letter in enumerate(reversed(letters.upper())))
 
 
 def old_sheets(data: bytes) -> Iterator[Sheet]:
     """Yield the sheets of a workbook of the format before 2007."""
     import xlrd
 
-    book = xlrd.open_workbook(
-        file_contents=data,
-        formatting_info=True,
-        ragged_rows=True,
-        on_demand=True,
-        ignore_workbook_corruption=True,
-        logfile=io.StringIO(),
-    )
+    options = ("formatting_info", "ragged_rows", "on_demand", "ignore_workbook_corruption")
+    book = xlrd.open_workbook(file_contents=data, logfile=io.StringIO(), **dict.fromkeys(options, True))
     own = {key: each.format_str for key, each in book.format_map.items()}
     if book.biff_version >= 50:  # earlier ones number all formats themselves
         own |= {14: "", 22: ""}
@@ -255,15 +226,12 @@ def old_sheets(data: bytes) -> Iterator[Sheet]:
             continue
         sheet = Sheet(title, each.visibility != 0)
         for row in range(each.nrows):
-            cells = {
-                column: _old_shown(cell, codes.get(cell.xf_index, GENERAL), book.datemode == 1)
-                for column, cell in enumerate(each.row(row), 1)
-            }
-            if cells := {column: text for column, text in cells.items() if text}:
-                sheet.rows[row + 1] = cells
+            texts = [_old_shown(cell, codes.get(cell.xf_index, GENERAL), book.datemode == 1) for cell in each.row(row)]
+            if any(texts):
+                sheet.rows[row + 1] = {column: text for column, text in enumerate(texts, 1) if text}
         sheet.merged = [(top + 1, left + 1, bottom, right) for top, bottom, left, right in each.merged_cells]
         for (row, column), note in each.cell_note_map.items():
-            sheet.comment(xlrd.cellname(row, column), note.author or "", note.text)
+            sheet.add_comment(xlrd.cellname(row, column), note.author or "", note.text)
         sheet.hidden_rows = [row + 1 for row, how in each.rowinfo_map.items() if how.hidden and row + 1 in sheet.rows]
         sheet.hidden_columns = [(column + 1, column + 1) for column, how in each.colinfo_map.items() if how.hidden]
         yield sheet

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.ir import counter
+from kvtool.core.corpus.readers.ir import counter, integer
 
 _NUMBER = "w-pPr/w-numPr/w-"
 
@@ -22,8 +22,7 @@ def value(element: Element | None, path: str, usual: str = "") -> str:
 
 
 def count(element: Element | None, path: str, usual: int = 0) -> int:
-    text = value(element, path)
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else usual
+    return integer(find(element, path), "val", usual)
 
 
 def is_on(element: Element | None, path: str) -> bool:
@@ -57,12 +56,7 @@ class Styles:
 
 
 class Clauses:
-    """Counters of all lists of a document, as its paragraphs pass.
-
-    Parameters
-    ----------
-    root : the part that defines the lists; None without one.
-    """
+    """Counters of all lists of a document, as its paragraphs pass; `root` defines the lists."""
 
     def __init__(self, root: Element | None, styles: Styles) -> None:
         self._styles = styles

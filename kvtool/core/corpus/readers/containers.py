@@ -15,7 +15,7 @@ from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, Unreadabl
 _MOST_BYTES = 1 << 30  # of all members, unpacked
 _MOST_MEMBERS = 100_000
 _MOST_TEXT = 1 << 28  # bytes, unpacked, of one member, or of a file that gzip has packed
-_OLD_OFFICE = b"\xd0\xcf\x11\xe0"
+_OLD_OFFICE, _ENCRYPTED = b"\xd0\xcf\x11\xe0", "EncryptedPackage".encode("utf-16-le")
 LOCKED = 0x1  # flag bit of a member that needs a password
 _LINKS = re.compile(r"(?:ppt/slides|xl/worksheets)/_rels/[^/]*", re.IGNORECASE)
 _EMBEDDED = re.compile(rb'/relationships/(?:oleObject|package)"')
@@ -24,15 +24,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def checked(data: bytes, is_archive: bool = False) -> zipfile.ZipFile:
-    """Open a document's container, or an archive, in which some members may need a password.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is none, is protected by a password, or would unpack to more than 1 GiB (an archive: BinaryFile).
-    """
+    """Open a document's container, or an archive, in which some members may need a password. Raises UnreadableFile, or
+    BinaryFile if an archive would unpack to more than 1 GiB."""
     if data.startswith(_OLD_OFFICE):
-        if "EncryptedPackage".encode("utf-16-le") in data:
+        if _ENCRYPTED in data:
             raise UnreadableFile("protected by a password", "save a copy without one")
         raise UnreadableFile("an old Office file under a new name", "save it in the format that its name says")
     try:
@@ -50,9 +45,8 @@ def checked(data: bytes, is_archive: bool = False) -> zipfile.ZipFile:
 
 
 def is_old(data: bytes) -> bool:
-    """Return True for an Office file of the format before 2007; one that is encrypted as a whole is for :func:`checked`
-    to refuse."""
-    return data.startswith(_OLD_OFFICE) and "EncryptedPackage".encode("utf-16-le") not in data
+    """Return True for an Office file of the format before 2007, unless it is encrypted as a whole."""
+    return data.startswith(_OLD_OFFICE) and _ENCRYPTED not in data
 
 
 def embedded(archive: zipfile.ZipFile) -> int:
@@ -76,15 +70,14 @@ def member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
-    """Parse one member as XML; expat itself bounds the expansion of entities.
+    """Parse one member as XML. Raises UnreadableFile."""
+    return parsed_xml(member(archive, name), name)
 
-    Raises
-    ------
-    UnreadableFile
-        If it is missing, or not well-formed XML.
-    """
+
+def parsed_xml(data: bytes, name: str) -> ElementTree.Element:
+    """Parse XML; expat itself bounds the expansion of entities. Raises UnreadableFile if it is not well-formed."""
     try:
-        return ElementTree.fromstring(member(archive, name))
+        return ElementTree.fromstring(data)
     except (ElementTree.ParseError, LookupError, ValueError) as error:  # of an encoding that is none
         raise UnreadableFile(f"damaged: {name}: {error}") from error
 
@@ -105,12 +98,7 @@ def gunzip_start(data: bytes, most: int) -> bytes:
 
 
 def gunzip(data: bytes) -> bytes:
-    """Return what a packed file holds.
-
-    Raises
-    ------
-    UnreadableFile : it is damaged, or unpacks to more than 256 MiB. EmptyFile : it holds nothing.
-    """
+    """Return what a packed file holds. Raises UnreadableFile if it is damaged or too large, EmptyFile."""
     try:
         with gzip.open(io.BytesIO(data)) as file:
             content = file.read(_MOST_TEXT + 1)

@@ -1,31 +1,28 @@
-"""Shapes of slides and sheets: their text, tables, diagrams and charts."""
+"""Shapes of texts, slides and sheets: their text, tables, diagrams and charts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import groupby, zip_longest
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.document import table_row
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import counter, image, line
+from kvtool.core.corpus.readers.ir import Cell, Piece, counter, image, integer, line, rows
 from kvtool.core.corpus.readers.numberformats import GENERAL, shown
 from kvtool.core.corpus.readers.openxml import Link, Package
 
 _NUMBERS = {"alphaLc": "alpha", "alphaUc": "upper_alpha", "romanLc": "roman", "romanUc": "upper_roman"}
-_YES = ("1", "true")
+GRAPHICS = ("c-chart", "chart", "dgm-relIds")
 
 
 def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[Element]) -> Iterator[str]:
-    """Yield the text of each shape, in the order of the file; groups are opened.
-
-    Parameters
-    ----------
-    links : those of the part that holds the shapes.
-    """
+    """Yield the text of each shape, in the order of the file; groups are opened, links of their part followed."""
     for shape in shapes:
         if shape.tag == "graphicFrame":
-            yield from _graphic_texts(package, links, shape)
+            for graphic in shape.iterfind("a-graphic/a-graphicData/*"):
+                yield from graphic_texts(package, links, graphic)
         elif shape.tag == "AlternateContent":  # the first choice is for the newest programs
             yield from shape_texts(package, links, shape[0] if len(shape) else ())
         elif shape.tag in ("grpSp", "absoluteAnchor", "oneCellAnchor", "twoCellAnchor"):
@@ -37,34 +34,26 @@ def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[El
             yield paragraphs(body)
 
 
-def _graphic_texts(package: Package, links: Mapping[str, Link], frame: Element) -> Iterator[str]:
-    for graphic in frame.iterfind("a-graphic/a-graphicData/*"):
-        part = None
-        if link := links.get(graphic.get("dm") or graphic.get("id") or ""):
-            part = package.part(link.name) if graphic.tag in ("c-chart", "chart", "dgm-relIds") else None
-        if graphic.tag == "a-tbl":
-            yield from _table_rows(graphic)
-        elif part is not None and graphic.tag == "dgm-relIds":
+def graphic_texts(package: Package, links: Mapping[str, Link], graphic: Element) -> Iterator[str]:
+    """Yield the rows of a table or chart, or the texts of a diagram."""
+    link = links.get(graphic.get("dm") or graphic.get("id") or "") if graphic.tag in GRAPHICS else None
+    part = package.part(link.name) if link else None
+    if graphic.tag == "a-tbl":
+        yield from rows(map(_cells, graphic.iterfind("a-tr")))
+    elif link is not None and part is not None:
+        try:
             yield from filter(None, map(paragraphs, part.iter("dgm-t")))
-        elif part is not None:
-            yield from chart_rows(part)
+            yield from _chart_rows(part)
+        except ValueError:  # a number that is none
+            package.damaged.append(link.name)
 
 
-def _table_rows(table: Element) -> Iterator[str]:
-    """Yield a table's rows; merged cells repeat their text."""
-    above: list[str] = []
-    for row in table.iterfind("a-tr"):
-        cells: list[str] = []
-        for cell in row.iterfind("a-tc"):
+def _cells(row: Element) -> Iterator[Cell]:
+    for cell in row.iterfind("a-tc"):
+        if not {cell.get("hMerge"), cell.get("vMerge")} & {"1", "true"}:
             body = cell.find("a-txBody")
-            if cell.get("hMerge") in _YES and cells:
-                cells.append(cells[-1])
-            elif cell.get("vMerge") in _YES and len(cells) < len(above):
-                cells.append(above[len(cells)])
-            else:
-                cells.append("" if body is None else paragraphs(body))
-        yield table_row(cells)
-        above = cells
+            text = "" if body is None else paragraphs(body)
+            yield text, integer(cell, "gridSpan", 1), integer(cell, "rowSpan", 1)
 
 
 def paragraphs(body: Element) -> str:
@@ -72,23 +61,18 @@ def paragraphs(body: Element) -> str:
     lines: list[str] = []
     counts: dict[int, int] = {}
     for each in body.iterfind("a-p"):
-        properties, number, level = each.find("a-pPr"), each.find("a-pPr/a-buAutoNum"), 0
-        if properties is not None and properties.get("lvl", "").isdecimal():
-            level = int(properties.get("lvl", 0))
-        text, mark = line(_pieces(each)), ""
+        level, number, text = integer(each.find("a-pPr"), "lvl"), each.find("a-pPr/a-buAutoNum"), line(_pieces(each))
+        mark = "  " * level if text.strip() else ""
         if text.strip():
-            counts = {
-                key: count for key, count in counts.items() if key < level or (key == level and number is not None)
-            }
-            if number is not None:
-                counts[level] = counts.get(level, int(number.get("startAt", 1)) - 1) + 1
-                mark = counter(counts[level], _NUMBERS.get(number.get("type", "")[:7], "decimal")) + ". "
-            mark = "  " * level + mark
+            counts = {key: count for key, count in counts.items() if key < level + (number is not None)}
+        if number is not None and text.strip():
+            counts[level] = counts.get(level, integer(number, "startAt", 1) - 1) + 1
+            mark += counter(counts[level], _NUMBERS.get(number.get("type", "")[:7], "decimal")) + ". "
         lines.append(mark + text)
     return "\n".join(lines)
 
 
-def _pieces(element: Element) -> Iterator[tuple[str, str]]:
+def _pieces(element: Element) -> Iterator[Piece]:
     """Yield the texts of a paragraph with their positions."""
     for child in element:
         if child.tag in ("a-r", "a-fld"):
@@ -102,15 +86,14 @@ def _pieces(element: Element) -> Iterator[tuple[str, str]]:
             yield from _pieces(child)
 
 
-def chart_rows(chart: Element) -> Iterator[str]:
+def _chart_rows(chart: Element) -> Iterator[str]:
     """Yield a chart's titles, and its values as tables: a row for each category, a column for each series."""
     if title := " — ".join(filter(None, map(_words, (*chart.iter("c-title"), *chart.iter("title"))))):
         yield f"Chart: {title}"
-    series = []
-    for each in chart.iter("c-ser"):
-        category, value = _first(each, "c-cat", "c-xVal"), _first(each, "c-val", "c-yVal")
-        name = each.find("c-tx")
-        series.append((_words(name), _points(category), _points(value)))
+    series = [
+        (_words(each.find("c-tx")), _points(each, "c-cat", "c-xVal"), _points(each, "c-val", "c-yVal"))
+        for each in chart.iter("c-ser")
+    ]
     for categories, group in groupby(series, key=lambda each: each[1]):
         columns = [*group]
         yield table_row(("", *(name for name, _, _ in columns)))
@@ -121,31 +104,20 @@ def chart_rows(chart: Element) -> Iterator[str]:
         yield from map(table_row, zip_longest(*levels, fillvalue=""))
 
 
-def _first(element: Element, *names: str) -> Element | None:
-    return next((found for name in names if (found := element.find(name)) is not None), None)
-
-
 def _words(element: Element | None) -> str:
     """Return the text of a title or of a series' name, written or taken from cells."""
     texts = () if element is None else (each.text or "" for each in element.iter() if each.tag in ("a-t", "c-v"))
     return " ".join("".join(texts).split())
 
 
-def _points(data: Element | None) -> dict[int, str]:
+def _points(series: Element, *names: str) -> dict[int, str]:
     """Return the values that are saved with a series, by their index; of categories in levels, all levels."""
     points: dict[int, str] = {}
-    levels = [] if data is None else [*data.iter("c-lvl")] or [data]
-    for level in levels:
-        code = next((each.text or "" for each in level.iter("c-formatCode")), GENERAL)
-        texts, before = {int(point.get("idx", 0)): point.findtext("c-v") or "" for point in level.iter("c-pt")}, ""
-        for index in points or texts:
-            before = texts.get(index, before)
-            points[index] = f"{before} {points[index]}" if index in points else _number(before, code)
+    for data in (found for name in names for found in series.iterfind(name)):
+        code = next((each.text or "" for each in data.iter("c-formatCode")), GENERAL)
+        for point in data.iter("c-pt"):
+            index, text = int(point.get("idx", 0)), point.findtext("c-v") or ""
+            with suppress(ValueError):
+                text = shown(float(text), code)
+            points[index] = f"{text} {points[index]}" if index in points else text
     return points
-
-
-def _number(value: str, code: str) -> str:
-    try:
-        return shown(float(value), code)
-    except ValueError:
-        return value

@@ -7,41 +7,31 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from zipfile import ZipFile
 
-from kvtool.core.corpus.readers.containers import checked, parsed
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, unread_note
-from kvtool.core.corpus.readers.ir import Item, counter, image, line, rows
+from kvtool.core.corpus.readers.containers import checked, parsed, parsed_xml
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, numbered, unread_note
+from kvtool.core.corpus.readers.equations import linear
+from kvtool.core.corpus.readers.ir import PAGE, Cell, Piece, comment, counter, framed, image, integer, line, rows
 
 _SPACE = re.compile(r"\{(?:.*[:/])?([A-Za-z]+)[-a-z]*(?:[:/][\d.]+)?/?\}")  # ends in `text:1.0}`, `MathML}`
 _WHITE = re.compile(r"[ \t\r\n]+")
 _MANIFEST = "META-INF/manifest.xml"
 _UNSEEN = frozenset("text:tracked-changes table:tracked-changes office:forms drawing:image text:number".split())
 _SPACES = {"text:s": " ", "text:tab": "\t", "text:line-break": "\n"}
-_FIELDS = frozenset("text:page-number text:page-count text:sheet-name ".split())
 _PLACEHOLDERS = frozenset("header footer date-time page-number".split())
 _ROWS = frozenset("table:table-header-rows table:table-rows table:table-row-group".split())
 _FORMATS = {"i": "lower_roman", "I": "upper_roman", "a": "lower_alpha", "A": "upper_alpha"}
 _FORMATS |= {"가, 나, 다, ...": "ganada", "一, 二, 三, ...": "chineseCounting", "①, ②, ③, ...": "decimalEnclosedCircle"}
-_MATH = {"mfrac": "{}/{}", "msup": "{}^{}", "msub": "{}_{}", "msubsup": "{}_{}^{}", "munder": "{}_{}", "mover": "{}^{}"}
-_MATH |= {"munderover": "{}_{}^{}"}
-_LOOSE = re.compile(r"(?<!\w) | (?!\w)")
 _MOST_COPIES = 1000  # of a row, or of an empty cell between others, that a file repeats by a number
 
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document. Its paragraphs and the rows of its tables are numbered, or its slides, or the rows of its
-    sheets. Notes name hidden parts, and count embedded objects that are not read.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    sheets. Notes name hidden parts, and count embedded objects that are not read. Raises UnreadableFile."""
     if b"<" in data[:4]:
-        return [_Reader(None, [_parsed(data)]).document(source)]
+        return [_Reader(None, [_named(parsed_xml(data, "the file"))]).document(source)]
     with checked(data) as archive:
         parts: dict[str, Element] = {}
         names = [name for name in (_MANIFEST, "styles.xml") if name in archive.NameToInfo]
@@ -54,20 +44,11 @@ def read(source: str, data: bytes) -> list[Document]:
         return [_Reader(archive, [*parts.values()], len(names) + 1 - len(parts)).document(source)]
 
 
-def _parsed(data: bytes) -> Element:
-    try:
-        return _named(ElementTree.fromstring(data))
-    except ElementTree.ParseError as error:
-        raise UnreadableFile(f"damaged: {error}") from error
-
-
 def _named(root: Element) -> Element:
     """Shorten the names of elements and attributes, `text:p`, and return the root."""
     for element in root.iter():
-        attributes = {_short(name): value for name, value in element.attrib.items()}
         element.tag = _short(element.tag)
-        element.attrib.clear()
-        element.attrib.update(attributes)
+        element.attrib = {_short(name): value for name, value in element.items()}
     return root
 
 
@@ -76,38 +57,23 @@ def _short(name: str) -> str:
     return _SPACE.sub(r"\1:", name, 1)
 
 
-def _number(element: Element | None, name: str, default: int = 1) -> int:
-    value = "" if element is None else element.get(name, "")
-    return int(value) if value.isdecimal() and len(value) < 10 else default
-
-
 class _Reader:
-    """The parts of a file, and what is known of them while its text is read.
-
-    Parameters
-    ----------
-    archive : holds embedded objects; None for a flat file.
-    roots : of the styles, if they are in a part of their own, and of the content.
-    damaged : number of parts that could not be read.
-    """
+    """The parts of a file: of the styles, if they are in one of their own, and of the content."""
 
     def __init__(self, archive: ZipFile | None, roots: list[Element], damaged: int = 0) -> None:
         self._archive, self._roots = archive, roots
         self._styles: dict[str, dict[str, str]] = {}  # by name: attributes, and those of its properties
         self._levels: dict[tuple[str, int], Element] = {}  # how items of a list are numbered; "": headings
-        self._forms: dict[str, Element] = {}
         for element in (each for root in roots for each in root.iter()):
             if element.tag in ("text:list-style", "text:outline-style"):
                 name = element.get("style:name", "") if element.tag == "text:list-style" else ""
-                self._levels |= {(name, _number(level, "text:level")): level for level in element}
+                self._levels |= {(name, integer(level, "text:level", 1)): level for level in element}
             elif element.tag == "style:style":
-                self._styles[element.get("style:name", "")] = dict(
-                    item for each in (element, *element) for item in each.items()
-                )
-            elif element.tag.startswith("form:"):
-                self._forms[element.get("form:id", element.get("namespace:id", ""))] = element
+                properties = (item for each in (element, *element) for item in each.items())
+                self._styles[element.get("style:name", "")] = dict(properties)
         self._numbers: dict[tuple[str, int], int] = {}  # the last one given, by list style and level
         self._list = ("", 0)  # style and level
+        self._is_book = False
         self._objects: set[str] = set()
         self._unread = Counter({"damaged parts": damaged})
         self._hidden: dict[str, list[object]] = {"section": [], "sheet": [], "row": [], "slide": []}
@@ -116,74 +82,49 @@ class _Reader:
         root = self._roots[-1]
         body = next((each for each in root if each.tag == "office:body"), root)
         content = next((each for each in body if each.tag.startswith("office:")), body)
-        self._is_book = content.tag == "office:spreadsheet"
-        parts = [*self._parts(root, content)]
-        before, after = self._margins(content)
-        notes = [note for kind, names in self._hidden.items() for note in hidden_note(kind, names)]
-        gap = "\n" if self._is_book else "\n\n"
-        return joined(source, "markdown", [*before, *parts, *after], gap, (*notes, *unread_note(self._unread)))
-
-    def _parts(self, root: Element, content: Element) -> Iterator[tuple[str, str]]:
-        """Yield all places in their order, each with its text."""
-        if self._is_book:
-            for sheet in content:
-                yield from self._sheet(sheet) if sheet.tag == "table:table" else ()
-        elif content.tag in ("office:presentation", "office:drawing"):
+        if content.tag == "office:spreadsheet":
+            self._is_book = True
+            rows = [part for sheet in _children(content, "table:table") for part in self._sheet(sheet)]
+            return joined(source, "markdown", rows, "\n", self._notes())
+        if content.tag in ("office:presentation", "office:drawing"):
+            pages = [self._page(page, number) for number, page in enumerate(_children(content, "drawing:page"), 1)]
             label = "slide" if content.tag == "office:presentation" else "p."
-            for number, page in enumerate((each for each in content if each.tag == "drawing:page"), 1):
-                text = "\n".join(filter(None, self._blocks(page)))
-                yield f"{label} {number}", text
-                if text and self._property(page, "drawing:style-name", "presentation:visibility") == "hidden":
-                    self._hidden["slide"].append(number)
-        else:
-            blocks = [_formula(root)] if root.tag == "MathML:math" else self._blocks(content)
-            yield from ((f"¶ {number}", text) for number, text in enumerate(blocks, 1))
-            sections = (each for each in content.iter("text:section") if each.get("text:display", "true") != "true")
-            self._hidden["section"] += [each.get("text:name", "") for each in sections]
+            return numbered(source, "markdown", label, pages, self._notes())
+        texts = [linear(root)] if root.tag == "MathML:math" else [*self._blocks(content)]
+        sections = (each for each in content.iter("text:section") if each.get("text:display", "true") != "true")
+        self._hidden["section"] += [each.get("text:name", "") for each in sections]
+        return framed(source, texts, [*self._margins()], self._notes())
 
-    def _sheet(self, sheet: Element) -> Iterator[tuple[str, str]]:
-        name, last = sheet.get("table:name", ""), 0
-        for number, text in self._rows(sheet):
-            if text:
-                yield f"{name} row {number}", text if last else f"# {name}\n\n{text}"
-                last = number
-        blocks = (text for each in sheet if each.tag == "table:shapes" for text in self._blocks(each))
-        if shapes := "\n".join(filter(None, blocks)):
-            yield f"{name} row {last or 1}", shapes if last else f"# {name}\n\n{shapes}"
-        if (last or shapes) and self._property(sheet, "table:style-name", "table:display") == "false":
+    def _notes(self) -> tuple[str, ...]:
+        hidden = (note for kind, names in self._hidden.items() for note in hidden_note(kind, names))
+        return (*hidden, *unread_note(self._unread))
+
+    def _page(self, page: Element, number: int) -> str:
+        text = "\n".join(filter(None, self._blocks(page)))
+        if text and self._property(page, "drawing:style-name", "presentation:visibility") == "hidden":
+            self._hidden["slide"].append(number)
+        return text
+
+    def _sheet(self, sheet: Element) -> Iterator[Piece]:
+        name, rows = sheet.get("table:name", ""), [(number, text) for number, text in self._rows(sheet) if text]
+        shapes = (text for each in _children(sheet, "table:shapes") for text in self._blocks(each))
+        rows += [(rows[-1][0] if rows else 1, text) for text in shapes if text]
+        for at, (number, text) in enumerate(rows):
+            yield f"{name} row {number}", text if at else f"# {name}\n\n{text}"
+        if rows and self._property(sheet, "table:style-name", "table:display") == "false":
             self._hidden["sheet"].append(name)
 
     def _property(self, element: Element, style: str, name: str) -> str:
         return self._styles.get(element.get(style, ""), {}).get(name, "")
 
-    def _margins(self, content: Element) -> list[list[tuple[str, str]]]:
-        """Return the headers and the footers of all pages that the content uses, each text once."""
+    def _margins(self) -> Iterator[Piece]:
+        """Yield the headers and the footers of all pages that are used."""
         pages = {each.get("style:name", ""): each for root in self._roots for each in root.iter("style:master-page")}
-        used = {value for each in content.iter() for name, value in each.items() if name.endswith("master-page-name")}
-        used |= {style.get("style:master-page-name", "") for style in self._styles.values()}
-        used |= {pages[name].get("style:next-style-name", "") for name in used if name in pages}
-        found: dict[str, dict[str, None]] = {"header": {}, "footer": {}}
-        for number, (name, page) in enumerate(pages.items()):
-            for element in page if name in used or number == 0 else ():
-                what = element.tag + " " + element.get("presentation:class", "drawing:")
-                place = "footer" if "footer" in what else "header"
-                is_shown = place in what or what.count("drawing:") == 2  # a shape without a class is no placeholder
-                if is_shown and element.get("style:display") != "false":
-                    found[place] |= dict.fromkeys(self._marginal(element))
-        for element in content:
-            if element.tag in ("presentation:header-decl", "presentation:footer-decl"):
-                found[element.tag[13:19]].setdefault(element.text or "")
-        return [[(place, text) for text in texts] for place, texts in found.items()]
-
-    def _marginal(self, element: Element) -> Iterator[str]:
-        """Yield the blocks of a header or footer, except those that only count pages."""
-        fields = [field.text or "" for field in element.iter() if field.tag in _FIELDS]
-        for text in self._blocks(element):
-            rest = text
-            for field in fields:
-                rest = rest.replace(field, "", 1)
-            if {*re.findall(r"\w+", rest)} - {"Page", "of"}:
-                yield text
+        used = {*[*pages][:1], *(style.get("style:master-page-name", "") for style in self._styles.values())}
+        used |= {pages[name].get("style:next-style-name", "") for name in used & pages.keys()}
+        for element in (each for name, page in pages.items() if name in used for each in page):
+            if element.get("style:display") != "false":
+                yield from ((element.tag[6:12], text) for text in self._blocks(element) if not PAGE.fullmatch(text))
 
     def _blocks(self, element: Iterable[Element]) -> Iterator[str]:
         """Yield the blocks below an element in their order: paragraphs, rows of tables, texts of shapes."""
@@ -191,6 +132,8 @@ class _Reader:
             tag, kind = child.tag, child.get("presentation:class", "")
             if tag in ("text:p", "text:h"):
                 yield self._paragraph(child)
+            elif tag == "drawing:control":
+                self._unread["form fields"] += 1
             elif tag in _BLOCKS:
                 yield from _BLOCKS[tag](self, child)
             elif kind == "title":
@@ -204,19 +147,19 @@ class _Reader:
         text = line(self._pieces(element, "", attached)) if len(element) else _WHITE.sub(" ", element.text or "")
         words = text.strip(" ")
         if words and element.tag == "text:h":
-            rank = min(6, max(1, _number(element, "text:outline-level")))
+            rank = min(6, max(1, integer(element, "text:outline-level", 1)))
             words = f"{'#' * rank} {mark or self._outline(element, rank)}{words}"
         elif words:
             words = mark + words
         return "\n".join(filter(None, [words, *attached]))
 
-    def _pieces(self, element: Element, position: str, attached: list[str]) -> Iterator[tuple[str, str]]:
+    def _pieces(self, element: Element, position: str, attached: list[str]) -> Iterator[Piece]:
         """Yield the texts in a paragraph, each with its position: `superscript`, `subscript` or ""."""
         yield _WHITE.sub(" ", element.text or ""), position
         for child in element:
             tag = child.tag
             if tag in _SPACES:
-                yield _SPACES[tag] * min(_MOST_COPIES, _number(child, "text:c")), ""
+                yield _SPACES[tag] * min(_MOST_COPIES, integer(child, "text:c", 1)), ""
             elif tag == "text:note":
                 yield from self._note(child, attached)
             elif tag == "text:ruby":
@@ -234,19 +177,15 @@ class _Reader:
                 yield " " if tag == "text:p" else "", position
             yield _WHITE.sub(" ", child.tail or ""), position
 
-    def _note(self, note: Element, attached: list[str]) -> Iterator[tuple[str, str]]:
+    def _note(self, note: Element, attached: list[str]) -> Iterator[Piece]:
         mark = "".join(text for each in note.iter("text:note-citation") for text in each.itertext())
         body = " ".join(text for each in note if each.tag == "text:note-body" for text in self._blocks(each))
         attached.append(f"[{mark}] {body}")
         yield f"[{mark}]", ""
 
-    def _comment(self, comment: Element) -> Iterator[str]:
-        author = "".join(each.text or "" for each in comment if each.tag == "elements:creator")
-        yield f"[comment{f' by {author}' if author else ''}: {' '.join(self._blocks(comment))}]"
-
-    def _notes_page(self, page: Element) -> Iterator[str]:
-        if text := "\n".join(filter(None, self._blocks(page))):
-            yield f"Notes: {text}"
+    def _comment(self, element: Element) -> Iterator[str]:
+        author = "".join(each.text or "" for each in element if each.tag == "elements:creator")
+        yield comment(" ".join(self._blocks(element)), author)
 
     def _object(self, embedded: Element) -> Iterator[str]:
         """Yield a formula, the titles and values of a chart, or the text of another file in this one."""
@@ -259,18 +198,9 @@ class _Reader:
         if root is None or embedded.tag == "drawing:object-ole":
             self._unread["embedded objects"] += 1
         elif root.tag == "MathML:math":
-            yield _formula(root)
+            yield linear(root)
         else:
             yield from self._blocks(root)
-
-    def _control(self, control: Element) -> Iterator[str]:
-        """Yield a field of a form: its label, and its value."""
-        form = self._forms.get(control.get("drawing:control", ""), control)
-        chosen = [each.get("form:label", "") for each in form if each.get("form:current-selected") == "true"]
-        state = {"checked": "yes", "unchecked": "no"}.get(form.get("form:current-state", form.get("form:state", "")))
-        value = form.get("form:current-value") or form.get("form:value") or state or ", ".join(chosen)
-        label = form.get("form:label") or form.get("form:name", "")
-        yield f"{label}: {value}" if value else form.get("form:label", "")
 
     def _listed(self, listed: Element) -> Iterator[str]:
         """Yield the blocks of a list, its items with their numbers or dashes."""
@@ -280,7 +210,7 @@ class _Reader:
             self._numbers.pop((style, level), None)
         for item in listed:
             has_mark = item.tag == "text:list-item"
-            if start := _number(item, "text:start-value", 0):
+            if start := integer(item, "text:start-value", 0):
                 self._numbers[style, level] = start - 1
             for child in item:
                 if has_mark and child.tag in ("text:p", "text:h"):
@@ -303,10 +233,10 @@ class _Reader:
         """Count one item of a list on; return its number as it is shown, or ""."""
         form = self._levels.get((style, level))
         key = (style, level)
-        self._numbers[key] = self._numbers.get(key, _number(form, "text:start-value") - 1) + 1
+        self._numbers[key] = self._numbers.get(key, integer(form, "text:start-value", 1) - 1) + 1
         if form is None or not form.get("style:num-format"):
             return ""
-        shown = range(max(1, level + 1 - _number(form, "text:display-levels")), level + 1)
+        shown = range(max(1, level + 1 - integer(form, "text:display-levels", 1)), level + 1)
         kinds = {each: self._levels.get((style, each), form).get("style:num-format", "") for each in shown}
         counts = ((self._numbers.get((style, each), 1), kind) for each, kind in kinds.items() if kind)
         numbers = [counter(count, _FORMATS.get(kind, "decimal")) for count, kind in counts]
@@ -320,36 +250,36 @@ class _Reader:
 
     def _rows(self, table: Element) -> Iterator[tuple[int, str]]:
         """Yield the rows of a table, each with its number. A merged cell stands in each row and column it covers."""
-        numbers = [0]
+        last = 0
 
-        def items() -> Iterator[Item]:
+        def items() -> Iterator[list[Cell]]:
+            nonlocal last
             for row in _table_rows(table):
-                item, first = {"cells": [*self._cells(row)]}, numbers[-1] + 1
-                copies = _number(row, "table:number-rows-repeated")
-                for number in range(first, first + min(copies, _MOST_COPIES)):
-                    numbers[0] = number
-                    yield item
-                if item["cells"]:
+                cells, first = [*self._cells(row)], last + 1
+                copies = integer(row, "table:number-rows-repeated", 1)
+                for last in range(first, first + min(copies, _MOST_COPIES)):  # noqa: B007
+                    yield cells
+                if cells:
                     if row.get("table:visibility") in ("collapse", "filter"):
                         self._hidden["row"].append(f"{table.get('table:name', '')} {first}".strip())
                     self._unread["repeated rows"] += max(0, copies - _MOST_COPIES)
-                numbers[0] = first + copies - 1
+                last = first + copies - 1
 
         for text in rows(items()):
-            yield numbers[0], text
+            yield last, text
 
-    def _cells(self, row: Element) -> Iterator[Item]:
+    def _cells(self, row: Element) -> Iterator[Cell]:
         """Yield the cells of a row up to the last one with a text or a span, and copies of repeated ones."""
         empty = 0
         for cell in row:
             if cell.tag != "table:table-cell":
                 continue  # what a merged cell covers
-            copies = min(_MOST_COPIES, _number(cell, "table:number-columns-repeated"))
-            width, height = (_number(cell, f"table:number-{what}-spanned") for what in ("columns", "rows"))
+            copies = min(_MOST_COPIES, integer(cell, "table:number-columns-repeated", 1))
+            width, height = (integer(cell, f"table:number-{what}-spanned", 1) for what in ("columns", "rows"))
             text = self._cell(cell)
             if text or width > 1 or height > 1:
-                yield from [_item("", 1, 1)] * empty
-                yield from [_item(text, width, height)] * copies
+                yield from [("", 1, 1)] * empty
+                yield from [(text, width, height)] * copies
             empty = 0 if text or width > 1 or height > 1 else empty + copies
 
     def _cell(self, cell: Element) -> str:
@@ -365,17 +295,15 @@ _BLOCKS: dict[str, Callable[[_Reader, Element], Iterable[str]]] = {
     "text:list": _Reader._listed,
     "table:table": _Reader._table,
     "office:annotation": _Reader._comment,
-    "presentation:notes": _Reader._notes_page,
     "drawing:object": _Reader._object,
     "drawing:object-ole": _Reader._object,
-    "drawing:control": _Reader._control,
     "svg:title": lambda reader, title: [image(title.text or "")],
     "svg:desc": lambda reader, title: [image(title.text or "")],
 }
 
 
-def _item(text: str, width: int, height: int) -> Item:
-    return {"content": [{"type": "code_block", "content": text}], "col_span": width, "row_span": height}
+def _children(element: Element, tag: str) -> Iterator[Element]:
+    return (each for each in element if each.tag == tag)
 
 
 def _table_rows(table: Element) -> Iterator[Element]:
@@ -391,17 +319,3 @@ def _position(value: str) -> str:
     if value.startswith(("sub", "-")):
         return "subscript"
     return "superscript" if value and not value.startswith("0%") else ""
-
-
-def _formula(element: Element) -> str:
-    """Return MathML in one line, `(a+b)/c`."""
-    name = element.tag.rpartition(":")[2]
-    if name.startswith("annotation"):
-        return ""
-    parts = [part for each in element if (part := _formula(each))]
-    if name in _MATH and len(parts) == _MATH[name].count("{"):
-        parts = [_MATH[name].format(*(part if part.isalnum() or len(part) == 1 else f"({part})" for part in parts))]
-    elif name == "mroot":
-        return f"sqrt[{parts[-1]}]({parts[0]})" if parts else ""
-    text = _LOOSE.sub("", " ".join([(element.text or "").strip(), *parts]))
-    return f"sqrt({text})" if name == "msqrt" else text

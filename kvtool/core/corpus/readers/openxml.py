@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import zipfile
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 from xml.etree.ElementTree import Element
@@ -21,13 +22,13 @@ class Link(NamedTuple):
     name: str
 
 
-class Package:
-    """Parts of a file by name, and where they lead.
+def named(links: Mapping[str, Link], kind: str) -> str:
+    """Return the name of the first part of a kind; "" without one."""
+    return next((link.name for link in links.values() if link.kind == kind), "")
 
-    Attributes
-    ----------
-    damaged : names of the parts that were wanted and cannot be read.
-    """
+
+class Package:
+    """Parts of a file by name, and where they lead; `damaged`: names of those that were wanted and cannot be read."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self.damaged: list[str] = []
@@ -35,7 +36,9 @@ class Package:
         self._names = {name.lower(): name for name in archive.namelist()}
 
     def part(self, name: str) -> Element | None:
-        """Parse a part; None if it is missing or damaged."""
+        """Parse a part; None if it is missing or damaged, or has no name."""
+        if not name:
+            return None
         try:
             root = parsed(self._archive, self._names.get(name.lower(), name))
         except UnreadableFile:
@@ -43,8 +46,12 @@ class Package:
             return None
         for element in root.iter():
             element.tag = _short(element.tag)
-            element.attrib = {_local(key): text for key, text in element.items()}
+            element.attrib = {key.rpartition("}")[2]: text for key, text in element.items()}
         return root
+
+    def main(self, usual: str) -> str:
+        """Return the name of the part that holds the document."""
+        return named(self.links(), "officeDocument") or usual
 
     def data(self, name: str) -> bytes:
         """Return a part as it is. Raises UnreadableFile."""
@@ -55,13 +62,11 @@ class Package:
         folder, base = posixpath.split(name)
         rels = posixpath.join(folder, "_rels", f"{base}.rels")
         root = self.part(rels) if rels.lower() in self._names else None
-        return {
-            each.get("Id", ""): Link(
-                posixpath.basename(each.get("Type", "")),
-                posixpath.normpath(posixpath.join("/", folder, each.get("Target", ""))).lstrip("/"),
-            )
-            for each in (() if root is None else root)
-        }
+        found = {}
+        for each in () if root is None else root:
+            target = posixpath.normpath(posixpath.join("/", folder, each.get("Target", ""))).lstrip("/")
+            found[each.get("Id", "")] = Link(posixpath.basename(each.get("Type", "")), target)
+        return found
 
 
 @lru_cache(maxsize=4096)
@@ -71,8 +76,3 @@ def _short(tag: str) -> str:
     prefix = "w" if "wordprocessingml" in space else ""
     prefix = next((short for end, short in _PREFIXES.items() if space.endswith(end)), prefix)
     return f"{prefix}-{name}" if prefix else name
-
-
-@lru_cache(maxsize=4096)
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
 from kvtool.core.corpus.readers.pdf_layout import with_whole_words
 
-_NUMBER = re.compile(r"(\d{1,9})")
 _PAGE_WORD = "page|pag|p|pg|seite|side|sida|str|página|pagina|pág|стр|страница|第"
-_PAGE = re.compile(rf".*\d ?(?:/|of) ?\d+\W*|\W*(?:(?:{_PAGE_WORD})\W*)?\d+\W*[页頁쪽]?\W*", re.IGNORECASE)
+_PAGES = (  # lines whose number is the page's
+    re.compile(r"(?:.*\D)?(\d{1,9}) ?(?:/|of) ?\d+\W*", re.IGNORECASE),
+    re.compile(rf"\W*(?:(?:{_PAGE_WORD})\W*)?(\d{{1,9}})\W*[页頁쪽]?\W*", re.IGNORECASE),
+)
 _RUNNING = 3  # pages that have the same head, at least
 _HEAD_LINES, _LONGEST_HEAD = 2, 200  # lines of a head, and characters of a line, at most
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
@@ -21,13 +22,7 @@ _XFA = (2, 3)  # FORMTYPE_XFA_FULL, FORMTYPE_XFA_FOREGROUND
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its pages marked; pages that hold pictures and no text are noted.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or holds no text.
-    """
+    """Return one document, its pages marked; pages that hold pictures and no text are noted. Raises UnreadableFile."""
     with opened("PDF", "pypdfium2"):
         import pypdfium2
 
@@ -35,7 +30,9 @@ def read(source: str, data: bytes) -> list[Document]:
     try:
         file = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
-        raise _refused(error) from error
+        if error.err_code == _PASSWORD:
+            raise UnreadableFile("protected by a password", "save a copy without one") from error
+        raise UnreadableFile("damaged: not a PDF that can be opened") from error
     try:
         file.init_forms()
         pages = [Page(file, number) for number in range(len(file))]
@@ -52,25 +49,12 @@ def read(source: str, data: bytes) -> list[Document]:
             raise UnreadableFile(f"damaged: page {_ranges(broken)} cannot be opened")
         what = f"no text on its {len(pages)} page(s)" + (", which are scanned" if scanned else "")
         raise UnreadableFile(what, "run it through OCR first, such as `ocrmypdf`")
-    notes = (
-        *((f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()),
-        *((f"page {_ranges(broken)}: damaged, not read",) if broken else ()),
-        *hidden_note("field", [name for page in pages for name in page.hidden]),
-        *unread_note(
-            {
-                "embedded files": files,
-                "XFA forms": int(has_xfa),
-                "characters without a meaning": sum(page.unknown for page in pages),
-            }
-        ),
-    )
-    return [numbered(source, "text", "p.", texts, notes)]
-
-
-def _refused(error: Any) -> UnreadableFile:
-    if error.err_code == _PASSWORD:
-        return UnreadableFile("protected by a password", "save a copy without one")
-    return UnreadableFile("damaged: not a PDF that can be opened")
+    notes = [f"page {_ranges(scanned)}: scanned, no text to read"] if scanned else []
+    notes += [f"page {_ranges(broken)}: damaged, not read"] if broken else []
+    notes += hidden_note("field", [name for page in pages for name in page.hidden])
+    unknown = sum(page.unknown for page in pages)
+    notes += unread_note({"embedded files": files, "XFA forms": int(has_xfa), "characters without a meaning": unknown})
+    return [numbered(source, "text", "p.", texts, tuple(notes))]
 
 
 def _without_running_lines(pages: list[str]) -> list[str]:
@@ -90,32 +74,20 @@ def _running(texts: list[list[str]], end: int) -> list[int]:
     """Return the pages whose first or last lines are the same, but for the page's number; none if they are few, or
     would be left empty."""
     lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
-    shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
-    shape, count = next(iter(shapes.most_common(1)), ("", 0))
-    if count < (least := max(_RUNNING, len(texts) * 2 // 3)):
-        return []
-    first = next(at for at, line in lines.items() if line.strip() and _NUMBER.sub("", line) == shape)
-    same = [at for at, line in lines.items() if _is_same(lines[first], line, at - first)]
-    return same if len(same) >= least else []
+    shapes = {at: _without_page(line, at) for at, line in lines.items() if line.strip()}
+    shape, count = next(iter(Counter(shapes.values()).most_common(1)), ("", 0))
+    is_common = count >= max(_RUNNING, len(texts) * 2 // 3)
+    return [at for at, each in shapes.items() if is_common and each == shape]
 
 
-def _is_same(line: str, other: str, pages: int) -> bool:
-    """Return True if a line is the same so many pages later, but for the page's number ("Question 3" has none)."""
-    if line == other or not _PAGE.fullmatch(line):
-        return line == other
-    parts, later = _NUMBER.split(line), _NUMBER.split(other)  # every other one is a number
-    return len(parts) == len(later) and all(
-        one == two or (at % 2 == 1 and int(two) - int(one) == pages)
-        for at, (one, two) in enumerate(zip(parts, later, strict=True))
-    )
+def _without_page(line: str, page: int) -> str:
+    """Take the number of the page from a line ("Question 3" has none)."""
+    found = next(filter(None, (form.fullmatch(line) for form in _PAGES)), None)
+    return f"{line[: found.start(1)]}{int(found[1]) - page}{line[found.end(1) :]}" if found else line
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """`1, 3-5` of 1, 3, 4, 5."""
-
-    def runs() -> Iterator[str]:
-        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-            first, *more = [number for _, number in run]
-            yield f"{first}-{more[-1]}" if more else str(first)
-
-    return ", ".join(runs())
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ends = [(pairs[0][1], pairs[-1][1]) for _, run in runs if (pairs := [*run])]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -14,12 +14,9 @@ CELL = 0.9  # the least gap between two cells, in heights of the text
 _SPACE = 0.15  # that between two words
 _SMALL, _RAISED = 0.85, 0.12  # greatest height of a superscript, and least rise, in heights of the text before it
 _NUMBER = re.compile(r"[-\u2212\u2013+]?\d[\d,\u2013-]*")
-_POWER = re.compile(
-    r"(?:[\d)\ud800-\udfff]|(?<![^\W\d_])[^\W\d_]{1,2})$"
-)  # what a raised number is an exponent of: 10, m, km
+_POWER = re.compile(r"(?:[\d)\ud800-\udfff]|(?<![^\W\d_])[^\W\d_]{1,2})$")  # has an exponent: 10, m, km
 _COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
 _CUT = re.compile(rf"([^\W_]+)(?:[-\u2010\xad]\n|{HYPHEN})(?=([^\W_]+))")
-_SHORT = 2
 _FIRST = frozenset(("half", "self", "well"))  # first parts of compounds that keep their hyphen
 _PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
 _TABLE_COLUMNS = 3
@@ -48,12 +45,7 @@ class Piece(NamedTuple):
 
 def page_text(lines: Sequence[Sequence[Piece]], is_ruled: Callable[[Edges], bool]) -> str:
     """Write a page: columns of prose one after another, tables with their empty cells, all else in the order given.
-
-    Parameters
-    ----------
-    lines : the pieces that no line break separates in the page's content, from left to right.
-    is_ruled : whether a box of the page (left, bottom, right, top) has a line drawn across it, as tables have.
-    """
+    `lines` are pieces without a line break, from left to right; a box that `is_ruled` has a line drawn across it."""
     rows: list[list[Piece]] = []
     for line in lines:
         last = rows[-1][-1] if rows else None
@@ -163,8 +155,7 @@ def _is_prose(column: tuple[str, ...]) -> bool:
 def _line(cells: list[Piece]) -> str:
     text = ""
     for cell in cells:
-        text += " " if text and not text[-1].isspace() and not cell.text[:1].isspace() else ""
-        text += cell.text
+        text += " " * (text[-1:].strip() != "" and not cell.text[:1].isspace()) + cell.text
     return text
 
 
@@ -176,10 +167,9 @@ def with_whole_words(pages: list[str]) -> list[str]:
     def joined(cut: re.Match[str]) -> str:
         first, second = cut[1], cut[2]
         is_word = first[-1].isalpha() and second[0].islower() and not (len(first) > 1 and first.isupper())
-        is_word &= len(second) > _SHORT  # no word is cut before so few letters: built-in
-        is_compound = (
-            first in _FIRST or cut.string[cut.start() - 1 : cut.start()] == "-" or f"{first}-{second}".lower() in known
-        )
+        is_word &= len(second) > 2  # no word is cut before so few letters: built-in
+        is_compound = first in _FIRST or f"{first}-{second}".lower() in known
+        is_compound |= cut.string[cut.start() - 1 : cut.start()] == "-"
         return first if is_word and not is_compound else first + "-"
 
     return [_CUT.sub(joined, page).replace(HYPHEN, "-") for page in pages]

@@ -27,37 +27,29 @@ _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
 
 
 class Page:
-    """What is read of one page.
+    """What is read of one page: its text, with form values behind their labels, and counts of what is not read.
 
     Attributes
     ----------
-    text : its content, with the values of form fields behind their labels.
     extra : the values of fields without a label, and the comments.
     hidden : the names of fields that are filled in and not shown.
-    files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
-    is_broken, is_picture : it cannot be opened; it shows something, but no text.
+    is_picture : it shows something, but no text.
     """
 
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
         self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
-        self.extra: list[str] = []
-        self.hidden: list[str] = []
-        self.is_picture, self.is_broken = False, False
+        self.extra, self.hidden = list[str](), list[str]()
+        self.is_picture = self.is_broken = False
         try:
             page = file[number]
-        except pypdfium2.PdfiumError:
-            self.is_broken = True
-            return
-        try:
             lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
             self._add_annotations(page, lines)
             units = page_text(lines, lambda edges: _is_ruled(page, edges))
             self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
             self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
+            page.close()
         except pypdfium2.PdfiumError:
             self.is_broken = True
-        finally:
-            page.close()
 
     def _add_annotations(self, page: pypdfium2.PdfPage, lines: list[list[Piece]]) -> None:
         count = pdfium.FPDFPage_GetAnnotCount(page)
@@ -90,11 +82,8 @@ class Page:
         rect = pdfium.FS_RECTF()
         pdfium.FPDFAnnot_GetRect(field, rect)
         box = Piece(value, rect.left, rect.bottom, rect.right, rect.top)
-        near = [
-            (_distance(piece, box, is_button), row, at)
-            for row, line in enumerate(lines)
-            for at, piece in enumerate(line)
-        ]
+        pieces = ((row, at, piece) for row, line in enumerate(lines) for at, piece in enumerate(line))
+        near = ((_distance(piece, box, is_button), row, at) for row, at, piece in pieces)
         distance, row, at = min(near, default=(math.inf, 0, 0))
         if distance == math.inf:
             self.extra.append(f"{name}: {value}")
@@ -112,8 +101,6 @@ def _value(form: Any, field: Any, kind: int) -> str:
     if kind in _BUTTONS:
         is_set = pdfium.FPDFAnnot_IsChecked(form, field)
         return "yes" if is_set else "no" if kind == pdfium.FPDF_FORMFIELD_CHECKBOX else ""
-    if kind == pdfium.FPDF_FORMFIELD_PUSHBUTTON:
-        return ""
     options = range(min(pdfium.FPDFAnnot_GetOptionCount(form, field), _MOST_OPTIONS))
     chosen = [at for at in options if pdfium.FPDFAnnot_IsOptionSelected(form, field, at)]
     labels = (_string(pdfium.FPDFAnnot_GetOptionLabel, form, field, at) for at in chosen)
@@ -121,8 +108,7 @@ def _value(form: Any, field: Any, kind: int) -> str:
 
 
 def _distance(piece: Piece, box: Piece, is_button: bool) -> float:
-    """Return how far a text is from a form field; infinite if it cannot be its label. That of a button may follow it,
-    that of other fields may be above it."""
+    """Return how far a text is from a form field whose label it may be; that of a button may follow it."""
     if piece.is_beside(box):
         if piece.right < box.left + 2:
             return max(0.0, box.left - piece.right)
@@ -148,6 +134,7 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
     page, count_rects, get_rect = textpage.raw, pdfium.FPDFText_CountRects, pdfium.FPDFText_GetRect
     x0, y1, x1, y0 = corners = [ctypes.c_double() for _ in range(4)]
     pointers = [ctypes.byref(corner) for corner in corners]
+    box, get_box = pdfium.FS_RECTF(), pdfium.FPDFText_GetLooseCharBox
     for found in _LINE.finditer(content):
         start, text = found.start(), found[0]
         left, bottom, right, top, gap, highest = math.inf, math.inf, -math.inf, -math.inf, 0.0, -math.inf
@@ -158,7 +145,8 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
             right, top = max(right, x1.value), max(top, y1.value)
         if left > bounds[2] or right < bounds[0] or bottom > bounds[3] or top < bounds[1]:
             continue
-        first = _piece(textpage, start + len(text) - len(text.lstrip()), text)
+        get_box(page, start + len(text) - len(text.lstrip()), box)
+        first = Piece(text, box.left, box.bottom, box.right, box.top)
         height = first.height
         is_wide = right - left > _WIDE * height * len(text) and text.isascii()
         is_raised = highest > first.bottom + _HIGH * height and _DIGIT.search(text)
@@ -209,12 +197,6 @@ def _pieces(textpage: pypdfium2.PdfTextPage, start: int, text: str) -> list[Piec
         else:
             begin, left, bottom, right, height = at if pieces else 0, x, y, box.right, size
     return [*pieces, Piece(text[begin:], left, bottom, right, bottom + height)]
-
-
-def _piece(textpage: pypdfium2.PdfTextPage, at: int, text: str) -> Piece:
-    box = pdfium.FS_RECTF()
-    pdfium.FPDFText_GetLooseCharBox(textpage, at, box)
-    return Piece(text, box.left, box.bottom, box.right, box.top)
 
 
 def _is_ruled(page: pypdfium2.PdfPage, edges: Edges) -> bool:

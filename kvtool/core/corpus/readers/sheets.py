@@ -24,7 +24,7 @@ _STREAM = re.compile(rb"\t[\0\x02\x04\x08][\x04-\x10]\0")  # beginning of a work
 _OLD = {  # what the library for older formats passes over, by its records
     "embedded files": re.compile(rb"M\0B\0D\0[0-9A-F]\0"),
     "charts": re.compile(rb"\t\x08\x10\0\0\x06 \0"),
-    "text boxes": re.compile(rb"\xb6\x01\x12\0.{10}(?!\0\0)", re.DOTALL),
+    "text boxes": re.compile(rb"\xb6\x01\x12\0.{10}(?!\0\0)", re.DOTALL),  # comments among them
 }
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|body|style|div)\b", re.IGNORECASE)
@@ -32,24 +32,16 @@ _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|bod
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document of all sheets, their rows marked, whatever kind of table the file really holds. Notes name
-    hidden sheets, rows and columns, damaged sheets, and formulas without a value.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
-    is_before_2007 = is_old(data) or _STREAM.match(data) is not None
+    hidden sheets, rows and columns, damaged sheets, and formulas without a value. Raises UnreadableFile."""
     if _HTML.match(data):
         return html.read(source, data)
     if source.lower().endswith((".xls", ".xlt")) and (b"\0" not in data[:1024] or data[:2] in _UTF16):
         return text.read(source, data)  # the reports of many programs
-    notes: tuple[str, ...] = ()
     with opened("workbook", "xlrd"):
-        if is_before_2007:
+        if is_old(data) or _STREAM.match(data):
             sheets, count = [*old_sheets(data)], {name: len(each.findall(data)) for name, each in _OLD.items()}
-            count["text boxes"] -= sum(map(len, (each for sheet in sheets for each in sheet.comments.values())))
-            notes = unread_note({name: max(0, number) for name, number in count.items()})
+            comments = sum(len(each) for sheet in sheets for each in sheet.comments.values())
+            notes = unread_note({**count, "text boxes": max(0, count["text boxes"] - comments)})
         else:
             with checked(data) as archive:
                 sheets = [*sheets_of(archive)]
@@ -65,20 +57,16 @@ def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
     """Yield what a reader of the sheets has to know."""
     from xlrd import colname
 
-    yield from hidden_note(
-        "sheet", [sheet.title for sheet in sheets if sheet.is_hidden and (sheet.rows or sheet.shapes)]
-    )
-    yield from hidden_note("row", [f"{sheet.title} {number}" for sheet in sheets for number in sheet.hidden_rows])
-    columns = [
+    yield from hidden_note("sheet", [each.title for each in sheets if each.is_hidden and (each.rows or each.shapes)])
+    yield from hidden_note("row", [f"{each.title} {number}" for each in sheets for number in each.hidden_rows])
+    columns = ((sheet, column) for sheet in sheets for column in _columns(sheet))
+    hidden = [
         f"{sheet.title} {colname(column - 1)}"
-        for sheet in sheets
-        for column in _columns(sheet)
+        for sheet, column in columns
         if any(first <= column <= last for first, last in sheet.hidden_columns)
     ]
-    yield from hidden_note("column", columns)
-    for sheet in sheets:
-        if sheet.is_damaged:
-            yield f"damaged sheet {sheet.title!r}: not all of it is read"
+    yield from hidden_note("column", hidden)
+    yield from (f"damaged sheet {each.title!r}: not all of it is read" for each in sheets if each.is_damaged)
     if count := sum(sheet.uncalculated for sheet in sheets):
         yield f"formulas without a saved value: {count}, read as formulas"
 

@@ -8,35 +8,29 @@ from xml.etree.ElementTree import Element
 from kvtool.core.corpus.readers.containers import checked, embedded, is_old, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
 from kvtool.core.corpus.readers.drawings import paragraphs, shape_texts
-from kvtool.core.corpus.readers.ir import blocks
+from kvtool.core.corpus.readers.ir import blocks, comment
 from kvtool.core.corpus.readers.openxml import Package
 
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document, its slides marked, each with its notes and comments. Notes name hidden and damaged slides.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    Raises UnreadableFile."""
     if is_old(data):
         return [numbered(source, "markdown", "slide", _old_slides(data))]
     texts: list[str] = []
     hidden, damaged = [], []
     with opened("presentation", "xlfmt"), checked(data) as archive:
         package = Package(archive)
-        main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "")
-        main = main or "ppt/presentation.xml"
-        authors = _authors(package, main)
-        for number, part in enumerate(_slides(parsed(archive, main), package, main), 1):
+        main = package.main("ppt/presentation.xml")
+        deck, links = parsed(archive, main), package.links(main)
+        parts = [package.part(link.name) for link in links.values() if link.kind in ("commentAuthors", "authors")]
+        authors = {each.get("id", ""): each.get("name", "") for part in parts if part is not None for each in part}
+        for number, each in enumerate(deck.iterfind("{*}sldIdLst/{*}sldId"), 1):  # which has an id of its own, too
+            part = next(
+                (links[value].name for key, value in each.items() if key.endswith("}id") and value in links), ""
+            )
             slide = package.part(part)
-            lines: list[str] = []
-            try:
-                lines.extend(() if slide is None else _lines(package, part, slide, authors))
-            except ValueError:  # a number that is none
-                slide = None
-            texts.append("\n".join(lines))
+            texts.append("" if slide is None else "\n".join(_lines(package, part, slide, authors)))
             if slide is None or package.damaged:
                 damaged.append(f"damaged slide {number}: not all of it is read")
                 package.damaged.clear()
@@ -48,21 +42,6 @@ def read(source: str, data: bytes) -> list[Document]:
     return [numbered(source, "markdown", "slide", texts, (*hidden_note("slide", hidden), *damaged, *notes))]
 
 
-def _slides(deck: Element, package: Package, main: str) -> Iterator[str]:
-    """Yield the parts of the slides; what refers to one has an id of its own, too, without a name space."""
-    links = package.links(main)
-    for each in deck.iterfind("{*}sldIdLst/{*}sldId"):
-        link = next((links.get(value) for key, value in each.items() if key.endswith("}id")), None)
-        yield "" if link is None else link.name
-
-
-def _authors(package: Package, main: str) -> dict[str, str]:
-    """Return the names of those who comment, by their ids."""
-    kinds = ("commentAuthors", "authors")
-    parts = (package.part(link.name) for link in package.links(main).values() if link.kind in kinds)
-    return {each.get("id", ""): each.get("name", "") for part in parts if part is not None for each in part}
-
-
 def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, str]) -> Iterator[str]:
     """Yield a slide's title, its other shapes in their order, its notes and its comments."""
     links, shapes = package.links(part), [*slide.iterfind("cSld/spTree/*")]
@@ -72,25 +51,19 @@ def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, st
     yield from shape_texts(package, links, (each for each in shapes if each is not title))
     for link in sorted(links.values(), reverse=True):
         other = package.part(link.name) if link.kind in ("notesSlide", "comments") else None
-        if other is not None and link.kind == "notesSlide":
-            notes = other.iterfind("cSld/spTree/sp")
-            yield from shape_texts(package, {}, (each for each in notes if _placeholder(each, "type", "obj") == "body"))
-        elif other is not None:
-            yield from _comments(other, authors)
+        for each in () if other is None else other.iter():
+            if each.tag == "sp" and _placeholder(each, "type", "obj") == "body":
+                yield from shape_texts(package, {}, [each])
+            elif each.tag in ("cm", "reply"):
+                body = each.find("txBody")
+                text = (each.findtext("text") or "") if body is None else paragraphs(body)
+                yield comment(text, authors.get(each.get("authorId", ""), "unknown"))
 
 
 def _placeholder(shape: Element, name: str, default: str) -> str | None:
     """Return an attribute of the placeholder that a shape fills, or None if it fills none."""
     found = shape.find("nvSpPr/nvPr/ph")
     return None if found is None else found.get(name, default)
-
-
-def _comments(comments: Element, authors: Mapping[str, str]) -> Iterator[str]:
-    for each in comments.iter():
-        if each.tag in ("cm", "reply"):
-            body = each.find("txBody")
-            said = (each.findtext("text") or "") if body is None else paragraphs(body)
-            yield f"[comment by {authors.get(each.get('authorId', ''), 'unknown')}: {' '.join(said.split())}]"
 
 
 def _old_slides(data: bytes) -> Iterator[str]:

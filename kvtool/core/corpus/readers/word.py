@@ -5,26 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from functools import lru_cache
-from typing import Any
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers import unknown
 from kvtool.core.corpus.readers.clauses import Clauses, Styles, count, find, is_on, value
 from kvtool.core.corpus.readers.containers import checked, is_old
-from kvtool.core.corpus.readers.document import (
-    Document,
-    EmptyFile,
-    UnreadableFile,
-    hidden_note,
-    joined,
-    opened,
-    table_row,
-    unread_note,
-)
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, opened, table_row, unread_note
+from kvtool.core.corpus.readers.drawings import GRAPHICS, graphic_texts
 from kvtool.core.corpus.readers.equations import linear
-from kvtool.core.corpus.readers.ir import LONGEST_LABEL, blocks, counter, image, line
-from kvtool.core.corpus.readers.openxml import Link, Package
+from kvtool.core.corpus.readers.ir import LONGEST_LABEL, PAGE, Piece, blocks, comment, counter, framed, image, line
+from kvtool.core.corpus.readers.openxml import Link, Package, named
 from kvtool.core.corpus.readers.symbols import glyphs, symbol
 
 _HEADING = re.compile(r"title|heading (\d)")
@@ -35,7 +27,6 @@ _DISGUISED = {  # what other programs save under a Word document's name
 }
 _WORD_XML = re.compile(rb"office/word/2003/wordml|office/2006/xmlPackage")
 _EMBEDDED = re.compile(r"^\[Embedded .*\]$", re.MULTILINE)
-_MARGINS = ("header", "footer")
 _BODY = 9  # outline level of what is no heading
 _MOST_COLUMNS = 63  # of a Word table
 _UNSEEN = frozenset(
@@ -52,21 +43,14 @@ _SAID: dict[str, Callable[[Element], str]] = {
     **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
     "docPr": lambda element: image(element.get("descr", "")) and f"{image(element.get('descr', ''))} ",
 }
-_UNREAD = {"w-subDoc": "linked documents", "w-control": "controls", "OLEObject": "embedded files"}
+_UNREAD = {"w-subDoc": "linked documents", "w-altChunk": "embedded documents", "w-control": "controls"}
+_UNREAD |= {"OLEObject": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
-_NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
-Piece = tuple[str, str]
 
 
 def read(source: str, data: bytes) -> list[Document]:
     """Return one document, its paragraphs and the rows of its tables numbered, in their order. What other programs
-    have saved under a Word document's name is read by its content.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected by a password, or unpacks to too much.
-    """
+    have saved under a Word document's name is read by its content. Raises UnreadableFile."""
     from kvtool.core.corpus.readers import READERS  # which imports this module
 
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
@@ -86,75 +70,34 @@ def read(source: str, data: bytes) -> list[Document]:
 def _read_old(source: str, data: bytes) -> Document:
     with opened("Word document", "office-oxide"):
         from office_oxide import Document as Office
-        from office_oxide import OfficeOxideError
 
-        try:
-            file = Office.from_bytes(data, "doc")
-        except OfficeOxideError as error:
-            if "encrypted" in str(error):
-                raise UnreadableFile("protected by a password", "save a copy without one") from error
-            raise
+        file = Office.from_bytes(data, "doc")
         sections, embedded = file.to_ir()["sections"], len(_EMBEDDED.findall(file.plain_text()))
-    heads = [(name, each[name]) for each in sections for name in each if name.endswith(_MARGINS)]
-    margins = [(name, text) for name, part in heads for text in blocks(part["content"])]
-    elements = [element for each in sections for element in each["elements"] if element["type"] != "image"]
-    numbers = _unnumber(elements)
-    body = ((f"¶ {number}", text) for number, text in enumerate(blocks(elements), 1))
-    return _joined(source, body, margins, unread_note({"numbers of lists": numbers, "embedded files": embedded}))
-
-
-def _unnumber(elements: Iterable[dict[str, Any]]) -> int:
-    """Take the numbers from lists, since the library counts bullets, too, and always from 1; return how many."""
-    counted = 0
-    for each in elements:
-        if "rows" in each:
-            counted += sum(_unnumber(cell["content"]) for row in each["rows"] for cell in row["cells"])
-        if "items" in each:
-            each["ordered"] = False
-            for item in each["items"]:
-                counted += 1 + _unnumber([] if item.get("nested") is None else [item["nested"]])
-    return counted
-
-
-def _joined(source: str, body: Iterable[Piece], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Put headers before a text and footers after it, each once. Raises EmptyFile, or says what was not read."""
-    once: dict[str, str] = {}
-    for name, text in margins:
-        once.setdefault(text.strip(), name)
-    parts = {end: [(end, text) for text, name in once.items() if name.endswith(end)] for end in _MARGINS}
-    try:
-        return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
-    except EmptyFile as error:
-        if not notes:
-            raise
-        raise UnreadableFile(f"there is no text in it ({'; '.join(notes)})") from error
+    heads = [(name, each[name]) for each in sections for name in each if name.endswith(("header", "footer"))]
+    margins = [(name[-6:], text) for name, part in heads for text in blocks(part["content"])]
+    body = [*blocks(element for each in sections for element in each["elements"] if element["type"] != "image")]
+    numbers = sum(text.startswith("- ") for text in body)
+    return framed(source, body, margins, unread_note({"numbers of lists": numbers, "embedded files": embedded}))
 
 
 def _read_new(source: str, data: bytes) -> Document:
     with checked(data) as archive, opened("Word document", "the standard library"):
         package = Package(archive)
-        main = next((link.name for link in package.links().values() if link.kind == "officeDocument"), "")
-        root = package.part(main or "word/document.xml")
+        main = package.main("word/document.xml")
+        root = package.part(main)
         body = None if root is None else root.find("w-body")
         if body is None:
             raise UnreadableFile("damaged: there is no Word document in it")
-        walk = _Walk(package, main or "word/document.xml")
-        groups = [(number, [text, *walk.drained()]) for number, text in enumerate(walk.blocks(body), 1)]
+        walk = _Walk(package, main)
+        groups = ["\n\n".join(filter(None, (text, *walk.drained()))) for text in walk.blocks(body)]
         margins = [*walk.margins(body)]
     notes = hidden_note("passage", walk.hidden) + unread_note(walk.unread)
     notes += tuple(f"damaged: {name}: not read" for name in package.damaged)
-    parts = ((f"¶ {number}", text) for number, group in groups for text in group)
-    return _joined(source, parts, margins, notes)
+    return framed(source, groups, margins, notes)
 
 
 class _Walk:
-    """A walk through a document in its order.
-
-    Attributes
-    ----------
-    hidden : text that Word does not show.
-    unread : how many parts of each kind are left out.
-    """
+    """A walk through a document in its order, which collects hidden text, and counts what it does not read."""
 
     def __init__(self, package: Package, main: str) -> None:
         self.hidden: list[str] = []
@@ -171,9 +114,7 @@ class _Walk:
         self._is_in_cell = False
 
     def _named(self, kind: str) -> Element | None:
-        """Find the document's part of a kind."""
-        name = next((link.name for link in self._main_links.values() if link.kind == kind), "")
-        return self._package.part(name) if name else None
+        return self._package.part(named(self._main_links, kind))
 
     def drained(self) -> list[str]:
         """Take the texts that belong beside the blocks since the last call."""
@@ -182,26 +123,21 @@ class _Walk:
 
     def _texts(self, element: Element, links: dict[str, Link] | None = None) -> list[str]:
         """Read a part of its own: a text box, a note, a header."""
-        outer = self._links, self._fields, self._aside, self._carried, self._is_in_cell
-        self._links = self._links if links is None else links
-        self._fields, self._aside, self._carried, self._is_in_cell = [], [], [], False
-        texts = [each for text in self.blocks(element) for each in (text, *self.drained())]
-        self._links, self._fields, self._aside, self._carried, self._is_in_cell = outer
-        return texts
+        inner = copy(self)
+        inner._links = self._links if links is None else links
+        inner._fields, inner._aside, inner._carried, inner._is_in_cell = [], [], [], False
+        return [each for text in inner.blocks(element) for each in (text, *inner.drained())]
 
     def margins(self, body: Element) -> Iterator[Piece]:
         """Yield the headers and footers of all sections, each part once."""
-        seen = set()
-        for each in body.iter():
-            if each.tag in ("w-headerReference", "w-footerReference"):
-                link = self._main_links.get(each.get("id", ""))
-                if link is None or link.name in seen or (part := self._package.part(link.name)) is None:
-                    continue
-                seen.add(link.name)
-                has_number = any("PAGE" in (each.text or each.get("instr") or "").upper() for each in part.iter())
-                for text in self._texts(part, self._package.links(link.name)):
-                    if not has_number or re.search(r"[^\W\d_]", text):
-                        yield each.tag[2:8], text
+        tags = {"w-headerReference": "header", "w-footerReference": "footer"}
+        names = {each.get("id", ""): tags[each.tag] for each in body.iter() if each.tag in tags}
+        parts = {self._main_links[key].name: name for key, name in names.items() if key in self._main_links}
+        for key, name in parts.items():
+            part = self._package.part(key)
+            if part is not None:
+                texts = self._texts(part, self._package.links(key))
+                yield from ((name, text) for text in texts if not PAGE.fullmatch(text))
 
     def blocks(self, element: Element) -> Iterator[str]:
         """Yield the text of each paragraph, and of each row of a table."""
@@ -212,8 +148,6 @@ class _Walk:
                 yield from self._table(child)
             elif child.tag in ("m-oMath", "m-oMathPara"):
                 yield linear(child)
-            elif child.tag == "w-altChunk":
-                yield from self._embedded(child)
             elif child.tag in _UNREAD:
                 self.unread[_UNREAD[child.tag]] += 1
             elif child.tag not in _UNSEEN:
@@ -221,16 +155,6 @@ class _Walk:
         if self._carried:
             carried, self._carried = self._carried, []
             yield line(carried)
-
-    def _embedded(self, chunk: Element) -> Iterator[str]:
-        """Yield the parts of a document of another format that stands here."""
-        link = self._links.get(chunk.get("id", ""))
-        try:
-            documents = read("", self._package.data("" if link is None else link.name))
-        except UnreadableFile:
-            self.unread["embedded documents"] += 1
-        else:
-            yield from (part for document in documents for part in document.text.split("\n\n"))
 
     def _paragraph(self, paragraph: Element) -> str:
         """Return a paragraph with its number, or the mark of a heading or of a list's item."""
@@ -244,11 +168,8 @@ class _Walk:
         text = line(pieces).strip()
         style = value(properties, "w-pStyle") or self._styles.usual
         number = self._clauses.next(properties, style)
-        if (
-            number is None
-            and find(properties, "w-numPr") is None
-            and value(self._styles.find(style, "w-name"), ".").lower().startswith("list")
-        ):
+        is_listed = value(self._styles.find(style, "w-name"), ".").lower().startswith("list")
+        if number is None and is_listed and find(properties, "w-numPr") is None:
             number = "-"
         rank = 0 if self._is_in_cell else self._rank(properties, style)
         if number == "-" and (rank or self._is_in_cell):
@@ -297,9 +218,9 @@ class _Walk:
             if cell.find("w-tcPr/w-cellDel") is not None:
                 continue
             text = self._cell(cell)
-            for merge, before in (("vMerge", above[len(texts) :]), ("hMerge", texts[-1:])):
-                if cell.find(f"w-tcPr/w-{merge}") is not None and value(cell, f"w-tcPr/w-{merge}") != "restart":
-                    text = text or "".join(label for label in before[:1] if len(label) <= LONGEST_LABEL)
+            if cell.find("w-tcPr/w-vMerge") is not None and value(cell, "w-tcPr/w-vMerge") != "restart":
+                labels = above[len(texts) : len(texts) + 1]
+                text = text or "".join(label for label in labels if len(label) <= LONGEST_LABEL)
             span = max(1, min(count(cell, "w-tcPr/w-gridSpan", 1), _MOST_COLUMNS - len(texts)))
             texts += [text] + [text if len(text) <= LONGEST_LABEL else ""] * (span - 1)
         return texts
@@ -371,20 +292,20 @@ class _Walk:
     def _note(self, kind: str, reference: Element) -> str:
         """Put a note aside, and return its mark."""
         if kind not in self._notes:
-            name = next((link.name for link in self._main_links.values() if link.kind == f"{kind}s"), "")
             part = self._named(f"{kind}s")
             notes = {} if part is None else {each.get("id", ""): each for each in part}
-            self._notes[kind] = notes, self._package.links(name), {}
+            self._notes[kind] = notes, self._package.links(named(self._main_links, f"{kind}s")), {}
         notes, links, marks = self._notes[kind]
         key = reference.get("id", "")
         if key in marks or key not in notes:
             return marks.get(key, "")
         has_own = kind == "comment" or reference.get("customMarkFollows", "0") not in ("0", "false", "off")
-        marks[key] = "" if has_own else f"[{counter(len(marks) + 1, _NUMBERS[kind])}]"
+        style = "lower_roman" if kind == "endnote" else "decimal"
+        marks[key] = "" if has_own else f"[{counter(len(marks) + 1, style)}]"
         text = " ".join(" ".join(self._texts(notes[key], links)).split())
-        author = notes[key].get("author", "")
-        comment = f"[comment{' by ' * bool(author)}{author}: {text}]"
-        self._aside += [comment if kind == "comment" else f"{marks[key]} {text}".strip()] if text else []
+        if kind == "comment":
+            text = text and comment(text, notes[key].get("author", ""))
+        self._aside += [f"{marks[key]} {text}".strip()] if text else []
         return marks[key]
 
     def _beside(self, element: Element) -> None:
@@ -395,10 +316,8 @@ class _Walk:
             self._aside.append(element.get("string", ""))
         elif element.tag in _UNREAD:
             self.unread[_UNREAD[element.tag]] += 1
-        elif element.tag in ("c-chart", "dgm-relIds", "chart"):
-            link = self._links.get(element.get("id") or element.get("dm") or "")
-            part = None if link is None else self._package.part(link.name)
-            rows = [] if part is None else [*(_chart(part) if element.tag == "c-chart" else _diagram(part))]
+        elif element.tag in GRAPHICS:
+            rows = [*graphic_texts(self._package, self._links, element)]
             self.unread["charts"] += not any(rows)
             self._aside += rows
 
@@ -410,37 +329,3 @@ def _below(element: Element, tag: str) -> Iterator[Element]:
             yield child
         elif child.tag not in _UNSEEN and child.tag not in ("w-p", "w-tbl", "w-tr", "w-tc"):
             yield from _below(child, tag)
-
-
-def _diagram(part: Element) -> Iterator[str]:
-    for point in part.iter("dgm-pt"):
-        yield " ".join("".join(text.text or "" for text in each.iter("a-t")) for each in point.iter("a-p"))
-
-
-def _chart(part: Element) -> Iterator[str]:
-    """Yield a chart's titles, and a table of its series."""
-    for title in part.iter("c-title"):
-        yield "".join(text.text or "" for text in title.iter("a-t"))
-    series = [*part.iter("c-ser")]
-    heads = ["".join(text.text or "" for text in each.findall("c-tx//c-v")) for each in series]
-    columns = [_values(each, ("c-cat", "c-xVal")) for each in series[:1]]
-    columns += [_values(each, ("c-val", "c-yVal")) for each in series]
-    if series:
-        yield table_row(["", *heads])
-    for number in sorted({number for column in columns for number in column}):
-        yield table_row(column.get(number, "") for column in columns)
-
-
-def _values(series: Element, names: Iterable[str]) -> dict[int, str]:
-    points = [point for name in names for point in series.findall(f"{name}//c-pt")]
-    return {
-        int(at): _rounded(point.findtext("c-v", "")) for point in points if (at := point.get("idx", "")).isdecimal()
-    }
-
-
-def _rounded(text: str) -> str:
-    """Write a number that is saved as 4.4000000000000004 as 4.4."""
-    try:
-        return f"{float(text):.15g}" if len(text) > 15 else text
-    except ValueError:
-        return text
