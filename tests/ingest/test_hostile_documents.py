@@ -29,6 +29,8 @@ _ODT = (
     "<office:body><text:p>&a19;</text:p></office:body></office:document-content>"
 )
 
+_SERVE = "reading.serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
+
 
 @pytest.fixture(scope="module")
 def reading() -> Iterator[Reading]:
@@ -143,7 +145,7 @@ def test_what_a_reader_is_made_to_do_ends_with_its_process(
     )
     with Reading(bounds=Bounds(seconds=1, memory=5 * 10**8)) as reading:
         with monkeypatch.context() as patch:
-            patch.setattr(reading_module, "_PROGRAM", f"{program}reading.serve(int(sys.argv[1]), int(sys.argv[2]))")
+            patch.setattr(reading_module, "_PROGRAM", f"{program}{_SERVE}")
             assert why in refused(reading, "a.odt", sound["odt"])
         reading.bounds = Bounds(seconds=600)
         assert reading.documents(Path("/in/a.odt"), sound["odt"])  # by another process
@@ -167,7 +169,7 @@ def test_whom_a_reader_has_started_does_not_hold_up_its_end(
         "    os._exit(0)\n"
         "reading.read_documents = read\n"
     )
-    monkeypatch.setattr(reading_module, "_PROGRAM", f"{program}reading.serve(int(sys.argv[1]), int(sys.argv[2]))")
+    monkeypatch.setattr(reading_module, "_PROGRAM", f"{program}{_SERVE}")
     with Reading(bounds=Bounds(seconds=600)) as reading:
         assert "has crashed" in refused(reading, "a.odt", sound["odt"])
     assert not given_up.exists()
@@ -184,7 +186,7 @@ def test_a_file_is_not_blamed_for_what_others_left_behind(
         "def raise_memory(): raise MemoryError\n"
         f"reading.read_documents = lambda *file: {deed} if given else (given.append(1), real(*file))[1]\n"
     )
-    monkeypatch.setattr(reading_module, "_PROGRAM", f"{program}reading.serve(int(sys.argv[1]), int(sys.argv[2]))")
+    monkeypatch.setattr(reading_module, "_PROGRAM", f"{program}{_SERVE}")
     with Reading(bounds=Bounds(seconds=600)) as reading:
         for _ in range(2):
             assert reading.documents(Path("/in/a.odt"), sound["odt"])
@@ -206,7 +208,7 @@ def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reading_module, "_limit", lambda memory: None)
     monkeypatch.setattr(reading_module.sys, "stdin", io.TextIOWrapper(asked))
     monkeypatch.setattr(reading_module.signal, "alarm", told.append)
-    reading_module.serve(7, 10**9)
+    reading_module.serve(7, 10**9, "")
     assert told == [7, 0, "answer"]
 
 

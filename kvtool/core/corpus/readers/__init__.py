@@ -60,6 +60,10 @@ def _read_mail(source: str, data: bytes) -> list[Document]:
     return mail.read(source, data, mail.Registry(is_known, is_foreign, read_as))
 
 
+def _read_word(source: str, data: bytes) -> list[Document]:
+    return word.read(source, data, read_as)
+
+
 def _read_outlook(source: str, data: bytes) -> list[Document]:
     return outlook.read(source, data, mail.Registry(is_known, is_foreign, read_as))
 
@@ -121,7 +125,7 @@ _FORMATS = (
     _Format(markup.read_subtitles, (".srt", ".vtt"), is_bounded=False),
     _Format(markup.read_manual, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
     _Format(pdf.read, (".pdf",), library="pypdfium2"),
-    _Format(word.read, (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"), library="office-oxide"),
+    _Format(_read_word, (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"), library="office-oxide"),
     _Format(slides.read, tuple(".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps".split()), library="office-oxide"),
     _Format(sheets.read, tuple(".xlsx .xlsm .xltx .xltm .xls .xlt".split()), library="xlrd"),
     _Format(opendocument.read, _OPENDOCUMENT),

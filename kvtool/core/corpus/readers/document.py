@@ -170,7 +170,7 @@ class Parts:
         self._after_row = False  # the last part is a row of a table
 
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
-        """Add a part, after `gap` or else the usual gap. A part without text is left out; the rows of a table adjoin."""
+        """Add a part, after `gap` or else the usual gap. Empty parts are left out; rows of a table adjoin."""
         text = cleaned(text).strip("\n")
         after_row, self._after_row = self._after_row, " | " in text and "\n" not in text
         if not text.strip():

@@ -48,7 +48,7 @@ _ENDINGS.add_type("text/calendar", ".ics")
 
 
 class Registry(NamedTuple):
-    """What reads attachments: functions of the registry of readers, which imports this module."""
+    """Functions of the registry of readers, which imports this module, for reading attachments."""
 
     is_known: Callable[[PurePath], bool]
     is_foreign: Callable[[PurePath], bool]

@@ -27,7 +27,7 @@ _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
 
 
 class Page:
-    """What is read of one page: its text, with form values behind their labels, and counts of what is not read.
+    """Contents of one page: its text, with form values behind their labels, and counts of what is not read.
 
     Attributes
     ----------

@@ -41,7 +41,7 @@ _RESET = {"pard": {"table"}, "nosupersub": {"superscript", "subscript"}, "plain"
 
 @dataclass(slots=True)
 class _Group:
-    """What applies to the text in a pair of braces, and the list in which that text is collected."""
+    """State of the text in a pair of braces, and the list in which that text is collected."""
 
     pieces: list[tuple[str, str]]
     kind: str = ""

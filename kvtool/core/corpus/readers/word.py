@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import lru_cache
+from pathlib import PurePath
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers import unknown
@@ -48,18 +49,20 @@ _UNREAD |= {"OLEObject": "embedded files"}
 _NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
 
 
-def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered, in their order. What other programs
-    have saved under a Word document's name is read by its content. Raises UnreadableFile."""
-    from kvtool.core.corpus.readers import READERS  # which imports this module
+def read(source: str, data: bytes, read_as: Callable[[PurePath, str, bytes], list[Document]]) -> list[Document]:
+    """Return one document, its paragraphs and the rows of its tables numbered, in their order. Raises UnreadableFile.
 
+    Parameters
+    ----------
+    read_as : reads files of another name; other programs save pages and rich text under that of a Word document.
+    """
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
     if data.startswith(b"PK"):
         return [_read_new(source, data)]
     if is_old(data) and "worddocument".encode("utf-16-le") in data.lower():
         return [_read_old(source, data)]
-    if ending in READERS:
-        return READERS[ending](source, data)
+    if ending:
+        return read_as(PurePath(f"a{ending}"), source, data)
     if _WORD_XML.search(data[:4096]):
         raise UnreadableFile("a Word document as one XML file", "save it as .docx")
     if data.startswith(b"\xd0\xcf\x11\xe0") or not source.lower().endswith((".doc", ".dot")):
