@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
@@ -95,18 +94,6 @@ def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: P
     send(store, url)
     with closing(open_blobs(url)) as blobs:
         assert blobs.get([HEAD]) == head
-
-
-def test_a_store_in_front_that_was_filled_by_an_older_kvtool(store: Store, url: str) -> None:
-    """Make one that holds the catalogue, and a codec state from before."""
-    know(store, {"profile": MINE, "losses": {"2": loss(0.001)}})
-    send(store, url)
-    seen(url)
-    mark = local_place(url) / "remote" / "adopted.json"
-    mark.write_text(json.dumps({"catalogue": json.loads(mark.read_text())["catalogue"]}))
-    with Store.open(local_place(url)) as front:
-        know(front, {"profile": MINE, "losses": {}})
-    assert seen(url) == store.codec_state()
 
 
 def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, url: str, tmp_path: Path) -> None:
