@@ -401,7 +401,7 @@ def _checked_base(
             raise DamagedError(f"level {base}, which it refines, is damaged or lost")
         for record, refined in zip(records, before, strict=True):
             check, other = (decode_record(chunk_id, data)[1] for data in (record, refined))
-            if stated_check(check) not in (0, check_of([other])):
+            if stated_check(check) != check_of([other]):
                 raise DamagedError(f"it refines another record of level {base} than is stored")
     return base
 
