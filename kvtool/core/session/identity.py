@@ -246,8 +246,7 @@ def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
 class MeasuredLosses:
     """Measured losses of the lossy levels, by codec profile: KL of the answer in nats a token, as of `compress`.
 
-    An unreadable state counts as not measured. Once a named predictor has made records, the loss of records without a
-    profile is unknown: they look like those of `auto`. A level without profiles has one loss.
+    An unreadable state counts as not measured. A level without profiles has one loss.
     """
 
     def __init__(self, store: Store) -> None:
@@ -264,8 +263,6 @@ class MeasuredLosses:
             }
             for rows in measured.values():
                 self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).profiled}
-            if state.get("named_predictor"):
-                measured.pop(NO_PROFILE.hex(), None)
             self._rows = measured
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
@@ -295,16 +292,8 @@ class MeasuredLosses:
 
 
 def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read the rows of a store's codec state by profile (`NO_PROFILE` for none) and level.
-
-    Older stores have one row a level: that of the profile in use.
-    """
-    rows = dict(state.get("losses") or {})
-    old = {level: rows.pop(level) for level in lossy(rows)}
-    if old:
-        maker = state.get("profile") or NO_PROFILE.hex()
-        rows[maker] = rows.get(maker, {}) | old
-    return {maker: dict(levels) for maker, levels in rows.items() if levels}
+    """Read the rows of a store's codec state by profile (`NO_PROFILE` for none) and level."""
+    return {maker: dict(levels) for maker, levels in (state.get("losses") or {}).items() if levels}
 
 
 def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:
