@@ -164,7 +164,7 @@ class StoreIdentity:
             return cls(**(row | ids | said | {"lead_in": lead_in, "split": split}))
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(
-                f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"
+                f"another version of kvtool wrote the store's manifest: {error!r}", "ingest into a new store"
             ) from error
 
 
