@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -127,33 +126,6 @@ def test_a_lead_in_file_that_cannot_be_used(content: Any, tiny: Path, corpus: Pa
     done = kvtool("ingest", corpus, "--store", tmp_path / "s", "--model", tiny, "--lead-in", lead)
     done.failed(2, "lead.txt")
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.slow
-def test_a_store_of_an_earlier_version_with_a_learned_lead_in(store: Path, corpus: Path) -> None:
-    """Its chunks are used as they are stored, and it is said; an ingest computes them after the warm lead-in."""
-    kvtool("ingest", corpus, "--store", store, "--lead-in", "learned").failed(2, "is no lead-in")
-    rows = hashlib.blake2b(b"rows", digest_size=20)
-    kvtool("ingest", corpus, "--store", store, "--lead-in", "bos", "--quiet").fine()
-    with Store.open(store) as opened, opened.writer() as writer:
-        manifest = opened.manifest()
-        ids = [*manifest["identity"]["prefix"], 5, 6, 7]
-        manifest["identity"]["lead_in"] = {"mode": "learned", "ids": ids, "rows": rows.hexdigest()}
-        writer.set_manifest(manifest)
-        writer.put_profile(rows.digest(), b"rows")
-    before = payloads(store)
-    asked = ("query", QUESTION, "--store", store, *SHORT, "--json")
-    done = kvtool(*asked).fine()
-    assert "after a learned lead-in, which kvtool no longer makes" in done.err
-    assert {chunk["status"] for chunk in done.json["chunks"]} == {"hit"}
-    assert payloads(store) == before
-    done = kvtool("ingest", corpus, "--store", store, "--json").fine()
-    assert "from 'learned' to 'warm'" in done.err
-    assert done.json["documents"]["changed"] == 6
-    assert "learned" not in kvtool(*asked).fine().err
-    kvtool("store", "compact", "--store", store).fine()
-    with Store.open(store) as opened:
-        assert opened.profile_digests() == []
 
 
 def test_a_lead_in_longer_than_the_context(tiny: Path, corpus: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_ingest_computes_nothing(made: Path, model: Path, tmp_path: Path) -> Non
     again = kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--json").fine()
     assert "recurrent" not in again.err  # it was said
     assert again.json["documents"]["unchanged"] == row["documents"]["added"]
-    for lead_in in ("neighbour", "warm", "learned"):
+    for lead_in in ("neighbour", "warm"):
         kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", lead_in).failed(2, "lead-in")
     kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "none").fine()
     with Store.open(tmp_path / "new") as opened:

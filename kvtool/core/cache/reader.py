@@ -282,7 +282,7 @@ class StoreReader(ChunkReader, StretchReader):
             return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
 
     def profile_digests(self) -> list[bytes]:
-        """Return the digests of all codec profiles, sorted; longer ones name learned lead-ins of earlier versions."""
+        """Return the digests of all codec profiles, sorted."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.PROFILES))
 

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 
 NEIGHBOUR = "neighbour"
-# Stores of earlier versions may have a lead-in of trained rows, which are no longer computed with. Its chunks have
-# another lead-in digest than its token ids give, so they count as chunks behind an earlier lead-in of the store: used
-# as they are stored, and computed again by the next ingest of their documents.
-LEARNED = "learned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class LeadInIds:
 
     Attributes
     ----------
-    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file; or `LEARNED`.
+    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
     ids : shared by all chunks; `neighbour` adds the document's previous chunk.
     """
 
