@@ -218,7 +218,7 @@ def test_prune_takes_stretches_first(store: Path) -> None:
     row = emptied(store).json
     assert row["steps"][0]["step"] == "stretches"
     assert row["steps"][0]["stretches"] > 0
-    assert stretches(store) == {"count": 0, "bytes": 0, "alone": 0}
+    assert stretches(store) == {"count": 0, "bytes": 0}
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
 

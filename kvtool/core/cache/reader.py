@@ -16,7 +16,7 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.side_files import read_json, write_json
-from kvtool.core.cache.stretches import StretchReader, count_alone
+from kvtool.core.cache.stretches import StretchReader
 from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
@@ -329,8 +329,7 @@ class StoreReader(ChunkReader, StretchReader):
         -------
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
         ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
-        ``stretches {count, bytes, alone}`` (of answered prompts, of a model that keeps states; `alone`: how many of
-        them are of chunks that were computed without others),
+        ``stretches {count, bytes}`` (of answered prompts, of a model that keeps states),
         ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
         ``pins {sources, chunks}``, ``disk_free``.
         """
@@ -346,7 +345,7 @@ class StoreReader(ChunkReader, StretchReader):
             counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
             counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
             profiles = [size for _, size in snapshot.sizes(tables.PROFILES)]
-            parts, alone = list(snapshot.sizes(tables.STRETCHES)), count_alone(snapshot)
+            parts = list(snapshot.sizes(tables.STRETCHES))
             live = snapshot.live_bytes()
         return {
             "uuid": self.uuid,
@@ -361,7 +360,6 @@ class StoreReader(ChunkReader, StretchReader):
             "stretches": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
                 "bytes": sum(size for _, size in parts),
-                "alone": alone,
             },
             "file_bytes": self.environment.file_bytes(),
             "live_bytes": live,

@@ -209,13 +209,6 @@ class Session:
 
         return LeadIn(self.decoder, self.identity.lead_in.ids)
 
-    @cached_property
-    def unused_states(self) -> int:
-        """Count the chunks with states of their own, which only earlier versions of kvtool made."""
-        if not (self.identity.keeps_states and self.identity.lead_in.ids):
-            return 0
-        return sum(info.alone for info in self.store.stretches().values())
-
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
         """Run the conformance checks at a model's first use of the store, and refuse the model if it failed.
 
