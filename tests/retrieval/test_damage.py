@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from kvtool.core.cache.integrity import find_damage, repair
 from kvtool.core.cache.store import Store
-from kvtool.core.retrieval.embed import remember, remembered
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.tables import open_tables, write_tables
 from tests.cli.working import kvtool
@@ -95,30 +93,6 @@ def test_verify_tells_of_a_damaged_index(store: Store) -> None:
     assert row["reason"] == f"{path.relative_to(store.path)} does not match its digest"
     assert kvtool("store", "verify", "--store", store.path, "--repair", "--json").fine().json["repaired"] == 1
     kvtool("store", "verify", "--store", store.path).fine()
-
-
-def test_an_index_of_before_gives_way(store: Store) -> None:
-    """It has no digests: it is made anew, once."""
-    old = store.side_file("index/words-3/state.safetensors")
-    old.write_bytes(b"old")
-    wanted = found(store)
-    assert not old.parent.exists()
-    assert found(store) == wanted
-    with store.writer() as writer:
-        writer.remove_file("b")
-    assert all(hit.passage.source != "b" for hits in found(store)[0] for hit in hits)  # type: ignore[attr-defined]
-
-
-def test_the_embedding_model_that_an_older_kvtool_noted_is_remembered(store: Store, tmp_path: Path) -> None:
-    assert remembered(store) is None
-    remember(store, "one")
-    sealed = store.path / "index" / "embedder.tables"
-    data = sealed.read_bytes()
-    shutil.move(sealed, store.path / "index" / "embedder.safetensors")
-    (store.path / "index" / "embedder.safetensors").write_bytes(data[:-24])
-    assert remembered(store) == "one"
-    remember(store, "two")
-    assert remembered(store) == "two"
 
 
 def test_a_table_is_hashed_once_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
