@@ -172,11 +172,13 @@ class Parts:
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
         """Add a part, after `gap` or else the usual gap. Empty parts are left out; rows of a table adjoin."""
         text = cleaned(text).strip("\n")
-        after_row, self._after_row = self._after_row, " | " in text and "\n" not in text
+        first, line_end, more = text.partition("\n")
+        is_row, after_row = " | " in first and (not more or more[0] == "\n"), self._after_row
+        self._after_row = is_row and not line_end
         if not text.strip():
             return
         if self._texts:
-            usual = "\n" if after_row and self._after_row else self.gap
+            usual = "\n" if after_row and is_row else self.gap
             text = (usual if gap is None else gap) + text
         if not self._marks or self._marks[-1].place != place:
             self._marks.append(Mark(self._length + len(text) - len(text.lstrip("\n")), place))
