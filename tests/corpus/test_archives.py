@@ -108,7 +108,7 @@ def test_a_damaged_or_protected_member_is_named_and_the_others_are_read() -> Non
 def test_many_failures_are_cut_off() -> None:
     (document,) = read(packed({"a.txt": b"Fine."} | {f"{number}.pdf": b"%PDF" for number in range(30)}))
     assert len(document.notes) == 21
-    assert document.notes[-1] == "further files: 10 not read"
+    assert document.notes[-1] == "and 10 more like these"
 
 
 def test_names_stay_below_the_archive_and_are_decoded() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.corpus.readers import attachments, file_of, read_documents
+from kvtool.core.corpus.readers import file_of, read_documents
+from kvtool.core.corpus.readers import mail as mail_reader
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 
 HEAD = "From: Alma Reyes <alma@example.org>\nSubject: Harbour\n"
@@ -190,8 +191,8 @@ def test_attachments_that_are_not_read_are_counted_and_named() -> None:
 
 
 def test_attachments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachments, "_MOST_FILES", 2)
-    monkeypatch.setattr(attachments, "_MOST_BYTES", 10)
+    monkeypatch.setattr(mail_reader, "_MOST_FILES", 2)
+    monkeypatch.setattr(mail_reader, "_MOST_BYTES", 10)
     files = [attached(f"{number}.txt", b"%d" % number * size) for number, size in enumerate((8, 3, 1, 1), 1)]
     found = read(HEAD + multipart("mixed", plain("Four."), *files))
     assert [document.source for document in found[1:]] == ["/in/a.eml#1.txt", "/in/a.eml#3.txt"]
@@ -226,18 +227,6 @@ def test_a_part_of_a_text_type_that_is_no_text_does_not_lose_the_message() -> No
     document = mail((HEAD + multipart("mixed", plain("See."), plain("PK\3\4 \0\1"))).encode())
     assert "See." in document.text
     assert document.notes == ("attachments: 1 not read",)
-
-
-def test_uuencoded_files_are_attachments() -> None:
-    import binascii
-
-    lines = "".join(
-        binascii.b2a_uu(line).decode() for line in (b"The rope is in the attic. It is nine ", b"metres long.\n")
-    )
-    found = read(f"{HEAD}\nSee the file.\n\nbegin 644 rope.txt\n{lines}`\nend\nRegards\nbegin 1 with care\n")
-    assert found[0].text.endswith("See the file.\n\nRegards\nbegin 1 with care\n\nAttachments: rope.txt\n")
-    assert place(found[0], "Regards") == 11
-    assert found[1].text == "The rope is in the attic. It is nine metres long.\n"
 
 
 # ---- encodings ----
@@ -430,13 +419,6 @@ def test_outlook_attachments_and_attached_items_are_read() -> None:
     assert "See below.\n\nSubject: Inner\n" in found[0].text
     assert found[0].text.endswith("Nine tons.\n\nAttachments: a.md, b.txt\nAttachments, not read: c.zip\n")
     assert {file_of(document.source) for document in found} == {"/in/a.msg"}
-
-
-def test_outlook_contacts_have_their_fields() -> None:
-    text = mail(
-        compound(item(t0037="Alma Reyes", t3A16="Harbour Ltd", t3A1C="0123 456", t1000="Met in May.")), "a.msg"
-    ).text
-    assert text.endswith("Company: Harbour Ltd\nMobile phone: 0123 456\n\nMet in May.\n")
 
 
 def test_a_damaged_outlook_file_is_refused() -> None:

@@ -46,19 +46,15 @@ class _Table:
 def split_document(
     document: Document, settings: SplitSettings, count_tokens: CountTokens
 ) -> tuple[Document, list[Span]]:
-    """Split a document into chunks (:func:`split`), and repeat the header of each table that is cut.
-
-    Returns
-    -------
-    The document with the repeated headers in its text, and the spans of that text. A header of more than half a chunk
-    is not repeated.
-    """
+    """Split a document into chunks (:func:`split`). Return it with the header of each cut table repeated in its text,
+    and the spans of that text. A header of more than half a chunk is not repeated."""
     spans = split(document.text, settings, count_tokens, document.kind)
     most_header = _LONGEST_TOKEN * settings.max_tokens
     tables = [] if len(spans) < 2 else [each for each in _tables(document) if each.body - each.start < most_header]
     sizes = count_tokens([document.text[table.start : table.body].strip() for table in tables])
     fitting = {table: size for table, size in zip(tables, sizes, strict=True) if 2 * size <= settings.max_tokens}
-    cut = [table for table in fitting if _is_cut(table, spans)]
+    starts = [span.start for span in spans]
+    cut = [table for table in fitting if bisect_left(starts, table.body) < bisect_left(starts, table.end)]
     if not cut:
         return document, spans
     room = max(fitting[table] for table in cut)
@@ -66,11 +62,6 @@ def split_document(
     narrow = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
     narrowed = _narrowed(document, spans, cut, lambda part: split(part, narrow, count_tokens, document.kind))
     return _with_headers(document, narrowed, [table for table, size in fitting.items() if size <= room])
-
-
-def _is_cut(table: _Table, spans: Sequence[Span]) -> bool:
-    after = bisect_left(spans, table.body, key=lambda span: span.start)
-    return after < len(spans) and spans[after].start < table.end
 
 
 def _narrowed(
@@ -93,14 +84,12 @@ def _narrowed(
 def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
     """Insert the header of its table at the start of each chunk that begins with a row of it."""
     text, added = document.text, 0
-    inserted: list[tuple[int, int]] = []
-    parts: list[str] = []
-    moved: list[Span] = []
+    inserted, parts, moved = list[tuple[int, int]](), list[str](), list[Span]()
     for span, at in zip(spans, _row_starts(document, spans), strict=True):
-        number = bisect_right(tables, at, key=lambda table: table.start) - 1
-        table = tables[max(0, number)]
-        header = text[table.start : table.body] if table.body <= at < table.end else ""
-        if header:
+        table = tables[max(0, bisect_right(tables, at, key=lambda table: table.start) - 1)]
+        header = ""
+        if table.body <= at < table.end:
+            header = text[table.start : table.body]
             inserted.append((at, len(header)))
         parts += [text[span.start : at], header, text[at : span.end]] if header else [text[span.start : span.end]]
         moved.append(Span(span.start + added, span.end + added + len(header)))
@@ -138,10 +127,8 @@ def _lines(text: str) -> Iterator[Mark]:
 
 
 def _tables(document: Document) -> list[_Table]:
-    if document.kind == "code":
-        return []
-    if document.kind == "table":
-        return [*_delimited(document.text)]
+    if document.kind in ("code", "table"):
+        return [*_delimited(document.text)] if document.kind == "table" else []
     return [table for rows in _runs(document.text) if (table := _headed(document.text, rows)) is not None]
 
 

@@ -19,17 +19,14 @@ from kvtool.core.corpus.readers import (
     html,
     jsonl,
     mail,
-    mhtml,
+    markup,
     notebook,
     opendocument,
     outlook,
     pdf,
-    roff,
     rtf,
     sheets,
     slides,
-    subtitles,
-    svg,
     text,
     unknown,
     word,
@@ -57,6 +54,14 @@ class _Format(NamedTuple):
 
 def _read_archive(source: str, data: bytes) -> list[Document]:
     return archive.read(source, data, read_as, _unread_kind)
+
+
+def _read_mail(source: str, data: bytes) -> list[Document]:
+    return mail.read(source, data, mail.Registry(is_known, is_foreign, read_as))
+
+
+def _read_outlook(source: str, data: bytes) -> list[Document]:
+    return outlook.read(source, data, mail.Registry(is_known, is_foreign, read_as))
 
 
 _IMAGES = frozenset(
@@ -111,10 +116,10 @@ _FORMATS = (
     ),
     _Format(text.read_xml, tuple(_XML), is_bounded=False),
     _Format(text.read_calendar, (".ics", ".ifb", ".vcf"), is_bounded=False),
-    _Format(text.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
+    _Format(markup.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
     _Format(jsonl.read, (".jsonl", ".ndjson", ".jsonlines"), is_bounded=False),
-    _Format(subtitles.read, (".srt", ".vtt"), is_bounded=False),
-    _Format(roff.read, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
+    _Format(markup.read_subtitles, (".srt", ".vtt"), is_bounded=False),
+    _Format(markup.read_manual, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
     _Format(pdf.read, (".pdf",), library="pypdfium2"),
     _Format(word.read, (".docx", ".docm", ".dotx", ".dotm", ".doc", ".dot"), library="office-oxide"),
     _Format(slides.read, tuple(".pptx .pptm .ppsx .ppsm .potx .potm .ppt .pps".split()), library="office-oxide"),
@@ -122,18 +127,18 @@ _FORMATS = (
     _Format(opendocument.read, _OPENDOCUMENT),
     _Format(rtf.read, (".rtf",)),
     _Format(epub.read, (".epub",)),
-    _Format(mail.read, (".eml", ".mbox", ".emlx")),
-    _Format(outlook.read, (".msg", ".oft"), library="olefile"),
+    _Format(_read_mail, (".eml", ".mbox", ".emlx")),
+    _Format(_read_outlook, (".msg", ".oft"), library="olefile"),
     _Format(notebook.read, (".ipynb",)),
     _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
-    _Format(mhtml.read, (".mhtml", ".mht")),
-    _Format(svg.read, (".svg",)),
+    _Format(mail.read_page, (".mhtml", ".mht")),
+    _Format(markup.read_svg, (".svg",)),
     _Format(_read_archive, (".zip",)),
 )
 _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
-_SEVERAL = (jsonl.read, mail.read, outlook.read, _read_archive)  # of files that may hold several documents
+_SEVERAL = (jsonl.read, _read_mail, _read_outlook, _read_archive)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 

@@ -12,11 +12,10 @@ from zipfile import ZipFile, ZipInfo
 
 from kvtool.core.corpus.ignoring import is_hidden, is_lock, is_secret
 from kvtool.core.corpus.readers.containers import LOCKED, checked, member
-from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile, unread_note
+from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile, shortened, unread_note
 
 _MOST_TEXT = 1 << 26  # characters; an archive with more is a release of code, or a backup
 _MOST_FILES = 2000
-_MOST_NOTES = 20
 _UTF_8 = 0x800  # flag bit of a member's name
 _DISGUISED = {  # members that show what a file is that is called an archive
     **{"word/document.xml": ".docx", "ppt/presentation.xml": ".pptx", "xl/workbook.xml": ".xlsx"},
@@ -27,18 +26,12 @@ ReadAs = Callable[[PurePath, str, bytes], list[Document]]
 
 def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
     """Return the documents of all files that a reader knows, `archive.zip#folder/name.md`. A note counts the others.
+    Raises BinaryFile if there are too many, or none.
 
     Parameters
     ----------
     read_as : reads a file by its path, under a source's name.
     kind_of : names what no reader knows, in the plural; "" for the others.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged.
-    BinaryFile
-        If it holds too much text or too many files, or nothing that can be read.
     """
     documents: list[Document] = []
     failures: list[str] = []
@@ -55,8 +48,7 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
                 failures.append(f"{name}: {error.message}")
             if len(members) > _MOST_FILES or sum(len(document.text) for document in documents) > _MOST_TEXT:
                 raise BinaryFile(f"archive of {len(members):,} files with much text: unpack it, and name the folder")
-    more = {"further files": len(failures) - _MOST_NOTES} if len(failures) > _MOST_NOTES else {}
-    notes = (*unread_note(unread), *failures[:_MOST_NOTES], *unread_note(more))
+    notes = (*unread_note(unread), *shortened(failures))
     if not documents:
         raise BinaryFile(f"archive without a document that can be read ({'; '.join(notes) or 'empty'})")
     return [replace(documents[0], notes=(*documents[0].notes, *notes)), *documents[1:]]

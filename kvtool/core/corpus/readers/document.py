@@ -11,7 +11,7 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.marks import Mark
 from kvtool.core.errors import KvtoolError
 
-_MOST_NAMES, _LONGEST_NAME = 10, 60
+_MOST_NAMES, _LONGEST_NAME, _MOST_NOTES = 10, 60, 20
 EXTRA = extra_line("documents")
 _REFERENCE = re.compile("&#(0*+)([0-9]{8,}+;?)?")
 _DATA_URI = re.compile(  # linear: possessive, and no part is tried again
@@ -83,13 +83,8 @@ class MissingPackage(UnreadableFile):
 
 
 def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
-    """Word the note that parts of a file are read although its own program does not show them; nothing without any.
-
-    Parameters
-    ----------
-    kind : what the parts are: `sheet`.
-    names : what they are called in the file; long ones, and all but the first ten, are cut off.
-    """
+    """Word the note that parts of a file, such as a `sheet`, are read although its own program does not show them; no
+    note without names."""
     if not names:
         return ()
     shown = ", ".join(repr(name)[:_LONGEST_NAME] for name in names[:_MOST_NAMES])
@@ -98,14 +93,15 @@ def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
 
 
 def unread_note(counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Word the note that parts of a file which hold text are not read: `text boxes: 2, comments: 3 not read`.
-
-    Parameters
-    ----------
-    counts : how many of each kind, by its name in the plural; kinds without any are left out.
-    """
+    """Word the note that parts of a file which hold text are not read: `text boxes: 2, comments: 3 not read`."""
     shown = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
     return (f"{shown} not read",) if shown else ()
+
+
+def shortened(notes: Sequence[str]) -> tuple[str, ...]:
+    """Keep the first notes, and count the others."""
+    more = len(notes) - _MOST_NOTES
+    return (*notes[:_MOST_NOTES], *([f"and {more} more like these"] if more > 0 else []))
 
 
 def table_row(cells: Iterable[str]) -> str:
@@ -115,17 +111,8 @@ def table_row(cells: Iterable[str]) -> str:
 
 @contextmanager
 def opened(what: str, library: str) -> Iterator[None]:
-    """Import a format's library, and read a file with it, inside of this.
-
-    Parameters
-    ----------
-    what : what the file's name says that it is: `Word document`.
-
-    Raises
-    ------
-    MissingPackage : the library is not installed.
-    UnreadableFile : it raised something over the file.
-    """
+    """Import a format's library, and read a file that should be a `Word document` with it, inside of this. Raises
+    MissingPackage if the library is not installed, and UnreadableFile for whatever it raises."""
     try:
         yield
     except ImportError as error:
@@ -144,12 +131,8 @@ def cleaned(text: str) -> str:
 
 
 def without_data_uris(text: str, *, base64: bool = False) -> str:
-    """Replace long data URIs by `[image]`, or `[data]` for other contents; their newlines stay.
-
-    Parameters
-    ----------
-    base64 : also replace long runs of base64 outside of URIs, as JSON and XML hold them.
-    """
+    """Replace long data URIs by `[image]`, or `[data]` for other contents; their newlines stay. `base64` also replaces
+    long runs outside of URIs, as JSON and XML hold them."""
     text = _DATA_URI.sub(_placeholder, text) if "data:" in text.lower() else text
     return _BASE64.sub(_placeholder, text) if base64 else text
 
@@ -177,12 +160,7 @@ def shortened_references(text: str) -> str:
 
 
 class Parts:
-    """A document's text as it is put together, with the place in the file of each part.
-
-    Attributes
-    ----------
-    gap : text between parts.
-    """
+    """A document's text as it is put together, with the place in the file of each part."""
 
     def __init__(self, gap: str = "\n\n") -> None:
         self.gap = gap
@@ -213,11 +191,7 @@ class Parts:
 
 
 def joined(
-    source: str,
-    kind: str,
-    parts: Iterable[tuple[int | str, str]],
-    gap: str = "\n\n",
-    notes: tuple[str, ...] = (),
+    source: str, kind: str, parts: Iterable[tuple[int | str, str]], gap: str = "\n\n", notes: tuple[str, ...] = ()
 ) -> Document:
     """Make a document of parts, each with its place in the file. Raises EmptyFile if none has any text."""
     made = Parts(gap)

@@ -96,12 +96,7 @@ _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 1
 
 
 def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
-    """Make a reader of bytes of one that reads decoded text.
-
-    Parameters
-    ----------
-    declared : the encoding that a file's bytes say they have, or an empty string.
-    """
+    """Make a reader of bytes of one that reads decoded text. `declared` finds the encoding that a file states."""
 
     def decorate(read: TextReader) -> Reader:
         def read_bytes(source: str, data: bytes) -> list[Document]:
@@ -117,21 +112,11 @@ def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[Tex
 
 
 def decode(data: bytes, declared: str = "") -> Decoded:
-    """Decode a file.
+    """Return a file's text without its BOM, and notes on what was guessed or replaced.
 
     Parameters
     ----------
-    data : the file's bytes.
-    declared : the encoding the file itself names, if any; used only where UTF-8 fails.
-
-    Returns
-    -------
-    The text without its BOM, and notes on anything that was guessed or replaced.
-
-    Raises
-    ------
-    EmptyFile, BinaryFile
-        If the bytes are empty or not text.
+    declared : the encoding that the file itself names, if any; used only where UTF-8 fails.
     """
     if not data or data.isspace():
         raise EmptyFile("empty")

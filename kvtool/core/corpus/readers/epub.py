@@ -9,41 +9,26 @@ from urllib.parse import unquote
 
 from kvtool.core.corpus.readers.containers import checked, member, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered
-from kvtool.core.corpus.readers.encoding import decode
-from kvtool.core.corpus.readers.html import declared_encoding, visible
+from kvtool.core.corpus.readers.html import page_text, visible
 
 _CONTAINER = "META-INF/container.xml"
 _PAGES = ("application/xhtml+xml", "text/html")
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its chapters (the spine's pages) marked.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is damaged, protected, or unpacks to too much.
-    """
+    """Return one document, its chapters (the spine's pages) marked."""
     with checked(data) as archive:
         if "META-INF/encryption.xml" in archive.namelist() and "META-INF/rights.xml" in archive.namelist():
             raise UnreadableFile("protected by its seller (DRM)")
-        return [numbered(source, "html", "ch.", [_text(archive, name) for name in _spine(archive)])]
+        pages = [visible(page_text(member(archive, name))) for name in _spine(archive)]
+        return [numbered(source, "html", "ch.", pages)]
 
 
 def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
     """Yield the names of the pages in reading order."""
-    root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iter() if _name(e.tag) == "rootfile"), "")
+    root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iterfind(".//{*}rootfile")), "")
     book = parsed(archive, root)
     pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _PAGES}
-    for item in book.iter():
-        if _name(item.tag) == "itemref" and (href := pages.get(item.get("idref"))):
+    for item in book.iterfind(".//{*}itemref"):
+        if href := pages.get(item.get("idref")):
             yield posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(href.partition("#")[0])))
-
-
-def _text(archive: zipfile.ZipFile, name: str) -> str:
-    page = member(archive, name)
-    return visible(decode(page, declared_encoding(page))[0]) if page.strip() else ""
-
-
-def _name(tag: str) -> str:
-    return tag.rpartition("}")[2]

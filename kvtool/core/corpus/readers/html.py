@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 from html import unescape
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import (
-    Document,
-    EmptyFile,
-    shortened_references,
-    table_row,
-    without_data_uris,
-)
-from kvtool.core.corpus.readers.encoding import of_text
-from kvtool.core.corpus.readers.notation import lowered, raised
+from kvtool.core.corpus.readers.document import Document, EmptyFile, shortened_references, table_row, without_data_uris
+from kvtool.core.corpus.readers.encoding import decode, of_text
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
@@ -44,8 +37,12 @@ _VOID = frozenset(
 )
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
 _VALUED = frozenset(("", "text", "search", "tel", "url", "email", "number", "range", "date", "time", "month", "week"))
-_SECOND = {"msup": "^", "msub": "_", "mfrac": "/", "munder": "_", "mover": "^", "msubsup": "_", "munderover": "_"}
 _PICTURE = re.compile(r"[\w.-]+\.(?:png|jpe?g|gif|svg|webp|bmp|ico)|(?:image|img|photo|picture|spacer|blank)?", re.I)
+_BASE = re.compile(  # of an exponent: a number, a unit, a function, or brackets without words
+    r"(?:\d|(?<![^\W\d_])(?:[^\W\d_]{1,2}|sin|cos|tan|log|exp|mol|min|sec)|\((?![^()]*[^\W\d_]{3})[^()]*\))$"
+)
+_YEAR = re.compile(r"(?<![\d.,])(?:1[5-9]|20)\d\d$")
+_MARK = re.compile(r"[^\W\d_]|\d{1,3}(?:[\s,;–-]+\d{1,3})*|[ivx]{1,5}")  # of a note
 _TABLE = frozenset(("table", "thead", "tbody", "tfoot", "tr", "td", "th"))
 _ALL_ROWS = 65_534
 _LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
@@ -59,17 +56,19 @@ def declared_encoding(data: bytes) -> str:
 
 @of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
-    """Return one document of kind `html`: visible text only, marked with the page's lines.
+    """Return one document of kind `html`, marked with the page's lines. Raises EmptyFile if nothing is visible."""
+    return [document_of(source, *marked(text))]
 
-    Raises
-    ------
-    UnreadableFile
-        If nothing in the page is visible.
-    """
-    rendered, marks = marked(text)
+
+def document_of(source: str, text: str, marks: Sequence[Mark]) -> Document:
     if not marks:
         raise EmptyFile("empty: the page has no visible text")
-    return [Document(source, rendered, "html", marks=marks)]
+    return Document(source, text, "html", marks=tuple(marks))
+
+
+def page_text(data: bytes, charset: str = "") -> str:
+    """Decode a page, by its own declaration if no charset is given."""
+    return decode(data, charset or declared_encoding(data))[0] if data.strip() else ""
 
 
 def visible(text: str) -> str:
@@ -77,11 +76,21 @@ def visible(text: str) -> str:
     return marked(text)[0]
 
 
-def marked(text: str) -> tuple[str, tuple[Mark, ...]]:
+def marked(text: str) -> tuple[str, list[Mark]]:
     """Return the visible text of a page, marked with the page's lines."""
-    blocks = _visible(text)
-    rendered, starts = _joined(blocks)
-    return rendered, tuple(Mark(start, block.line) for start, block in zip(starts, blocks, strict=True))
+    # an unclosed <nav> would hide the whole page: then it is better kept, and so is what stands in for a script
+    hidden = (_UNSEEN | {"nav"}, _UNSEEN, _UNSEEN - {"noscript"})
+    blocks = next((blocks for unseen in hidden if (blocks := _Page(unseen, text).blocks)), [])
+    parts, marks = list[str](), list[Mark]()
+    length, last = 0, ""
+    for block in blocks:
+        close = block.form == last and block.form in ("item", "row")  # lists and tables are adjoining lines
+        gap = ("\n" if close else "\n\n") if parts else ""
+        marks.append(Mark(length + len(gap), block.line))
+        parts += [gap, block.text]
+        length += len(gap) + len(block.text)
+        last = block.form
+    return "".join(parts) + "\n" if parts else "", marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +115,9 @@ class _Cell:
 
 @dataclass(slots=True)
 class _Table:
-    """An open table.
-
-    Attributes
-    ----------
-    cells : of the open row; None between rows.
-    outer : blocks and open lists around the open cell; None between cells.
-    spans : column → rows that a cell above still covers, and its label.
-    """
-
-    cells: list[_Cell] | None = None
-    outer: tuple[list[_Block], list[int]] | None = None
-    spans: dict[int, tuple[int, str]] = field(default_factory=dict)
+    cells: list[_Cell] | None = None  # of the open row; None between rows
+    outer: tuple[list[_Block], list[int]] | None = None  # blocks and lists around the open cell; None between cells
+    spans: dict[int, tuple[int, str]] = field(default_factory=dict)  # column → rows that a cell above covers, its label
 
     def placed(self, cells: Sequence[_Cell]) -> list[str]:
         """Return a row's labels by column, with those of cells that cover it from above or from the left."""
@@ -141,28 +141,6 @@ class _Table:
             row.append(span[1])
 
 
-def _visible(text: str) -> list[_Block]:
-    # an unclosed <nav> would hide the whole page: then it is better kept, and so is what stands in for a script
-    hidden = (_UNSEEN | {"nav"}, _UNSEEN, _UNSEEN - {"noscript"})
-    return next((blocks for unseen in hidden if (blocks := _Page(unseen, text).blocks)), [])
-
-
-def _joined(blocks: Sequence[_Block]) -> tuple[str, list[int]]:
-    """Join blocks: lists and tables as adjoining lines, everything else with blank lines between; and return where each
-    begins."""
-    parts: list[str] = []
-    starts: list[int] = []
-    length, last = 0, ""
-    for block in blocks:
-        close = block.form == last and block.form in ("item", "row")
-        gap = ("\n" if close else "\n\n") if parts else ""
-        starts.append(length + len(gap))
-        parts += [gap, block.text]
-        length += len(gap) + len(block.text)
-        last = block.form
-    return "".join(parts) + "\n" if parts else "", starts
-
-
 class _Page:
     """The blocks of a page, the page's title first if it has no heading of the first rank."""
 
@@ -181,15 +159,12 @@ class _Page:
         self._tables: list[_Table] = []
         self._deeper = 0  # open tables that are not shown as such
         self._spare = 4 * len(text) + 10_000  # characters of labels that are repeated
-        self._pre = False
         self._aside = ("", 0, False)  # the open one, its first word, and whether it is a link
         self._readings: list[str] = []  # of the block's ruby words
-        self._options: list[tuple[int, bool]] = []  # of the open menu: first word, whether it is selected
-        self._math: list[tuple[str, int]] = []  # open elements of a formula, and their children so far
         self._formula = ""
         self._feed(shortened_references(text))
         while self._tables:
-            self._end_table()
+            self._close_table("table")
         self._flush()
         if self._title is not None and not any(block.text.startswith("# ") for block in self.blocks):
             self.blocks.insert(0, self._title)
@@ -243,33 +218,29 @@ class _Page:
                 self._open(tag, attributes)
 
     def _end(self, tag: str) -> None:
-        if self._hidden_by:
-            self._hidden_depth -= tag == self._hidden_by
-            if not self._hidden_depth:
-                self._hidden_by = ""
-        else:
-            self._close(tag)
+        if not self._hidden_by:
+            return self._close(tag)
+        self._hidden_depth -= tag == self._hidden_by
+        if not self._hidden_depth:
+            self._hidden_by = ""
 
     def _open(self, tag: str, attributes: dict[str, str]) -> None:
-        if self._math and (tag.startswith("m") or tag == "semantics"):
-            self._open_term(tag)
-        elif tag in _ASIDES or tag in ("rb", "rtc"):
+        if tag in _ASIDES or tag in ("rb", "rtc"):
             self._end_aside()
             self._aside = (tag, len(self._words), False)
         elif tag == "br":
-            self._words.append("\n" if self._pre else "\v")  # \v: a break that survives collapsing
+            self._words.append("\n" if self._form == "pre" else "\v")  # \v: a break that survives collapsing
         elif tag in _HEADINGS:
-            self._begin("heading", _HEADINGS[tag] + " ")
+            self._flush("heading", _HEADINGS[tag] + " ")
         elif tag in ("ul", "ol", "menu"):
             self._flush()
             self._lists.append(_number(attributes, "start", 1) - 1 if tag == "ol" else -1)
         elif tag == "li":
-            self._begin("item", self._bullet(_number(attributes, "value", -1)))
+            self._flush("item", self._bullet(_number(attributes, "value", -1)))
         elif tag in _TABLE:
             self._open_table(tag, attributes)
         elif tag in ("pre", "textarea"):
-            self._flush()
-            self._form, self._pre = "pre", True
+            self._flush("pre")
         elif tag in _BLOCKS:
             self._block_break()
         elif tag == "title":
@@ -288,35 +259,26 @@ class _Page:
             self._say("[x] " if "checked" in attributes else "[ ] ")
         elif tag == "input" and kind in _VALUED and (value := attributes.get("value")):
             self._say(f" {unescape(value)} ")
-        elif tag == "select":
-            self._options.clear()
         elif tag == "option":
-            self._options.append((len(self._words), "selected" in attributes))
-            self._say(" ")
-        elif tag == "math":
-            self._formula = unescape(attributes.get("alttext", ""))
-            if self._formula:
-                self._say(f" {self._formula} ")
-                self._hidden_by, self._hidden_depth = tag, 1
-            else:
-                self._math.append((tag, 0))
+            self._say(" [x] " if "selected" in attributes else " ")
+        elif tag == "math" and (formula := unescape(attributes.get("alttext", ""))):
+            self._formula = formula
+            self._say(f" {formula} ")
+            self._hidden_by, self._hidden_depth = tag, 1
 
     def _close(self, tag: str) -> None:
-        if self._math:
-            self._close_term(tag)
-        elif tag in _ASIDES or tag in ("ruby", "rb", "rtc"):
+        if tag in _ASIDES or tag in ("ruby", "rb", "rtc"):
             self._end_aside()
         elif tag == "title":
             if self._title is None and (title := _collapsed("".join(self._words))):
                 self._title = _Block("heading", f"# {title}", self._line)
-            self._clear()
+            self._words.clear()
+            self._line = 0
         elif tag in ("ul", "ol", "menu"):
             self._flush()
             del self._lists[-1:]
         elif tag in _TABLE:
             self._close_table(tag)
-        elif tag == "select":
-            self._end_options()
         elif tag == "li" or tag in _HEADINGS or tag in ("pre", "textarea"):
             self._flush()
         elif tag in _BLOCKS:
@@ -329,16 +291,6 @@ class _Page:
         if tiny or attributes.get("aria-hidden") == "true" or _PICTURE.fullmatch(text) or text == self._formula:
             return ""
         return f" [image: {text}] " if re.search(r"\w", text) else text
-
-    def _end_options(self) -> None:
-        """Keep of a menu what is selected; all, if nothing is."""
-        starts = [start for start, _ in self._options]
-        ends = [*starts[1:], len(self._words)]
-        texts = [_collapsed("".join(self._words[start:end])) for start, end in zip(starts, ends, strict=True)]
-        chosen = [text for text, (_, selected) in zip(texts, self._options, strict=True) if selected]
-        if starts:
-            self._words[starts[0] :] = [f" {', '.join(chosen or texts)} "]
-        self._options.clear()
 
     def _end_aside(self) -> None:
         (kind, start, is_link), self._aside = self._aside, ("", 0, False)
@@ -353,23 +305,6 @@ class _Page:
             if kind == "sub" and before[-1:] in ("/", "⁄") and self._words[-2:-1] and self._words[-2].startswith("^"):
                 self._words[-2] = " " + self._words[-2][1:]  # 1 1/2
             self._words.append(raised(before, text, is_link) if kind == "sup" else lowered(before, text))
-
-    def _open_term(self, tag: str) -> None:
-        """Begin a part of a formula, which is written in one line: x^2, (a+b)/c."""
-        around, count = self._math[-1]
-        self._math[-1] = (around, count + 1)
-        if around in _SECOND and count:
-            self._words.append(_SECOND[around] if count == 1 else "^")
-        self._words.append("√(" if tag == "msqrt" else "(" if tag == "mrow" and around in _SECOND else "")
-        self._math.append((tag, 0))
-
-    def _close_term(self, tag: str) -> None:
-        if tag == "math":
-            self._math.clear()
-        elif len(self._math) > 1 and self._math[-1][0] == tag:
-            self._math.pop()
-            bracket = tag == "msqrt" or (tag == "mrow" and self._math[-1][0] in _SECOND)
-            self._words.append(")" if bracket else " " if tag in ("mtd", "mtr") else "")
 
     def _open_table(self, tag: str, attributes: dict[str, str]) -> None:
         if tag == "table" and len(self._tables) == _DEEPEST:
@@ -399,14 +334,10 @@ class _Page:
             self._end_cell()
         elif tag == "table" and self._deeper:
             self._deeper -= 1
-        elif tag == "table":
-            self._end_table()
         else:
             self._end_row()
-
-    def _end_table(self) -> None:
-        self._end_row()
-        self._tables.pop()
+            if tag == "table":
+                self._tables.pop()
 
     def _end_cell(self) -> None:
         table = self._tables[-1]
@@ -438,10 +369,6 @@ class _Page:
             self.blocks.append(_Block("row", table_row(row), blocks[0].line))
         self.blocks += (block for block in blocks if block.form == "row")
 
-    def _begin(self, form: str, prefix: str) -> None:
-        self._flush()
-        self._form, self._prefix = form, prefix
-
     def _block_break(self) -> None:
         """End a paragraph; before an item's first word, only add a space."""
         if self._prefix and not self._line:
@@ -458,34 +385,25 @@ class _Page:
         self._lists[-1] = number if number >= 0 else self._lists[-1] + 1
         return f"{indent}{self._lists[-1]}. "
 
-    def _clear(self) -> None:
-        self._words.clear()
-        self._options.clear()
-        self._line = 0
-
-    def _flush(self) -> None:
+    def _flush(self, form: str = "text", prefix: str = "") -> None:
+        """End a block, and begin one of a form."""
         self._end_aside()
         raw = "".join(self._words)
-        text = without_data_uris(raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw))
+        text = without_data_uris(raw.replace("\v", "\n").strip("\n") if self._form == "pre" else _collapsed(raw))
         if self._readings:
             text += f" ({', '.join(self._readings)})"
         if text.strip():
             if self._tables and self._tables[-1].outer is None and self._tables[-1].cells:
                 self._end_row()  # a text between cells
             self.blocks.append(_Block(self._form, self._prefix + text, self._line))
-        self._clear()
+        self._words.clear()
         self._readings.clear()
-        self._form, self._prefix, self._pre = "text", "", False
+        self._form, self._prefix, self._line = form, prefix, 0
 
 
 def _tag_end(text: str, at: int, dead: set[int]) -> int:
-    """Find the end of a tag; −1: there is none.
-
-    Parameters
-    ----------
-    at : the end of the tag's name.
-    dead : beginnings of values in tags without an end, which later ones share: each is looked at once.
-    """
+    """Find the end of a tag, from the end of its name; −1: there is none. `dead` collects the beginnings of values in
+    tags without an end, which later ones share: each is looked at once."""
     values: list[int] = []
     while (found := _TO_QUOTE.match(text, at)) and (quote := found[2]) and (start := found.end()) not in dead:
         values.append(start)
@@ -518,3 +436,29 @@ def _collapsed(text: str) -> str:
     """Collapse white space as a browser does: runs are one space, \\v is a line break."""
     lines = (" ".join(re.split(r"[ \t\n\r\f]+", line)).strip(" ") for line in text.split("\v"))
     return "\n".join(line for line in lines if line)
+
+
+def raised(before: str, text: str, is_link: bool) -> str:
+    """Write a superscript after a text: 10^6, an ordinal as it is, a note's mark, which is often a link, as [1]."""
+    text = " ".join(text.split())
+    if is_link and _MARK.fullmatch(text):
+        return f"[{text}]"
+    if re.search(r"[+−=*/-]", text) and re.match(r"[\w+−-]", text):
+        return "^" + (text if re.fullmatch(r"\W?\w+\W?", text) else f"({text})")
+    if _MARK.fullmatch(text) and text[0].isdigit():
+        if _BASE.search(before) and not _YEAR.search(before):
+            return f"^{text}"
+        return text if before[-1:].isspace() else f"[{text}]"
+    if len(text) == 1 and text.isalpha():
+        if re.search(r"[^\W\d_]{3}$|[.,;:]$", before):
+            return f"[{text}]"
+        return text if text in "eoards" else f"^{text}"
+    return text
+
+
+def lowered(before: str, text: str) -> str:
+    """Write a subscript after a text: x_i, log_2; H2O as it is."""
+    text = " ".join(text.split())
+    if re.search(r"\d$|[^\W\d_]{3}$" if text[:1].isdigit() else r"\d$|(?<![^\W\d_])[a-zα-ω]$|[a-z]{3}$", before):
+        return "_" + (text if re.fullmatch(r"\w+", text) else f"({text})")
+    return text

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, shortened
 from kvtool.core.corpus.readers.encoding import of_text
 
 _TEXT_KEYS = ("text", "content", "body", "passage")
@@ -16,75 +16,48 @@ _ROLES = ("role", "from", "speaker")
 _SAID = ("content", "value", "text")
 _NAMES = ("id", "_id", "uuid", "type")
 _MOST_NUMBERS = 20  # in a list; a longer one is no text
-_MOST_NOTES = 20
 _LONGEST_LABEL = 1000  # characters; a longer id names nothing
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    line: int
-    label: str  # the id as given, or empty
-    text: str
-    notes: tuple[str, ...]
 
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """Return one document for each line that holds a text.
-
-    Raises
-    ------
-    UnreadableFile
-        If no line holds one.
-    """
-    rows, broken = _rows(text)
-    if not rows:
-        raise UnreadableFile(f"no line holds a text: {broken[0]}")
-    notes = [*broken, *(f"line {row.line}: {note}" for row in rows for note in row.notes)]
-    labels = _labels(rows)
-    return [
-        Document(
-            f"{source}#{label}",
-            row.text,
-            "text",
-            _shortened(notes) if row is rows[0] else (),
-            (Mark(0, row.line),),
-        )
-        for row, label in zip(rows, labels, strict=True)
-    ]
-
-
-def _rows(text: str) -> tuple[list[_Row], list[str]]:
-    rows: list[_Row] = []
-    broken: list[str] = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    """Return one document for each line that holds a text."""
+    texts: list[tuple[int, str, str]] = []  # line, id and text
+    notes: list[str] = []
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            rows.append(_row(number, json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, _BrokenRowError) else "not JSON"
-            broken.append(f"line {number} left out: {reason}")
-    return rows, broken
+            value = json.loads(line)
+            full, why = _text(value), "no text"
+        except (ValueError, RecursionError):
+            full, why = "", "not JSON"
+        if not full.strip():
+            notes.append(f"line {number} left out: {why}")
+            continue
+        clean = _without_surrogates(full)
+        texts.append((number, _label(value), clean))
+        notes += [] if clean == full else [f"line {number}: lone surrogates replaced by U+FFFD"]
+    if not texts:
+        raise UnreadableFile(f"no line holds a text: {notes[0]}")
+    counts = Counter(label for _, label, _ in texts)
+    documents = []
+    for number, label, clean in texts:
+        if not label or counts[label] > 1:
+            label = str(number)
+            while counts[label] == 1:
+                label = f"line {label}"
+        documents.append(Document(f"{source}#{label}", clean, "text", (), (Mark(0, number),)))
+    return [replace(documents[0], notes=shortened(notes)), *documents[1:]]
 
 
-class _BrokenRowError(ValueError):
-    pass
-
-
-def _row(number: int, value: object) -> _Row:
+def _text(value: object) -> str:
     row = value if isinstance(value, dict) else {}
     text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), None)
-    title = row.get("title")
     if text is None:
-        full = value if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
-    else:
-        full = f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
-    if not full.strip():
-        raise _BrokenRowError("no text")
-    clean = _without_surrogates(full)
-    notes = () if clean == full else ("lone surrogates replaced by U+FFFD",)
-    return _Row(number, _label(row.get("id")), clean, notes)
+        return value if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
+    title = row.get("title")
+    return f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
 
 
 def _has_words(value: object) -> bool:
@@ -128,27 +101,8 @@ def _without_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _label(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return ""
-    label = _without_surrogates(str(value))
+def _label(row: object) -> str:
+    """Return a row's id; "" if it has none, or one that names nothing."""
+    value = row.get("id") if isinstance(row, dict) else None
+    label = _without_surrogates(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else ""
     return label if len(label) <= _LONGEST_LABEL else ""
-
-
-def _labels(rows: list[_Row]) -> list[str]:
-    """Return each row's id if no other row has it, else its line number; all differ."""
-    counts = Counter(row.label for row in rows)
-    unique = {label for label, count in counts.items() if label and count == 1}
-    return [row.label if row.label in unique else _free(str(row.line), unique) for row in rows]
-
-
-def _free(label: str, taken: set[str]) -> str:
-    while label in taken:
-        label = f"line {label}"
-    return label
-
-
-def _shortened(notes: list[str]) -> tuple[str, ...]:
-    if len(notes) <= _MOST_NOTES:
-        return tuple(notes)
-    return (*notes[:_MOST_NOTES], f"and {len(notes) - _MOST_NOTES} more such lines")

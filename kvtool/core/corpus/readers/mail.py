@@ -1,22 +1,28 @@
-"""Mail: one message, or all messages of a mailbox file, by the standard library's parser."""
+"""Mail and saved web pages (MHTML), by the standard library's parser.
+
+Each attachment is read like a file of its name, and is a document of the mail's file.
+"""
 
 from __future__ import annotations
 
-import binascii
 import codecs
 import email
 import email.policy
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from email.message import Message
+from mimetypes import MimeTypes
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
-from kvtool.core.corpus.readers.attachments import Attachments
+from kvtool.core.common.marks import Mark
+from kvtool.core.corpus.readers import unknown
 from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
-from kvtool.core.corpus.readers.html import declared_encoding, visible
+from kvtool.core.corpus.readers.html import document_of, marked, page_text, visible
 
 SHOWN = ("Subject", "From", "To", "Cc", "Bcc", "Date")
 _BEGINS = b"From "  # the line before each message of a mailbox
@@ -24,7 +30,6 @@ _COUNT = re.compile(rb"\s*(\d{1,18})[ \t]*\r?\n")  # the line before the message
 _BOMS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _AS_IT_IS = ("", "7bit", "8bit", "binary")  # encodings that keep the lines of a text
 _SEVEN_BITS = ("iso-2022-", "csiso2022", "hz", "utf-7")  # charsets whose bytes are ASCII, so pass for UTF-8
-_UUENCODED = re.compile(r"^begin [0-7]{3,4} (.{1,200})\n((?:[ -`]{1,61}[ \t\r]*+\n)++)end[ \t\r]*+$", re.MULTILINE)
 _REPORTS = ("message/delivery-status", "message/disposition-notification", "message/feedback-report")
 _DEEPEST = 50  # levels of a message in a message
 _PIECE, _MOST_PIECES = 6, 1 << 17  # letters of the pieces by which two texts are compared, and how many of them
@@ -32,45 +37,50 @@ _SAME = 0.7  # share of its pieces that another text has, from which on a text n
 _STUB = re.compile(r"\bhtml\b|browser|mail (?:app|client|program|reader)", re.IGNORECASE)
 _LONGEST_STUB = 200  # pieces
 _LINK = re.compile(r"https?://\S++")  # HTML does not show it
+_PAGES = ("text/html", "application/xhtml+xml")
+_MALFORMED = (ValueError, IndexError, AttributeError, TypeError)  # that the parser raises over malformed headers
+_MOST_FILES, _MOST_BYTES = 100, 1 << 25  # of attachments that are read of one file
+_MEDIA = ("image/", "audio/", "video/")
+_SIGNATURES = ("application/pgp-", "application/pkcs7-signature", "application/x-pkcs7-signature")
+_SEALED = b"-----BEGIN PGP MESSAGE"
+_ENDINGS = MimeTypes()  # Python's own: a system's differ
+_ENDINGS.add_type("text/calendar", ".ics")
 
 
-def read(source: str, data: bytes) -> list[Document]:
-    """Return one document for each message, marked with lines of the file, and those of its attachments.
+class Registry(NamedTuple):
+    """What reads attachments: functions of the registry of readers, which imports this module."""
 
-    Raises
-    ------
-    UnreadableFile
-        If it is no mail.
-    """
+    is_known: Callable[[PurePath], bool]
+    is_foreign: Callable[[PurePath], bool]
+    read_as: Callable[[PurePath, str, bytes], list[Document]]
+
+
+def read(source: str, data: bytes, registry: Registry) -> list[Document]:
+    """Return one document for each message, marked with lines of the file, and those of its attachments."""
     if not data.strip():
         raise EmptyFile("empty")
     if data.startswith(_BOMS) or b"\0" in data[:2]:
         data = decode(data)[0].encode()
     if data.startswith(_BEGINS):
         found = enumerate(_messages(data), 1)
-        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found))
+        return documents(source, ((str(number), _parsed(one), one, line) for number, (line, one) in found), registry)
     count = _COUNT.match(data)
     start, end = (count.end(), count.end() + int(count[1])) if count else (0, None)
     message = _parsed(data[start:end])
     if not any(name in message for name in (*SHOWN, "Message-ID", "Received")):
         raise UnreadableFile("no mail: it has none of a message's headers")
-    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))])
+    return documents(source, [("", message, data[start:end], 1 + data.count(b"\n", 0, start))], registry)
 
 
-def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) -> list[Document]:
-    """Return the documents of a file's messages and attachments.
+def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], registry: Registry) -> list[Document]:
+    """Return the documents of messages and attachments. Raises UnreadableFile if none can be read.
 
     Parameters
     ----------
     messages : each with its label, its bytes in the file, and the line on which it begins; 0: the file has no lines.
-
-    Raises
-    ------
-    UnreadableFile
-        If none of them can be read.
     """
     made: list[Document] = []
-    attachments, lost = Attachments(), 0
+    attachments, lost = _Attachments(registry), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
     for label, message, data, line in messages:
         text = _Text(data, line)
@@ -79,7 +89,7 @@ def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) 
             text.add(message)
             name = f"{source}#{label}" if label else source
             attached, lines = attachments.read(f"{name}/" if label else f"{name}#", text.files)
-            text.add_lines("\n".join(lines), 0)
+            text.add_lines("\n".join(lines))
             made += [text.made.document(name, "text"), *attached]
         except EmptyFile:
             continue
@@ -89,6 +99,30 @@ def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]]) 
         raise error
     notes = unread_note({"messages": lost, "attachments": attachments.unread})
     return [replace(made[0], notes=notes + made[0].notes), *made[1:]]
+
+
+def read_page(source: str, data: bytes) -> list[Document]:
+    """Return one document of a saved page and its frames, marked with lines of the file."""
+    pages = [part for part in _parsed(data).walk() if part.get_content_type() in _PAGES]
+    if not pages:
+        raise UnreadableFile("damaged: there is no web page in it")
+    text, marks = "", list[Mark]()
+    for page in pages:
+        shown, places = marked(_decoded(page))
+        lines = _lines(data, page)
+        text += "\n" if text and shown else ""
+        marks += [Mark(len(text) + mark.start, lines[min(int(mark.place), len(lines)) - 1]) for mark in places]
+        text += shown
+    return [document_of(source, text, marks)]
+
+
+def _lines(data: bytes, page: Message) -> list[int]:
+    """Return the line of the file on which each line of a decoded page begins."""
+    first = data.count(b"\n", 0, _begin(data, page, 0)) + 1
+    if _transfer(page) == "base64":
+        return [first]
+    lines = str(page.get_payload()).split("\n")
+    return [first, *(first + at for at, line in enumerate(lines, 1) if not line.rstrip().endswith("="))]
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -104,21 +138,16 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 def _parsed(data: bytes) -> Message:
     try:
         return email.message_from_bytes(data, policy=email.policy.default)
-    except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
+    except _MALFORMED:
         return email.message_from_bytes(data)  # the older one leaves headers as they are
 
 
 class _Text:
-    """A message's text as it is put together.
-
-    Attributes
-    ----------
-    files : name, type and bytes of each part that is not in the text.
-    """
+    """A message's text as it is put together."""
 
     def __init__(self, data: bytes, line: int) -> None:
         self.made = Parts("\n")
-        self.files: list[tuple[str, str, bytes]] = []
+        self.files: list[tuple[str, str, bytes]] = []  # name, type and content of each part that is not in the text
         self._data = data
         self._line = line
         self._at = 0  # in the data, where that line is
@@ -142,11 +171,8 @@ class _Text:
             self._add_text(part)
 
     def add_headers(self, message: Message, names: Iterable[str]) -> None:
-        gap = "\n\n"
-        for name in names:
-            if words := _header(message, name):
-                self.made.add(self._place(), f"{name}: {words}", gap)
-                gap = "\n"
+        headers = ((name, _header(message, name)) for name in names)
+        self.add_lines("\n".join(f"{name}: {words}" for name, words in headers if words))
 
     def add_lines(self, text: str, step: int = 0) -> None:
         """Add lines after an empty one; each is `step` lines of the file below the one before."""
@@ -174,21 +200,64 @@ class _Text:
         except UnreadableFile:
             return self._add_file(part)
         is_plain = not part.get_content_type().endswith("html")
-        if is_plain:
-            text = _UUENCODED.sub(self._add_uuencoded, text)
         self.add_lines(text, int(is_plain and _keeps_lines(part)))
-
-    def _add_uuencoded(self, found: re.Match[str]) -> str:
-        """Add a file that is written into the text; return as many empty lines."""
-        with suppress(binascii.Error):
-            self.files.append((found[1], "", b"".join(map(binascii.a2b_uu, found[2].splitlines()))))
-            return "\n" * found[0].count("\n")
-        return found[0]
 
     def _add_file(self, part: Message) -> None:
         data = part.get_payload(decode=True)
         if isinstance(data, bytes):
             self.files.append((_name(part), part.get_content_type(), data))
+
+
+class _Attachments:
+    """The attachments of one file, of which a bounded number is read."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.unread = 0  # that may hold text
+        self._registry = registry
+        self._files, self._bytes = _MOST_FILES, _MOST_BYTES
+
+    def read(self, prefix: str, files: Iterable[tuple[str, str, bytes]]) -> tuple[list[Document], list[str]]:
+        """Return the documents of a message's files, and lines that name the files. A prefix begins their sources."""
+        made: dict[str, Document] = {}
+        shown: dict[str, list[str]] = {"Attachments": [], "Attachments, not read": []}
+        seen: set[bytes] = set()  # an invitation may be a part and an attachment
+        for number, (name, kind, data) in enumerate(files, 1):
+            path = self._path(name, kind, number)
+            base = prefix + path.name
+            try:
+                found = [] if data in seen else self._documents(path, base, kind, data)
+            except Exception:  # whatever a library raises over it: the message is sound
+                kinds = (kind, _ENDINGS.guess_type(path.name)[0] or "")
+                may_hold_text = not any(each.startswith((*_MEDIA, *_SIGNATURES)) for each in kinds)
+                self.unread += may_hold_text
+                shown["Attachments, not read"] += [name or path.name] if name or may_hold_text else []
+                continue
+            seen.add(data)
+            shown["Attachments"].append(name or path.name)
+            for document in found:
+                source = base + document.source[len(base) :].replace("#", "/")
+                while source in made:
+                    source += "'"
+                made[source] = replace(document, source=source)
+        return list(made.values()), [f"{title}: {', '.join(names)}" for title, names in shown.items() if names]
+
+    def _documents(self, path: Path, source: str, kind: str, data: bytes) -> list[Document]:
+        if self._registry.is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
+            raise UnreadableFile("holds no text that is open")
+        if not self._files or len(data) > self._bytes:
+            raise UnreadableFile("too many or too large attachments")
+        if not self._registry.is_known(path):
+            unknown.check(data[: unknown.SNIFFED], len(data))
+        self._files, self._bytes = self._files - 1, self._bytes - len(data)
+        return self._registry.read_as(path, source, data)
+
+    def _path(self, name: str, kind: str, number: int) -> Path:
+        """Return what an attachment is called as a file, with the ending of its type if its own is unknown."""
+        label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
+        path = Path("/", label or f"part {number}")
+        if self._registry.is_known(path) or self._registry.is_foreign(path) or kind == "application/octet-stream":
+            return path
+        return path.with_name(path.name + (_ENDINGS.guess_extension(kind) or ""))
 
 
 def _parts(part: Message) -> list[Message]:
@@ -250,16 +319,18 @@ def _share(pieces: set[str], others: set[str]) -> float:
 
 def _text(part: Message) -> str:
     """Return what a part says, HTML as its visible text. Raises UnreadableFile."""
-    data = part.get_payload(decode=True)
-    if not isinstance(data, bytes) or not data.strip():
+    text = _decoded(part)
+    return visible(text) if part.get_content_type().endswith("html") else text
+
+
+def _decoded(part: Message) -> str:
+    data, charset = part.get_payload(decode=True), str(part.get_content_charset() or "")
+    if not isinstance(data, bytes):
         return ""
-    is_html = part.get_content_type().endswith("html")
-    charset = str(part.get_content_charset() or (declared_encoding(data) if is_html else ""))
     if charset.startswith(_SEVEN_BITS) and data.isascii():
         with suppress(LookupError):
             data = data.decode(charset, "replace").encode("utf-8", "replace")
-    text = decode(data, charset)[0]
-    return visible(text) if is_html else text
+    return page_text(data, charset)
 
 
 def _begin(data: bytes, part: Message, at: int) -> int:
@@ -278,13 +349,7 @@ def _header(message: Message, name: str) -> str:
         if not raw.isascii():
             raw = decode(raw.encode("ascii", "surrogateescape"))[0]
         return " ".join(str(message.policy.header_fetch_parse(name, raw)).split())
-    except (
-        ValueError,
-        IndexError,
-        AttributeError,
-        TypeError,
-        UnreadableFile,
-    ):  # the parser's own, on malformed headers
+    except (*_MALFORMED, UnreadableFile):
         return " ".join(raw.split())
 
 
@@ -292,9 +357,13 @@ def _name(part: Message) -> str:
     """Return a part's file name, or an empty string."""
     try:
         return " ".join(str(part.get_filename() or "").split())
-    except (ValueError, IndexError, AttributeError, TypeError):  # as for other headers
+    except _MALFORMED:
         return ""
 
 
 def _keeps_lines(part: Message) -> bool:
-    return str(part.get("Content-Transfer-Encoding", "")).strip().lower() in _AS_IT_IS
+    return _transfer(part) in _AS_IT_IS
+
+
+def _transfer(part: Message) -> str:
+    return str(part.get("Content-Transfer-Encoding", "")).strip().lower()

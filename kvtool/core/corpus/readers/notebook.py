@@ -18,13 +18,7 @@ _REPR = re.compile(r"\s*<[^<>]*>\s*")  # stands for what a plain text cannot sho
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """Return one document, its cells marked.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is no notebook.
-    """
+    """Return one document, its cells marked."""
     try:
         notebook = json.loads(text)
         sheets = [notebook] if "cells" in notebook else notebook["worksheets"]  # before format 4

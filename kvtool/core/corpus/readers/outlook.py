@@ -19,32 +19,22 @@ from kvtool.core.corpus.readers.document import Document, UnreadableFile, opened
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import declared_encoding
 
-_SUBJECT, _BODY, _HTML, _RICH_TEXT, _HEADERS = 0x0037, 0x1000, 0x1013, 0x1009, 0x007D
-_SENDER, _SMTP_ADDRESS, _ADDRESS = 0x0C1A, 0x5D01, 0x0C1F
-_TO, _CC, _BCC, _SENT, _DELIVERED = 0x0E04, 0x0E03, 0x0E02, 0x0039, 0x0E06
+_BODY, _HTML, _RICH_TEXT, _HEADERS = 0x1000, 0x1013, 0x1009, 0x007D
+_SHOWN = {"Subject": 0x0037, "To": 0x0E04, "Cc": 0x0E03, "Bcc": 0x0E02}
+_SENDER, _ADDRESSES, _TIMES = 0x0C1A, (0x5D01, 0x0C1F), (0x0039, 0x0E06)  # when it was sent, or else received
 _DATA, _FILE_NAMES = 0x3701, (0x3707, 0x3704, 0x3001)
 _CODE_PAGE, _HTML_CODE_PAGE = 0x3FFD, 0x3FDE
 _OBJECT, _INTEGER, _STRING8, _STRING, _TIME, _BINARY = 0x000D, 0x0003, 0x001E, 0x001F, 0x0040, 0x0102
-_CONTACT = {
-    0x3A16: "Company", 0x3A17: "Job title", 0x3A08: "Business phone", 0x3A09: "Home phone", 0x3A1C: "Mobile phone",
-    0x3A15: "Address",
-}  # fmt: skip
 
 
-def read(source: str, data: bytes) -> list[Document]:
-    """Return one document of an item, with paragraphs as places, and those of its attachments.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is no Outlook item.
-    """
+def read(source: str, data: bytes, registry: mail.Registry) -> list[Document]:
+    """Return one document of an item, with paragraphs as places, and those of its attachments."""
     with opened("Outlook message", "olefile"):
         from olefile import OleFileIO
 
         with OleFileIO(data) as file:
             message = _message(file, "")
-    return mail.documents(source, [("", message, b"", 0)])
+    return mail.documents(source, [("", message, b"", 0)], registry)
 
 
 class _Properties:
@@ -63,14 +53,9 @@ class _Properties:
         return int.from_bytes(self._fixed[at + 8 : at + (16 if kind == _TIME else 12)], "little") if at >= 0 else 0
 
     def text(self, tag: int) -> str:
-        """Return a string, or an empty one."""
         if data := self.data(tag, _STRING):
             return data.decode("utf-16-le", "replace").rstrip("\0")
         return _decoded(self.data(tag, _STRING8).rstrip(b"\0"), f"cp{self.number(_CODE_PAGE)}")
-
-    def has_text(self, tag: int) -> bool:
-        """Return True if a string is there, even an empty one."""
-        return any(self._file.exists(f"{self._folder}__substg1.0_{tag:04X}{kind:04X}") for kind in (_STRING, _STRING8))
 
     def _stream(self, name: str) -> bytes:
         path = self._folder + name
@@ -87,14 +72,8 @@ def _message(file: Any, folder: str) -> Message:
     """Make a message of the item in a folder of the file, which is "" or ends with a slash."""
     item, message = _Properties(file, folder), MIMEMultipart()
     headers = HeaderParser(policy=email.policy.default).parsestr(item.text(_HEADERS))
-    for name, value in (
-        ("Subject", item.text(_SUBJECT)),
-        ("From", _sender(item)),
-        ("To", item.text(_TO)),
-        ("Cc", item.text(_CC)),
-        ("Bcc", item.text(_BCC)),
-        ("Date", _date(item)),
-    ):
+    values = {name: item.text(tag) for name, tag in _SHOWN.items()} | {"From": _sender(item), "Date": _date(item)}
+    for name, value in values.items():
         message[name] = " ".join(str(headers.get(name) or value).split())
     message.attach(_body(item))
     depth = folder.count("/") + 1
@@ -107,29 +86,25 @@ def _message(file: Any, folder: str) -> Message:
 
 def _sender(item: _Properties) -> str:
     name = item.text(_SENDER)
-    address = next((each for tag in (_SMTP_ADDRESS, _ADDRESS) if "@" in (each := item.text(tag))), "")
+    address = next((each for tag in _ADDRESSES if "@" in (each := item.text(tag))), "")
     return f"{name} <{address}>" if address else name
 
 
 def _date(item: _Properties) -> str:
-    """Return when an item was sent or else received, or an empty string."""
-    sent = item.number(_SENT, _TIME) or item.number(_DELIVERED, _TIME)  # units of 100 ns since 1601
-    try:
+    sent = next((each for tag in _TIMES if (each := item.number(tag, _TIME))), 0)  # units of 100 ns since 1601
+    with suppress(OverflowError):
         return format_datetime(datetime(1601, 1, 1, tzinfo=UTC) + timedelta(microseconds=sent // 10)) if sent else ""
-    except OverflowError:
-        return ""
+    return ""
 
 
 def _body(item: _Properties) -> Message:
     """Return the forms of an item's text. Rich text is taken only where it is the only one."""
     body, page = MIMEMultipart("alternative"), item.data(_HTML)
     html = _decoded(page, declared_encoding(page) or f"cp{item.number(_HTML_CODE_PAGE)}") or item.text(_HTML)
-    fields = [f"{label}: {words}" for tag, label in _CONTACT.items() if (words := " ".join(item.text(tag).split()))]
-    plain = "\n".join(fields) + "\n\n" + item.text(_BODY)
-    for text, kind in ((plain, "plain"), (html, "html")):
+    for text, kind in ((item.text(_BODY), "plain"), (html, "html")):
         if text.strip():
             body.attach(MIMEText(text.replace("\r\n", "\n"), kind, "utf-8"))
-    if not (body.get_payload() or item.has_text(_BODY)) and (rich := item.data(_RICH_TEXT)):
+    if not body.get_payload() and (rich := item.data(_RICH_TEXT)):
         body.attach(_file("text.rtf", rich[16:] if rich[8:12] == b"MELA" else rich))  # MELA: not compressed
     return body
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 import sys
-from bisect import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, table_row, unread_note
 from kvtool.core.corpus.readers.ir import line
@@ -20,10 +18,6 @@ _CHARSETS = {
     **{177: 1255, 178: 1256, 186: 1257, 204: 1251, 222: 874, 238: 1250, 254: 437, 255: 850, 77: 10000},
 }
 _CODECS = {42: "latin-1", 936: "gbk", 1361: "johab", 10000: "mac_roman", 65001: "utf-8"}  # others: `cp1252`
-_SYMBOLS = str.maketrans(  # characters of the font Symbol
-    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz£¥«¬\xad®¯³´µ¶·¸¹º»¼",
-    "ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖαβχδεφγηιϕκλμνοπθρστυϖωξψζ≤∞↔←↑→↓≥×∝∂•÷≠≡≈…",
-)
 _PAGES = {"ansi": 1252, "mac": 10000, "pc": 437, "pca": 850}
 _CHARACTERS = {
     **{"tab": "\t", "emdash": "—", "endash": "–", "emspace": "\u2003", "enspace": "\u2002", "qmspace": "\u2005"},
@@ -35,19 +29,14 @@ _UNSEEN = frozenset(
     "fonttbl colortbl stylesheet info pict fldinst xe tc txe rxe sp shprslt nonesttables objclass objname objdata "
     "filetbl listtable listname ftnsep ftnsepc ftncn aftnsep aftnsepc aftncn mmathPict mtype".split()
 )
-_MATH = {"mnum": "", "mden": "/", "mdeg": "", "mrad": "sqrt", "msub": "_", "msup": "^"}
 _COLLECTED = frozenset(
     "footnote annotation atnauthor header headerl headerr headerf footer footerl footerr footerf shptxt "
     "dptxbxtext".split()
-).union(_MATH)
+)
 _KNOWN = _COLLECTED.union("shpinst do moMath nesttableprops".split())  # read although the mark `\*` precedes them
-_FLAGS = {"v": "hidden", "deleted": "deleted", "mvf": "deleted", "intbl": "table", "listtext": "mark", "pntext": "mark"}
+_FLAGS = {"v": "hidden", "deleted": "deleted", "mvf": "deleted", "intbl": "table"}
 _FLAGS |= {"super": "superscript", "sub": "subscript"}
-_RESET = {
-    "pard": {"table"},
-    "nosupersub": {"superscript", "subscript"},
-    "plain": {*_FLAGS.values()} - {"table", "mark"},
-}
+_RESET = {"pard": {"table"}, "nosupersub": {"superscript", "subscript"}, "plain": {*_FLAGS.values()} - {"table"}}
 
 
 @dataclass(slots=True)
@@ -62,23 +51,8 @@ class _Group:
     flags: frozenset[str] = frozenset()
 
 
-@dataclass(slots=True)
-class _Row:
-    """A row of a table: its cells; where each ends, and how it is merged; and what is attached to them."""
-
-    edges: list[tuple[int, str]] = field(default_factory=list)
-    cells: list[str] = field(default_factory=list)
-    attached: list[str] = field(default_factory=list)
-
-
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered. A note quotes hidden text.
-
-    Raises
-    ------
-    UnreadableFile
-        If it is not rich text.
-    """
+    """Return one document, its paragraphs and the rows of its tables numbered. A note quotes hidden text."""
     if not data.lstrip().startswith(b"{\\rtf"):
         raise UnreadableFile("damaged: not the rich text that its name says")
     return [_Reader(data.decode("latin-1")).document(source)]
@@ -93,7 +67,7 @@ class _Reader:
         self._blocks: list[str] = []
         self._margins: dict[str, dict[str, None]] = {"header": {}, "footer": {}}
         self._attached: list[str] = []  # notes, comments and text boxes of the current paragraph
-        self._rows, self._row, self._merge = list[_Row](), _Row(), ""
+        self._rows, self._cells = list[str](), list[str]()  # of the open table, and of its open row
         self._hidden, self._notes, self._objects, self._author = list[str](), {"": 0, "endnote ": 0}, 0, ""
         self._page, self._fonts, self._font = "cp1252", dict[int, str](), 0
         self._bytes, self._skipped, self._is_starred = bytearray(), 0, False
@@ -154,15 +128,14 @@ class _Reader:
         elif word in _CHARACTERS:
             self._write(_CHARACTERS[word])
         elif "deleted" not in group.flags:
-            self._lay_out(word, number or 0, group)
+            self._lay_out(word, group)
 
     def _set(self, word: str, number: int, group: _Group) -> bool:
         """Apply a control word about characters, also in a group that is not shown. Return False for any other."""
         match word:
             case "u":
                 code = number % 0x10000 if number < 0x10000 else number
-                is_symbol = 0xF020 <= code < 0xF100
-                self._write(chr(code - 0xF000 if is_symbol else min(code, sys.maxunicode)), is_symbol)
+                self._write(chr(min(code, sys.maxunicode)))
                 self._skipped = group.skip
             case "uc":
                 group.skip = max(0, number)
@@ -181,28 +154,19 @@ class _Reader:
                 return False
         return True
 
-    def _lay_out(self, word: str, number: int, group: _Group) -> None:
+    def _lay_out(self, word: str, group: _Group) -> None:
         if word in _BREAKS:
             self._end_paragraph(_BREAKS[word])
-        elif word == "trowd":
-            self._row.edges = []
-        elif word in ("clmrg", "clvmrg"):
-            self._merge = word
-        elif word == "cellx":
-            self._row.edges.append((number, self._merge))
-            self._merge = ""
         elif word in ("cell", "row") and group.pieces is not self._body:
             group.pieces.append((" | " if word == "cell" else "\n", ""))
         elif word == "cell":
-            self._row.cells.append(line(self._body))
+            self._cells.append(line(self._body))
             self._body.clear()
         elif word == "row":
             self._end_row()
 
-    def _write(self, text: str, is_symbol: bool = False) -> None:
+    def _write(self, text: str) -> None:
         group = self._groups[-1]
-        if is_symbol:
-            text = "•" if "mark" in group.flags else text.translate(_SYMBOLS)
         if not group.is_unseen and "deleted" not in group.flags:
             group.pieces.append((text, next(iter(group.flags & {"superscript", "subscript"}), "")))
             if "hidden" in group.flags and text.strip():
@@ -216,7 +180,7 @@ class _Reader:
                 text = self._bytes.decode(codec)
             except UnicodeDecodeError:  # the font's character set does not fit the bytes
                 text = self._bytes.decode(self._page, "replace")
-            self._write(text, is_symbol=codec == "iso8859-1")
+            self._write(text)
             self._bytes.clear()
 
     def _close(self) -> None:
@@ -225,10 +189,7 @@ class _Reader:
         if not group.kind or group.is_unseen:
             return
         text, parent = line(group.pieces).strip(), self._groups[-1] if self._groups else group
-        if group.kind in _MATH:
-            text = text if not text or (text.isalnum() and group.kind != "mrad") else f"({text})"
-            parent.pieces.append((_MATH[group.kind] + text, ""))
-        elif group.kind in ("footnote", "endnote "):
+        if group.kind in ("footnote", "endnote "):
             kind = group.kind.removeprefix("footnote")
             self._notes[kind] += 1
             parent.pieces.append((mark := f"[{kind}{self._notes[kind]}]", ""))
@@ -247,33 +208,15 @@ class _Reader:
         if group.pieces is not self._body or "table" in group.flags:
             group.pieces.append(("\n", ""))
             return
-        if self._row.cells:
+        if self._cells:
             self._end_row()
-        self._blocks += [*_table(self._rows), "\n".join([line(self._body), *self._attached]), *[""] * (count - 1)]
+        self._blocks += [*self._rows, "\n".join([line(self._body), *self._attached]), *[""] * (count - 1)]
         self._rows, self._attached = [], []
         self._body.clear()
 
     def _end_row(self) -> None:
-        self._row.attached, self._attached = self._attached, []
-        self._rows.append(self._row)
-        self._row = _Row(self._row.edges)
-
-
-def _table(rows: list[_Row]) -> Iterator[str]:
-    """Yield the rows of a table; a merged cell stands in each column and row that it covers."""
-    columns = [edge for edge, _ in max((row.edges for row in rows), key=len, default=[])]
-    above: dict[int, str] = {}
-    known = {*columns}
-    for row in rows:
-        cells, begin = row.cells, 0
-        if len(cells) == len(row.edges) and all(edge in known for edge, _ in row.edges):
-            cells = []
-            for cell, (edge, merge) in zip(row.cells, row.edges, strict=True):
-                cell = cells[-1] if merge == "clmrg" and cells else above.get(edge, "") if merge == "clvmrg" else cell
-                above[edge], end = cell, bisect(columns, edge)
-                cells += [cell] * max(1, end - begin)
-                begin = end
-        yield "\n".join([table_row(cells), *row.attached])
+        self._rows.append("\n".join([table_row(self._cells), *self._attached]))
+        self._cells, self._attached = [], []
 
 
 def _codec(page: int) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from kvtool.core.corpus.readers import roff, text
+from kvtool.core.corpus.readers import markup, text
 from kvtool.core.corpus.readers.containers import gunzip_start
 from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
 from kvtool.core.corpus.readers.encoding import decode
@@ -20,41 +20,30 @@ _NAME_IT = "name the file to have it read"
 
 
 def check(beginning: bytes, size: int) -> None:
-    """Refuse a file by its first bytes.
+    """Refuse an empty file, a private key, and what is no text, or one for machines: base64, code on one line.
 
     Parameters
     ----------
     beginning : the first `SNIFFED` bytes, or all of a shorter file; packed by gzip or not.
     size : bytes of the whole file.
-
-    Raises
-    ------
-    SecretFile : it holds a private key.
-    BinaryFile : it is no text, or a text for machines: numbers in base64, code on one line.
-    EmptyFile : it is empty.
     """
-    beginning = gunzip_start(beginning, SNIFFED)
-    written = decode(beginning)[0].strip()
-    _refuse_keys(written)
+    written = decode(gunzip_start(beginning, SNIFFED))[0].strip()
+    _refuse(written, size)
     breaks = sum(map(str.isspace, written))
     if written.isascii() and len(written) > _WORD and breaks < _FEWEST_BREAKS * len(written):
         raise BinaryFile("text without words: hashes, base64, or code on one line", _NAME_IT)
-    _refuse_long(size)
 
 
 def check_text(documents: Collection[Document]) -> None:
     """Refuse what was read: a key may follow the first bytes, and an unpacked file is longer."""
-    _refuse_long(sum(len(document.text) for document in documents))
+    size = sum(len(document.text) for document in documents)
     for document in documents:
-        _refuse_keys(document.text)
+        _refuse(document.text, size)
 
 
-def _refuse_keys(text: str) -> None:
+def _refuse(text: str, size: int) -> None:
     if _KEY.search(text):
         raise SecretFile("holds a private key", _NAME_IT)
-
-
-def _refuse_long(size: int) -> None:
     if size > _MOST_BYTES:
         raise BinaryFile(f"over {_MOST_BYTES >> 20} MiB of text of an unknown kind", _NAME_IT)
 
@@ -62,6 +51,6 @@ def _refuse_long(size: int) -> None:
 def read(source: str, data: bytes) -> list[Document]:
     """Read one document: a manual page by its requests, a script as code, any other text as it is."""
     (document,) = text.read(source, data)
-    if roff.is_page(document.text):
-        return roff.read(source, data)
+    if markup.is_manual(document.text):
+        return markup.read_manual(source, data)
     return [replace(document, kind="code") if document.text.startswith("#!") else document]
