@@ -298,13 +298,7 @@ def test_charts_are_read_as_tables() -> None:
     chart = f"<c:chartSpace {_SPACES}><c:chart>{title}{series}</c:chart></c:chartSpace>"
     drawn = '<w:r><w:drawing><wp:docPr descr="A bar chart"/><c:chart r:id="chart1"/></w:drawing></w:r>'
     assert text_of(p(drawn), {"chart1": chart}) == (
-        "[image: A bar chart]
-
-Chart: Catch by month
-
- | Catch
-May | 4.4
-June | 7"
+        "[image: A bar chart]\n\nChart: Catch by month\n\n | Catch\nMay | 4.4\nJune | 7"
     )
 
 

@@ -141,8 +141,11 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
         yield table_row(line.get(column, "") for column in range(max(line, default=-1) + 1))
 
 
-def framed(source: str, texts: Iterable[str], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of numbered paragraphs, headers before them and footers after them, each text once.
+def framed(
+    source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]
+) -> Document:
+    """Make a document of numbered paragraphs, headers before them and footers after them, each text once. Texts in a
+    list share one number.
 
     Raises
     ------
@@ -152,7 +155,8 @@ def framed(source: str, texts: Iterable[str], margins: Iterable[Piece], notes: t
     for name, text in margins:
         once.setdefault("" if _PAGE.fullmatch(text) else text.strip(), name)
     parts = {end: [(end, text) for text, name in once.items() if name == end] for end in ("header", "footer")}
-    body = ((f"¶ {number}", text) for number, text in enumerate(texts, 1))
+    groups = enumerate(([each] if isinstance(each, str) else each for each in texts), 1)
+    body = ((f"¶ {number}", text) for number, group in groups for text in group)
     try:
         return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)
     except EmptyFile as error:

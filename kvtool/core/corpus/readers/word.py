@@ -89,7 +89,7 @@ def _read_new(source: str, data: bytes) -> Document:
         if body is None:
             raise UnreadableFile("damaged: there is no Word document in it")
         walk = _Walk(package, main)
-        groups = ["\n\n".join(filter(None, (text, *walk.drained()))) for text in walk.blocks(body)]
+        groups = [[text, *walk.drained()] for text in walk.blocks(body)]
         margins = [*walk.margins(body)]
     notes = hidden_note("passage", walk.hidden) + unread_note(walk.unread)
     notes += tuple(f"damaged: {name}: not read" for name in package.damaged)
