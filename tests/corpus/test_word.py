@@ -300,6 +300,8 @@ def test_charts_are_read_as_tables() -> None:
     assert text_of(p(drawn), {"chart1": chart}) == (
         "[image: A bar chart]\n\nChart: Catch by month\n\n | Catch\nMay | 4.4\nJune | 7"
     )
+    shares = chart.replace("<c:val>", "<c:val><c:formatCode>0.0%</c:formatCode>")
+    assert text_of(p(drawn), {"chart1": shares}).endswith("May | 440.0%\nJune | 700.0%")
 
 
 def test_diagrams_are_read() -> None:

@@ -141,9 +141,7 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
         yield table_row(line.get(column, "") for column in range(max(line, default=-1) + 1))
 
 
-def framed(
-    source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]
-) -> Document:
+def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
     """Make a document of numbered paragraphs, headers before them and footers after them, each text once. Texts in a
     list share one number.
 
