@@ -263,6 +263,25 @@ def test_raised_and_lowered_characters_keep_their_sense() -> None:
         + run("st", high)
     )
     assert text_of(body) == "10^-6 m of H2O, the 21st"
+    assert text_of(p(run("10") + run("5", '<w:position w:val="6"/>') + run("A", '<w:position w:val="6"/>'))) == "10^5A"
+
+
+@pytest.mark.parametrize(
+    ("before", "number", "shown"),
+    [
+        ("a note", "3", "a note[3]"),
+        ("in 1987", "4 ", "in 1987[4] "),
+        ("et al.", "1,2", "et al.[1,2]"),
+        ("5%", "3", "5%[3]"),
+        ("5 m", "2", "5 m^2"),
+        ("[x]", "2", "[x]^2"),
+        ("(a+b)", "2", "(a+b)^2"),
+        ("", "3", "3"),
+        ("see ", "3", "see 3"),
+    ],
+)
+def test_raised_numbers_of_notes_are_in_brackets(before: str, number: str, shown: str) -> None:
+    assert line([(before, ""), (number, "superscript")]) == shown
 
 
 def test_symbols_hyphens_tabs_and_breaks() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile, joined, table_row
+from kvtool.core.corpus.readers.html import raised
 
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
 _ROMAN |= {4: "iv", 1: "i"}
@@ -25,6 +26,7 @@ _LOWERED = re.compile(r"(?<=\d)(?=\w)|(?<=[^\W\d])(?=[^\W\d])")  # not H2O
 _COMPOUND = re.compile(r".*\w[^\w.,;:)]")
 _FILE_NAME = re.compile(r"\S*|[^\n]*\.\w{3,4}")
 _PAGE = re.compile(r"[\W_]*(?:page\W*)?\d*(?:\W*of)?\W*\d*[\W_]*", re.IGNORECASE)  # a margin that only counts pages
+_LONGEST_WORD = 100  # before a raised number
 _MOST_SPAN = 1000  # columns or rows that one cell covers
 _MOST_LETTERS = 30  # that are one automatic number
 LONGEST_LABEL = 300  # characters of a merged cell that are repeated
@@ -34,7 +36,8 @@ Cell = tuple[str, int, int]  # its text, and how many columns and rows it covers
 
 
 def line(pieces: Iterable[Piece]) -> str:
-    """Join texts, with `^` or `_` before a raised or lowered one that would be read as part of what it follows.
+    """Join texts, with `^` or `_` before a raised or lowered one that would be read as part of what it follows; the
+    number of a note is put in brackets.
 
     Parameters
     ----------
@@ -44,7 +47,11 @@ def line(pieces: Iterable[Piece]) -> str:
     for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
         text = "".join(text for text, _ in group)
         mark = {"superscript": _RAISED, "subscript": _LOWERED}.get(position)
-        if mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
+        is_number = mark is _RAISED and text[0].isdigit() and whole[-1:] not in " \n\t]"
+        note = raised(whole[-_LONGEST_WORD:], text, False) if is_number else ""
+        if note.startswith("["):
+            text = note + text[len(text.rstrip()) :]
+        elif mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
             core = text.strip()
             text = (
                 ("^" if mark is _RAISED else "_") + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]

@@ -27,6 +27,7 @@ _DISGUISED = {  # what other programs save under a Word document's name
 }
 _WORD_XML = re.compile(rb"office/word/2003/wordml|office/2006/xmlPackage")
 _EMBEDDED = re.compile(r"^\[Embedded .*\]$", re.MULTILINE)
+_LETTER = re.compile(r"[^\W\d_]")
 _BODY = 9  # outline level of what is no heading
 _MOST_COLUMNS = 63  # of a Word table
 _UNSEEN = frozenset(
@@ -273,9 +274,12 @@ class _Walk:
 
     def _run(self, run: Element) -> Iterator[Piece]:
         """Yield what a run says, and note it if Word hides it."""
-        vanish, script, font = (self._of_run(run, name) for name in ("w-vanish", "w-vertAlign", "w-rFonts"))
+        names = ("w-vanish", "w-vertAlign", "w-position", "w-rFonts")
+        vanish, script, height, font = (self._of_run(run, name) for name in names)
         name = "" if font is None else font.get("ascii", "")
         pieces = [(glyphs(text, name), where) for text, where in self._pieces(run, value(script, "."))]
+        if count(height, ".") > 0 and not any(where or _LETTER.search(text) for text, where in pieces):
+            pieces = [(text, "superscript") for text, _ in pieces]
         if is_on(vanish, ".") and (text := "".join(text for text, _ in pieces).strip()):
             self.hidden.append(text)
         yield from pieces
