@@ -294,9 +294,10 @@ def test_symbols_hyphens_tabs_and_breaks() -> None:
     assert text_of(p(f"<w:r>{inside}</w:r>{greek}")) == "☑coop-x\ty\nzα > ∞"
 
 
-def test_readings_follow_their_words() -> None:
+def test_readings_follow_their_paragraph() -> None:
     ruby = f"<w:ruby><w:rt>{run('とうだい')}</w:rt><w:rubyBase>{run('灯台')}</w:rubyBase></w:ruby>"
-    assert text_of(p(f"<w:r>{ruby}</w:r>" + run("の光"))) == "灯台(とうだい)の光"
+    body = p(f"<w:r>{ruby}</w:r>" + run("の光") + f"<w:r>{ruby.replace('台', '火')}</w:r>") + p(run("港"))
+    assert text_of(body) == "灯台の光灯火 (とうだい, とうだい)\n\n港"
 
 
 def test_hidden_text_is_read_and_named() -> None:

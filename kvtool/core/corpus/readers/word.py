@@ -112,6 +112,7 @@ class _Walk:
         self._aside: list[str] = []  # text boxes, notes and charts of the current block
         self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
         self._notes: dict[str, tuple[dict[str, Element], dict[str, Link], dict[str, str]]] = {}
+        self._readings: list[str] = []  # of the paragraph's ruby words
         self._is_in_cell = False
 
     def _named(self, kind: str) -> Element | None:
@@ -128,7 +129,7 @@ class _Walk:
         """Read a part of its own: a text box, a note, a header."""
         inner = copy(self)
         inner._links = self._links if links is None else links
-        inner._fields, inner._aside, inner._carried, inner._is_in_cell = [], [], [], False
+        inner._fields, inner._aside, inner._carried, inner._readings, inner._is_in_cell = [], [], [], [], False
         return [each for text in inner.blocks(element) for each in (text, *inner.drained())]
 
     def margins(self, body: Element) -> Iterator[Piece]:
@@ -180,6 +181,9 @@ class _Walk:
             return ""
         self._carried = []
         text = line(pieces).strip()
+        if self._readings:
+            text += f" ({', '.join(self._readings)})"
+            self._readings.clear()
         style = value(properties, "w-pStyle") or self._styles.usual
         number = self._clauses.next(properties, style)
         is_listed = value(self._styles.find(style, "w-name"), ".").lower().startswith("list")
@@ -264,7 +268,8 @@ class _Walk:
             elif tag == "w-ruby":
                 parts = (child.find("w-rubyBase"), child.find("w-rt"))
                 base, reading = ("" if part is None else line(self._pieces(part, "")) for part in parts)
-                yield f"{base}({reading})" if reading else base, position
+                self._readings += [reading] if reading else []
+                yield base, position
             else:
                 self._beside(child)
                 if tag != "w-txbxContent":
