@@ -291,7 +291,7 @@ def test_symbols_hyphens_tabs_and_breaks() -> None:
         '<w:tab/><w:t>y</w:t><w:br/><w:t>z</w:t><w:br w:type="page"/>'
     )
     greek = run("\uf061 > \uf0a5", '<w:rFonts w:ascii="Symbol"/>')
-    assert text_of(p(f"<w:r>{inside}</w:r>{greek}")) == "☑coop-x\ty\nzα > ∞"
+    assert text_of(p(f"<w:r>{inside}</w:r>{greek}")) == "☑coop-x\ty\nz\nα > ∞"
 
 
 def test_readings_follow_their_paragraph() -> None:

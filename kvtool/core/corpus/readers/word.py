@@ -37,8 +37,7 @@ _UNSEEN = frozenset(
 _SAID: dict[str, Callable[[Element], str]] = {
     **dict.fromkeys(("w-t", "a-t"), lambda element: element.text or ""),
     **dict.fromkeys(("w-tab", "w-ptab"), lambda _: "\t"),
-    "w-cr": lambda _: "\n",
-    "w-br": lambda element: "\n" if element.get("type", "textWrapping") == "textWrapping" else "",
+    **dict.fromkeys(("w-cr", "w-br"), lambda _: "\n"),
     "w-noBreakHyphen": lambda _: "-",
     "w-sym": lambda element: symbol(element.get("char", ""), element.get("font", "")),
     **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
