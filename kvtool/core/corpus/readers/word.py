@@ -44,7 +44,8 @@ _SAID: dict[str, Callable[[Element], str]] = {
     "docPr": lambda element: image(element.get("descr", "")) and f"{image(element.get('descr', ''))} ",
 }
 _UNREAD = {"w-subDoc": "linked documents", "w-control": "controls", "OLEObject": "embedded files"}
-_NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
+_NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote"}
+_NOTES |= dict.fromkeys(("w-commentReference", "w-commentRangeEnd"), "comment")  # some programs save no reference
 _NUMBERS = {"footnote": "decimal", "endnote": "lower_roman"}
 
 
