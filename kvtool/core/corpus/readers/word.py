@@ -265,6 +265,8 @@ class _Walk:
                 yield (" " if last == tag == "m-oMath" else "") + said(child), position
             elif tag in _NOTES:
                 yield self._note(_NOTES[tag], child), ""
+            elif tag == "AlternateContent" and not any(len(each) for each in child if each.tag == "Choice"):
+                yield from (piece for each in child.iterfind("Fallback") for piece in self._pieces(each, position))
             elif tag == "w-ruby":
                 parts = (child.find("w-rubyBase"), child.find("w-rt"))
                 base, reading = ("" if part is None else line(self._pieces(part, "")) for part in parts)
