@@ -104,7 +104,8 @@ def _points(series: Element, *names: str) -> dict[int, str]:
     for data in (found for name in names for found in series.iterfind(name)):
         code = next((each.text or "" for each in data.iter("c-formatCode")), GENERAL)
         for point in data.iter("c-pt"):
-            index, text = int(point.get("idx", 0)), _number(point.findtext("c-v") or "", code)
+            index, own = int(point.get("idx", 0)), point.get("formatCode") or code
+            text = _number(point.findtext("c-v") or "", own)
             points[index] = f"{text} {points[index]}" if index in points else text
     return points
 
