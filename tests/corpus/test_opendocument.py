@@ -156,9 +156,9 @@ def test_spaces_raised_digits_and_readings() -> None:
     body = (
         '<text:p>a<text:s text:c="3"/>b<text:tab/>c 10<text:span text:style-name="T1">6</text:span> '
         'H<text:span text:style-name="T2">2</text:span>O <text:ruby><text:ruby-base>灯台</text:ruby-base>'
-        "<text:ruby-text>とうだい</text:ruby-text></text:ruby>の\n   守り人</text:p>"
+        "<text:ruby-text>とうだい</text:ruby-text></text:ruby>の\n   守り人</text:p><text:p>港</text:p>"
     )
-    assert lines(flat("text", body, styles)) == ["a   b\tc 10^6 H2O 灯台(とうだい)の 守り人"]
+    assert lines(flat("text", body, styles)) == ["a   b\tc 10^6 H2O 灯台の 守り人 (とうだい)", "港"]
 
 
 def test_headers_and_footers_of_used_pages_are_read_once() -> None:

@@ -118,6 +118,6 @@ def _points(series: Element, *names: str) -> dict[int, str]:
         for point in data.iter("c-pt"):
             index, text = int(point.get("idx", 0)), point.findtext("c-v") or ""
             with suppress(ValueError):
-                text = shown(float(text), code)
+                text = shown(float(text), point.get("formatCode") or code)
             points[index] = f"{text} {points[index]}" if index in points else text
     return points

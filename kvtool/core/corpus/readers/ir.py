@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.document import Document, joined, table_row
+from kvtool.core.corpus.readers.html import raised
 
 _ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
 _ROMAN |= {4: "iv", 1: "i"}
@@ -25,6 +26,7 @@ _LOWERED = re.compile(r"(?<=\d)(?=\w)|(?<=[^\W\d])(?=[^\W\d])")  # not H2O
 _COMPOUND = re.compile(r".*\w[^\w.,;:)]")
 _FILE_NAME = re.compile(r"\S*|[^\n]*\.\w{3,4}")
 PAGE = re.compile(r"[\W_]*(?:page\W*)?\d*(?:\W*of)?\W*\d*[\W_]*", re.IGNORECASE)  # a margin that only counts pages
+_LONGEST_WORD = 100  # before a raised number
 _MOST_SPAN = 1000  # columns or rows that one cell covers
 _MOST_LETTERS = 30  # that are one automatic number
 LONGEST_LABEL = 300  # characters of a merged cell that are repeated
@@ -34,13 +36,22 @@ Cell = tuple[str, int, int]  # its text, and how many columns and rows it covers
 
 
 def line(pieces: Iterable[Piece]) -> str:
-    """Join texts, with `^` or `_` before one in `superscript` or `subscript` that would be read as part of what it
-    follows."""
+    """Join texts, with `^` or `_` before a raised or lowered one that would be read as part of what it follows; the
+    number of a note is put in brackets.
+
+    Parameters
+    ----------
+    pieces : each with its position: `superscript`, `subscript`, or anything else for the usual line.
+    """
     whole = ""
     for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
         text = "".join(text for text, _ in group)
         mark = {"superscript": _RAISED, "subscript": _LOWERED}.get(position)
-        if mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
+        is_number = mark is _RAISED and text[0].isdigit() and whole[-1:] not in " \n\t]"
+        note = raised(whole[-_LONGEST_WORD:], text, False) if is_number else ""
+        if note.startswith("["):
+            text = note + text[len(text.rstrip()) :]
+        elif mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
             core = text.strip()
             text = (
                 ("^" if mark is _RAISED else "_") + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]
@@ -137,12 +148,13 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
         yield table_row(line.get(column, "") for column in range(max(line, default=-1) + 1))
 
 
-def framed(source: str, texts: Iterable[str], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of numbered paragraphs, headers before them and footers after them, each text once. Raises
-    EmptyFile."""
+def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
+    """Make a document of numbered paragraphs, headers before them and footers after them, each text once. Texts in a
+    list share one number. Raises EmptyFile."""
     once: dict[str, str] = {}
     for name, text in margins:
         once.setdefault(text.strip(), name)
     parts = {end: [(end, text) for text, name in once.items() if name == end] for end in ("header", "footer")}
-    body = ((f"¶ {number}", text) for number, text in enumerate(texts, 1))
+    groups = enumerate(([each] if isinstance(each, str) else each for each in texts), 1)
+    body = ((f"¶ {number}", text) for number, group in groups for text in group)
     return joined(source, "markdown", (*parts["header"], *body, *parts["footer"]), notes=notes)

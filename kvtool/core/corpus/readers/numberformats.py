@@ -16,6 +16,11 @@ _LONGEST = 255  # characters of a format in Excel
 _EXACT = 1 << 53  # from where on not every whole number is a float
 _LITERAL = r'((?:"[^"]*"|\\.|[_*].|\[\$[^\]]*\]|\[(?:black|blue|cyan|green|magenta|red|white|yellow)\]|[ $€£¥()+-])*+)'
 _PLAIN = re.compile(rf"{_LITERAL}(#,##)?0(?:\.(0+))?(%?){_LITERAL}", re.IGNORECASE)
+_QUOTED = r'"[^"]*"?|\\.|[_*].|\[[^\]]*\]'
+_SECTION = re.compile(rf"(?:{_QUOTED}|[^;])+")
+_DATE = re.compile(rf"(?:\[(?![hms]+\])[^\]]*\]|(?!\[){_QUOTED}|[^ymdhs])*+[ymdhs]", re.IGNORECASE)
+_NUMBER_DOT = re.compile(rf"({_QUOTED})|\.(?=[^0#?]*$)")
+_DATE_DOT = re.compile(rf"((?:s|\[s+\])\.0+|{_QUOTED})|\.|g+|e+|a{{3,4}}", re.IGNORECASE)
 _PIECE = re.compile(r'"([^"]*)"|\\(.)|[_*].|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|(.)')
 
 
@@ -36,6 +41,7 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
     from xlfmt import format_value
 
     try:
+        code = _mended(code)
         if isinstance(value, float) and value:
             first, *others = code.split(";")
             if plain := _PLAIN.fullmatch(others[0] if others and value < 0 else first):
@@ -45,11 +51,23 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
                 number = number.quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)
                 sign = "-" if number and value < 0 and not others else ""
                 return f"{sign}{before}{number:{',' if plain[2] else ''}.{places}f}{plain[4]}{after}"
+            if others and value < 0 and "general" in others[0].lower() and not re.search(r"\[[<=>]", code):
+                value, code = -value, others[0]  # the section has a sign of its own
         written = str(format_value(value, code, date1904=is_1904))
     except (ArithmeticError, ValueError, TypeError, LookupError):  # a date of year 10000, a format that is none
         return usual
     hides = not written.strip() and value
     return usual if hides or set(written) == {"#"} else written
+
+
+@lru_cache(1024)
+def _mended(code: str) -> str:
+    """Write a format so that xlfmt loses none of its dots, weekdays (`aaa`) and years of an era (`ggge`)."""
+
+    def mended(found: re.Match[str]) -> str:
+        return found[1] or {".": "\\.", "g": "", "e": "yyyy"}.get(found[0][0].lower(), "d" * len(found[0]))
+
+    return _SECTION.sub(lambda each: (_DATE_DOT if _DATE.match(each[0]) else _NUMBER_DOT).sub(mended, each[0]), code)
 
 
 def _general(value: float) -> str:

@@ -73,6 +73,7 @@ class _Reader:
                 self._styles[element.get("style:name", "")] = dict(properties)
         self._numbers: dict[tuple[str, int], int] = {}  # the last one given, by list style and level
         self._list = ("", 0)  # style and level
+        self._readings: list[str] = []  # of the paragraph's ruby words
         self._is_book = False
         self._objects: set[str] = set()
         self._unread = Counter({"damaged parts": damaged})
@@ -144,8 +145,10 @@ class _Reader:
     def _paragraph(self, element: Element, mark: str = "") -> str:
         """Return a paragraph or heading, and in further lines the notes, comments and shapes that belong to it."""
         attached: list[str] = []
+        outer, self._readings = self._readings, []
         text = line(self._pieces(element, "", attached)) if len(element) else _WHITE.sub(" ", element.text or "")
-        words = text.strip(" ")
+        words = text.strip(" ") + (f" ({', '.join(self._readings)})" if self._readings else "")
+        self._readings = outer
         if words and element.tag == "text:h":
             rank = min(6, max(1, integer(element, "text:outline-level", 1)))
             words = f"{'#' * rank} {mark or self._outline(element, rank)}{words}"
@@ -164,7 +167,8 @@ class _Reader:
                 yield from self._note(child, attached)
             elif tag == "text:ruby":
                 base, reading, *_ = [*map(self._paragraph, child), "", ""]
-                yield f"{base}({reading})" if reading else base, position
+                self._readings += [reading] if reading else []
+                yield base, position
             elif tag == "office:annotation" or (tag.startswith("drawing:") and tag != "drawing:a"):
                 texts = [*filter(None, self._blocks([child]))]
                 if child.get("text:anchor-type") == "as-char" and len(texts) == 1:

@@ -28,6 +28,7 @@ _DISGUISED = {  # what other programs save under a Word document's name
 }
 _WORD_XML = re.compile(rb"office/word/2003/wordml|office/2006/xmlPackage")
 _EMBEDDED = re.compile(r"^\[Embedded .*\]$", re.MULTILINE)
+_LETTER = re.compile(r"[^\W\d_]")
 _BODY = 9  # outline level of what is no heading
 _MOST_COLUMNS = 63  # of a Word table
 _UNSEEN = frozenset(
@@ -37,8 +38,7 @@ _UNSEEN = frozenset(
 _SAID: dict[str, Callable[[Element], str]] = {
     **dict.fromkeys(("w-t", "a-t"), lambda element: element.text or ""),
     **dict.fromkeys(("w-tab", "w-ptab"), lambda _: "\t"),
-    "w-cr": lambda _: "\n",
-    "w-br": lambda element: "\n" if element.get("type", "textWrapping") == "textWrapping" else "",
+    **dict.fromkeys(("w-cr", "w-br"), lambda _: "\n"),
     "w-noBreakHyphen": lambda _: "-",
     "w-sym": lambda element: symbol(element.get("char", ""), element.get("font", "")),
     **dict.fromkeys(("m-oMath", "m-oMathPara"), linear),
@@ -46,7 +46,8 @@ _SAID: dict[str, Callable[[Element], str]] = {
 }
 _UNREAD = {"w-subDoc": "linked documents", "w-altChunk": "embedded documents", "w-control": "controls"}
 _UNREAD |= {"OLEObject": "embedded files"}
-_NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote", "w-commentReference": "comment"}
+_NOTES = {"w-footnoteReference": "footnote", "w-endnoteReference": "endnote"}
+_NOTES |= dict.fromkeys(("w-commentReference", "w-commentRangeEnd"), "comment")  # some programs save no reference
 
 
 def read(source: str, data: bytes, read_as: Callable[[PurePath, str, bytes], list[Document]]) -> list[Document]:
@@ -92,7 +93,7 @@ def _read_new(source: str, data: bytes) -> Document:
         if body is None:
             raise UnreadableFile("damaged: there is no Word document in it")
         walk = _Walk(package, main)
-        groups = ["\n\n".join(filter(None, (text, *walk.drained()))) for text in walk.blocks(body)]
+        groups = [[text, *walk.drained()] for text in walk.blocks(body)]
         margins = [*walk.margins(body)]
     notes = hidden_note("passage", walk.hidden) + unread_note(walk.unread)
     notes += tuple(f"damaged: {name}: not read" for name in package.damaged)
@@ -114,6 +115,7 @@ class _Walk:
         self._aside: list[str] = []  # text boxes, notes and charts of the current block
         self._carried: list[Piece] = []  # of paragraphs whose mark is deleted
         self._notes: dict[str, tuple[dict[str, Element], dict[str, Link], dict[str, str]]] = {}
+        self._readings: list[str] = []  # of the paragraph's ruby words
         self._is_in_cell = False
 
     def _named(self, kind: str) -> Element | None:
@@ -128,7 +130,7 @@ class _Walk:
         """Read a part of its own: a text box, a note, a header."""
         inner = copy(self)
         inner._links = self._links if links is None else links
-        inner._fields, inner._aside, inner._carried, inner._is_in_cell = [], [], [], False
+        inner._fields, inner._aside, inner._carried, inner._readings, inner._is_in_cell = [], [], [], [], False
         return [each for text in inner.blocks(element) for each in (text, *inner.drained())]
 
     def margins(self, body: Element) -> Iterator[Piece]:
@@ -169,6 +171,9 @@ class _Walk:
             return ""
         self._carried = []
         text = line(pieces).strip()
+        if self._readings:
+            text += f" ({', '.join(self._readings)})"
+            self._readings.clear()
         style = value(properties, "w-pStyle") or self._styles.usual
         number = self._clauses.next(properties, style)
         is_listed = value(self._styles.find(style, "w-name"), ".").lower().startswith("list")
@@ -250,10 +255,13 @@ class _Walk:
                 yield (" " if last == tag == "m-oMath" else "") + said(child), position
             elif tag in _NOTES:
                 yield self._note(_NOTES[tag], child), ""
+            elif tag == "AlternateContent" and not any(len(each) for each in child if each.tag == "Choice"):
+                yield from (piece for each in child.iterfind("Fallback") for piece in self._pieces(each, position))
             elif tag == "w-ruby":
                 parts = (child.find("w-rubyBase"), child.find("w-rt"))
                 base, reading = ("" if part is None else line(self._pieces(part, "")) for part in parts)
-                yield f"{base}({reading})" if reading else base, position
+                self._readings += [reading] if reading else []
+                yield base, position
             else:
                 self._beside(child)
                 if tag != "w-txbxContent":
@@ -263,9 +271,12 @@ class _Walk:
 
     def _run(self, run: Element) -> Iterator[Piece]:
         """Yield what a run says, and note it if Word hides it."""
-        vanish, script, font = (self._of_run(run, name) for name in ("w-vanish", "w-vertAlign", "w-rFonts"))
+        names = ("w-vanish", "w-vertAlign", "w-position", "w-rFonts")
+        vanish, script, height, font = (self._of_run(run, name) for name in names)
         name = "" if font is None else font.get("ascii", "")
         pieces = [(glyphs(text, name), where) for text, where in self._pieces(run, value(script, "."))]
+        if count(height, ".") > 0 and not any(where or _LETTER.search(text) for text, where in pieces):
+            pieces = [(text, "superscript") for text, _ in pieces]
         if is_on(vanish, ".") and (text := "".join(text for text, _ in pieces).strip()):
             self.hidden.append(text)
         yield from pieces
