@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,13 @@ def test_a_text_comes_before_other_keys_unless_it_is_empty() -> None:
     assert text({"title": "T", "text": "Nine tons.", "question": "Who?"}) == "T\n\nNine tons."
     assert text({"text": "", "body": "Nine tons."}) == "Nine tons."
     assert text({"text": " ", "question": "Who?"}).endswith("Question: Who?")
+
+
+def test_base64_is_left_out() -> None:
+    scan = b64encode(random.Random(1).randbytes(1600)).decode()
+    (document,) = read({"scan": scan, "caption": "A crane."})
+    assert document.text == "Scan: [data]\nCaption: A crane."
+    assert document.notes == ("embedded data: 1 not read",)
 
 
 def test_vectors_are_named_only() -> None:

@@ -66,6 +66,37 @@ def test_short_examples_stay(text: str) -> None:
     assert without_data_uris(text, base64=True) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "shown"),
+    [
+        ("a.csv", 'id,plan\n1,"{}"\n', 'id,plan\n1,"{}"\n'),
+        ("a.tsv", "id\tplan\n1\t{}\tAlma\n", "id\tplan\n1\t{}\tAlma\n"),
+        ("a.tex", "\\section{{Quay}} {} end\n", "## Quay {} end\n"),
+        ("a.srt", "1\n00:00:01,000 --> 00:00:02,000\nSee {}\n", "See {}\n"),
+        ("a.rtf", "{{\\rtf1\\ansi See {} end\\par}}", "See {} end\n"),
+        ("a.eml", "Subject: Plan\n\nSee ({})\nend\n", "Subject: Plan\n\nSee ({})\nend\n"),
+        ("a.jsonl", '{{"text": "See {}"}}', "See {}"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "data", "mark"), [("image/png", PICTURE, "[image]"), ("font/woff2", FONT, "[data]")])
+def test_data_uris_are_cut_from_all_texts(name: str, written: str, shown: str, kind: str, data: str, mark: str) -> None:
+    document = read(written.format(f"data:{kind};base64,{data}"), name)
+    assert document.text == shown.format(mark)
+    assert document.notes == (("embedded data: 1 not read",) if mark == "[data]" else ())
+
+
+def test_wrapped_data_of_mail_keeps_its_lines() -> None:
+    wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
+    document = read(f"Subject: Plan\n\n(data:image/png;base64,{wrapped}\niV=)\nnext\n", "a.eml")
+    assert document.text.split() == ["Subject:", "Plan", "([image]", ")", "next"]
+    assert place(document, "next") == "a:14"
+
+
+def test_columns_of_numbers_called_data_stay() -> None:
+    for line in ("data:," + "1.5," * 100, "Metadata:;3;" + "1,5;" * 100):
+        assert read(line + "\n", "a.csv").text == line + "\n"
+
+
 def test_json_strings_of_base64_are_counted() -> None:
     page = {"a": f"data:image/png;base64,{PICTURE}", "b": FONT, "c": PICTURE, "d": "acgt" * 500}
     document = read(json.dumps(page), "a.json")

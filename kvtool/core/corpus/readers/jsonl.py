@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, shortened
+from kvtool.core.corpus.readers.document import (
+    EMBEDDED,
+    Document,
+    UnreadableFile,
+    shortened,
+    unread_note,
+    without_data_uris,
+)
 from kvtool.core.corpus.readers.encoding import of_text
 
 _TEXT_KEYS = ("text", "content", "body", "passage")
@@ -23,7 +30,7 @@ _LONGEST_LABEL = 1000  # characters; a longer id names nothing
 def read(source: str, text: str) -> list[Document]:
     """Return one document for each line that holds a text."""
     texts: list[tuple[int, str, str]] = []  # line, id and text
-    notes: list[str] = []
+    notes, embedded = list[str](), 0
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -37,6 +44,7 @@ def read(source: str, text: str) -> list[Document]:
             continue
         clean = _without_surrogates(full)
         texts.append((number, _label(value), clean))
+        embedded += 0 if EMBEDDED in line else clean.count(EMBEDDED)
         notes += [] if clean == full else [f"line {number}: lone surrogates replaced by U+FFFD"]
     if not texts:
         raise UnreadableFile(f"no line holds a text: {notes[0]}")
@@ -48,15 +56,15 @@ def read(source: str, text: str) -> list[Document]:
             while counts[label] == 1:
                 label = f"line {label}"
         documents.append(Document(f"{source}#{label}", clean, "text", (), (Mark(0, number),)))
-    return [replace(documents[0], notes=shortened(notes)), *documents[1:]]
+    return [replace(documents[0], notes=shortened(notes) + unread_note({"embedded data": embedded})), *documents[1:]]
 
 
 def _text(value: object) -> str:
     row = value if isinstance(value, dict) else {}
     text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), None)
     if text is None:
-        return value if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
-    title = row.get("title")
+        return _words(value) if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
+    text, title = _without_data(text), row.get("title")
     return f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
 
 
@@ -92,8 +100,12 @@ def _words(value: object) -> str:
         is_vector = len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value)
         return f"{len(value):,} numbers, left out" if is_vector else ", ".join(filter(None, map(_words, value)))
     if isinstance(value, str):
-        return "picture, left out" if value.startswith("data:image/") else value
+        return "picture, left out" if value.startswith("data:image/") else _without_data(value)
     return "" if value is None else json.dumps(value)
+
+
+def _without_data(text: str) -> str:
+    return without_data_uris(f'"{text}"', base64=True)[1:-1]  # quotes end base64
 
 
 def _without_surrogates(text: str) -> str:
