@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from kvtool.core.common.marks import Mark
@@ -19,6 +21,14 @@ from kvtool.core.corpus.readers.document import (
 from kvtool.core.corpus.readers.encoding import of_text
 
 _TEXT_KEYS = ("text", "content", "body", "passage")
+_SPEAKERS = ("role", "speaker")
+_ANSWERED = frozenset(  # keys that are read beside a text, whatever their values
+    "question questions query prompt instruction input context answer answers response responses completion output "
+    "summary abstract description headline caption choices explanation rationale comments replies".split()
+)
+_ROW = re.compile(r"\S")
+_END = re.compile(r"[.?!…؟।][\"'”’»)]*\s*\Z")
+_LONGEST_REPEATED = 40  # characters of a value that is shown although the text has it, too
 _ROLES = ("role", "from", "speaker")
 _SAID = ("content", "value", "text")
 _NAMES = ("id", "_id", "uuid", "type")
@@ -31,9 +41,7 @@ def read(source: str, text: str) -> list[Document]:
     """Return one document for each line that holds a text."""
     texts: list[tuple[int, str, str]] = []  # line, id and text
     notes, embedded = list[str](), 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in _rows(text):
         try:
             value = json.loads(line)
             full, why = _text(value), "no text"
@@ -59,13 +67,69 @@ def read(source: str, text: str) -> list[Document]:
     return [replace(documents[0], notes=shortened(notes) + unread_note({"embedded data": embedded})), *documents[1:]]
 
 
+def _rows(text: str) -> list[tuple[int, str]]:
+    """Return the rows with their lines in the file: its lines, or indented objects one after another."""
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if _is_json(lines[0][1]):
+        return lines
+    rows, end, number = list[tuple[int, str]](), 0, 1
+    with suppress(ValueError, RecursionError):
+        while found := _ROW.search(text, end):
+            number += text.count("\n", end, start := found.start())
+            end = json.JSONDecoder().raw_decode(text, start)[1]
+            rows.append((number, text[start:end]))
+            number += rows[-1][1].count("\n")
+        return rows
+    return lines
+
+
+def _is_json(line: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        json.loads(line)
+        return True
+    return False
+
+
 def _text(value: object) -> str:
     row = value if isinstance(value, dict) else {}
-    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), None)
-    if text is None:
+    name = next((key for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), "")
+    if not name:
         return _words(value) if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
-    text, title = _without_data(text), row.get("title")
-    return f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
+    text, title = _without_data(row[name]), row.get("title")
+    others = {key: each for key, each in row.items() if key not in (name, "title")}
+    beside = "\n".join(_beside(others, row[name]))
+    role = next((row[key] for key in _SPEAKERS if isinstance(row.get(key), str) and row[key].strip()), "")
+    text = f"{role[0].upper()}{role[1:]}: {text}" if role else text
+    return "\n\n".join(each for each in (title, text, beside) if isinstance(each, str) and each.strip())
+
+
+def _beside(row: dict[str, object], text: str) -> Iterator[str]:
+    """Yield `Key: value` for what a row says beside its text: questions, answers, sentences, but no metadata."""
+    for key, value in row.items():
+        if isinstance(value, dict) and key.lower() not in _ANSWERED:
+            yield from _beside(value, text)
+        elif _is_said(key.lower(), value, text):
+            yield from _lines(key, value)
+
+
+def _is_said(key: str, value: object, text: str) -> bool:
+    if isinstance(value, dict):
+        return any(_is_said(key if key in _ANSWERED else name, each, text) for name, each in value.items())
+    if isinstance(value, list):
+        return any(_is_said(key, each, text) for each in value)
+    if not isinstance(value, str):
+        return key == "answer" and value is not None
+    is_known = key in _ANSWERED
+    if not is_known and not _is_sentence(value):
+        return False
+    may_repeat = (not is_known or len(value) > _LONGEST_REPEATED) and 1000 * len(value) > len(text)  # linear
+    return not (may_repeat and value.strip() in text)
+
+
+def _is_sentence(text: str) -> bool:
+    small = sum(word.isalpha() and word[0] == word[0].lower() for word in text.split())
+    is_prose = small > 5 or (small > 1 and _END.search(text)) or re.search("[。！？]", text)
+    return bool(is_prose) and not text.lstrip().startswith("<")
 
 
 def _has_words(value: object) -> bool:
