@@ -195,6 +195,22 @@ def test_notation_of_a_page() -> None:
     assert read(page).text == "9 m[2], 9 m^2, 1 1/2 cups of CO2\n"
 
 
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ('10<span style="vertical-align:super;font-size:6pt">6</span><span> litres</span>', "10^6 litres"),
+        ("Note<a style='font-size:.6em; vertical-align: super' href='#n'>3</a> says", "Note[3] says"),
+        ('5 m<span style="VERTICAL-ALIGN: SUPER"><span>2</span></span> a<span>b', "5 m^2 ab"),
+        ('x<span style="vertical-align:sub">i</span>, H<sub>2</sub>O', "x_i, H2O"),
+        ('10<sup><span style="vertical-align:super">9</span></sup> l', "10^9 l"),
+        ('a<span style="vertical-align:super"> new </span>b<p>c<span style="vertical-align:super">d<p>e', "a new b"),
+        ('a<span style="vertical-align:top">2</span>', "a2"),
+    ],
+)
+def test_superscripts_by_style(page: str, shown: str) -> None:
+    assert lines(page)[0] == shown
+
+
 def test_readings_follow_the_whole_phrase() -> None:
     page = "<p><ruby>港<rp>(</rp><rt>みなと</rt><rp>)</rp>町<rt>まち</ruby>の朝<p>次"
     assert read(page).text == "港町の朝 (みなと, まち)\n\n次\n"

@@ -36,6 +36,8 @@ _VOID = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
 )
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
+_STYLED = frozenset(("a", "b", "big", "em", "font", "i", "small", "span", "strong", "u"))
+_SHIFT = re.compile(r"vertical-align\s*+:\s*+(sup|sub)(?:er)?\b", re.I)  # as Google Docs and Word write <sup>
 _VALUED = frozenset(("", "text", "search", "tel", "url", "email", "number", "range", "date", "time", "month", "week"))
 _PICTURE = re.compile(r"[\w.-]+\.(?:png|jpe?g|gif|svg|webp|bmp|ico)|(?:image|img|photo|picture|spacer|blank)?", re.I)
 _BASE = re.compile(  # of an exponent: a number, a unit, a function, or brackets without words
@@ -160,6 +162,7 @@ class _Page:
         self._deeper = 0  # open tables that are not shown as such
         self._spare = 4 * len(text) + 10_000  # characters of labels that are repeated
         self._aside = ("", 0, False)  # the open one, its first word, and whether it is a link
+        self._shifted = ("", 0)  # the element whose style opened the aside, and how many of that name are open
         self._readings: list[str] = []  # of the block's ruby words
         self._formula = ""
         self._feed(shortened_references(text))
@@ -251,6 +254,11 @@ class _Page:
     def _open_inline(self, tag: str, attributes: dict[str, str]) -> None:
         """Say what an element shows that has no text of its own."""
         kind = attributes.get("type", "").lower()
+        shift = _SHIFT.search(attributes.get("style", "")) if tag in _STYLED else None
+        if tag == self._shifted[0]:
+            self._shifted = tag, self._shifted[1] + 1
+        elif shift and not self._aside[0]:
+            self._aside, self._shifted = (shift[1].lower(), len(self._words), False), (tag, 1)
         if tag == "a":
             self._aside = (*self._aside[:2], True)
         elif tag == "img":
@@ -269,6 +277,10 @@ class _Page:
     def _close(self, tag: str) -> None:
         if tag in _ASIDES or tag in ("ruby", "rb", "rtc"):
             self._end_aside()
+        elif tag == self._shifted[0]:
+            self._shifted = tag, self._shifted[1] - 1
+            if not self._shifted[1]:
+                self._end_aside()
         elif tag == "title":
             if self._title is None and (title := _collapsed("".join(self._words))):
                 self._title = _Block("heading", f"# {title}", self._line)
@@ -294,6 +306,7 @@ class _Page:
 
     def _end_aside(self) -> None:
         (kind, start, is_link), self._aside = self._aside, ("", 0, False)
+        is_styled, self._shifted = bool(self._shifted[0]), ("", 0)
         if kind not in _ASIDES:
             return
         text = "".join(self._words[start:])
@@ -304,7 +317,8 @@ class _Page:
             before = "".join(self._words[-4:])[-24:]
             if kind == "sub" and before[-1:] in ("/", "⁄") and self._words[-2:-1] and self._words[-2].startswith("^"):
                 self._words[-2] = " " + self._words[-2][1:]  # 1 1/2
-            self._words.append(raised(before, text, is_link) if kind == "sup" else lowered(before, text))
+            shown = raised(before, text, is_link) if kind == "sup" else lowered(before, text)
+            self._words.append(text if is_styled and shown == _collapsed(text) else shown)
 
     def _open_table(self, tag: str, attributes: dict[str, str]) -> None:
         if tag == "table" and len(self._tables) == _DEEPEST:
