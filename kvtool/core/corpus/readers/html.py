@@ -464,7 +464,7 @@ def raised(before: str, text: str, is_link: bool) -> str:
             return f"^{text}"
         return text if before[-1:].isspace() else f"[{text}]"
     if len(text) == 1 and text.isalpha():
-        if re.search(r"[^\W\d_]{3}$|[.,;:]$", before):
+        if re.search(r"[^\W\d_]{3}$|[.,;:]$", before) and not re.search(r"\b[IVXLCDM]++$", before):
             return f"[{text}]"
         return text if text in "eoards" else f"^{text}"
     return text
