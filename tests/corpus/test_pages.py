@@ -159,6 +159,20 @@ def test_tables_that_lay_out_a_page() -> None:
     assert lines(page) == ["# Head", "One", "Two", "Side", long.strip()]
 
 
+def test_controls_and_cells_in_a_line_are_kept_apart() -> None:
+    form = "yearly<input type=password value=pw><meter>3 of 5</meter><progress>50 %</progress><button>Go</button>."
+    assert lines(form + "<datalist><option>no</datalist>") == ["yearly 3 of 5 50 % Go."]
+    assert lines("a<input type=hidden>b (<button>Go</button>)") == ["ab (Go)"]
+    row = '<span role="cell">X</span><span role="cell"></span><span role=cell>Z</span>'
+    assert lines(f'<div role="row">{row}</div>') == ["X | | Z"]
+
+
+def test_alternatives_of_areas_and_buttons_are_read() -> None:
+    assert lines('<p>Map <map><area alt="North dock"></map> <input type=image alt="Send form">') == [
+        "Map [image: North dock] [image: Send form]"
+    ]
+
+
 # Notation
 
 

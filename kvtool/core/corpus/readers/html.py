@@ -18,7 +18,19 @@ from kvtool.core.corpus.readers.encoding import decode, of_text
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
 _UNSEEN = frozenset(
-    ("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object", "annotation", "annotation-xml")
+    (
+        "script",
+        "style",
+        "template",
+        "noscript",
+        "svg",
+        "iframe",
+        "canvas",
+        "object",
+        "datalist",
+        "annotation",
+        "annotation-xml",
+    )
 )
 _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<>]*+>|\?[^<>]*+>)", re.I)
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
@@ -36,6 +48,7 @@ _VOID = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
 )
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
+_CONTROLS = frozenset(("button", "input", "meter", "output", "progress", "select"))
 _STYLED = frozenset(("a", "b", "big", "em", "font", "i", "small", "span", "strong", "u"))
 _SHIFT = re.compile(r"vertical-align\s*+:\s*+(sup|sub)(?:er)?\b", re.I)  # as Google Docs and Word write <sup>
 _VALUED = frozenset(("", "text", "search", "tel", "url", "email", "number", "range", "date", "time", "month", "week"))
@@ -254,14 +267,15 @@ class _Page:
     def _open_inline(self, tag: str, attributes: dict[str, str]) -> None:
         """Say what an element shows that has no text of its own."""
         kind = attributes.get("type", "").lower()
-        shift = _SHIFT.search(attributes.get("style", "")) if tag in _STYLED else None
-        if tag == self._shifted[0]:
-            self._shifted = tag, self._shifted[1] + 1
-        elif shift and not self._aside[0]:
-            self._aside, self._shifted = (shift[1].lower(), len(self._words), False), (tag, 1)
+        last = self._words[-1][-1:] if self._words else ""
+        if tag in _CONTROLS and kind != "hidden" and (last.isalnum() or last == "%"):
+            self._words.append(" ")
+        if tag == "span" and self._line and attributes.get("role", "").lower() in ("cell", "gridcell", "columnheader"):
+            self._words.append(" | ")
+        self._shift(tag, attributes.get("style", ""))
         if tag == "a":
             self._aside = (*self._aside[:2], True)
-        elif tag == "img":
+        elif tag in ("img", "area") or (tag == "input" and kind == "image"):
             self._say(self._alternative(attributes))
         elif tag == "input" and kind in ("checkbox", "radio"):
             self._say("[x] " if "checked" in attributes else "[ ] ")
@@ -273,6 +287,14 @@ class _Page:
             self._formula = formula
             self._say(f" {formula} ")
             self._hidden_by, self._hidden_depth = tag, 1
+
+    def _shift(self, tag: str, style: str) -> None:
+        """Begin an aside if an element's style raises or lowers its words; count the elements of its name in it."""
+        shift = _SHIFT.search(style) if tag in _STYLED else None
+        if tag == self._shifted[0]:
+            self._shifted = tag, self._shifted[1] + 1
+        elif shift and not self._aside[0]:
+            self._aside, self._shifted = (shift[1].lower(), len(self._words), False), (tag, 1)
 
     def _close(self, tag: str) -> None:
         if tag in _ASIDES or tag in ("ruby", "rb", "rtc"):
