@@ -73,6 +73,14 @@ def test_a_text_comes_before_other_keys_unless_it_is_empty() -> None:
         ({"title": "T", "passage": "Nine tons.", "answer": True}, "T\n\nNine tons.\n\nAnswer: true"),
         ({"body": "How?", "answers": [{"body": "Code 4471", "score": 3}]}, "How?\n\nBody: Code 4471\nScore: 3"),
         ({"text": "Nine tons.", "answers": {"text": ["44"], "start": [0]}}, "Nine tons.\n\nAnswers: 44\nStart: 0"),
+        (
+            {"text": "Nine tons.", "bestAnswer": "44", "QUESTION": "Q", "gold_answers": ["4"]},
+            "Nine tons.\n\nBestAnswer: 44\nQUESTION: Q\nGold_answers: 4",
+        ),
+        (
+            {"text": "Nine tons.", "q": "Who?", "a": "Ines", "qa": "b", "answer_id": "c"},
+            "Nine tons.\n\nQ: Who?\nA: Ines",
+        ),
         ({"role": "user", "content": "How tall?"}, "User: How tall?"),
         (
             {"text": "Nine tons.", "meta": {"page": 3, "fact": "It opens at noon."}},

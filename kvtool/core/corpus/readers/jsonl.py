@@ -23,10 +23,11 @@ from kvtool.core.corpus.readers.encoding import of_text
 _TEXT_KEYS = ("text", "content", "body", "passage")
 _SPEAKERS = ("role", "speaker")
 _ANSWERED = frozenset(  # keys that are read beside a text, whatever their values
-    "question questions query prompt instruction input context answer answers response responses completion output "
-    "summary abstract description headline caption choices explanation rationale comments replies".split()
+    "q a question questions query prompt instruction input context answer answers response responses completion output "
+    "summary abstract description headline caption choices explanation rationale truth comments replies".split()
 )
 _ROW = re.compile(r"\S")
+_LAST_WORD = re.compile(r"[A-Z]?[a-z]+\Z|[A-Z]+\Z")  # of `best_answer` or `bestAnswer`
 _END = re.compile(r"[.?!…؟।][\"'”’»)]*\s*\Z")
 _LONGEST_REPEATED = 40  # characters of a value that is shown although the text has it, too
 _ROLES = ("role", "from", "speaker")
@@ -106,24 +107,29 @@ def _text(value: object) -> str:
 def _beside(row: dict[str, object], text: str) -> Iterator[str]:
     """Yield `Key: value` for what a row says beside its text: questions, answers, sentences, but no metadata."""
     for key, value in row.items():
-        if isinstance(value, dict) and key.lower() not in _ANSWERED:
+        if isinstance(value, dict) and not _is_known(key):
             yield from _beside(value, text)
-        elif _is_said(key.lower(), value, text):
+        elif _is_said(key, value, text):
             yield from _lines(key, value)
 
 
 def _is_said(key: str, value: object, text: str) -> bool:
     if isinstance(value, dict):
-        return any(_is_said(key if key in _ANSWERED else name, each, text) for name, each in value.items())
+        return any(_is_said(key if _is_known(key) else name, each, text) for name, each in value.items())
     if isinstance(value, list):
         return any(_is_said(key, each, text) for each in value)
     if not isinstance(value, str):
-        return key == "answer" and value is not None
-    is_known = key in _ANSWERED
+        return key.lower() == "answer" and value is not None
+    is_known = _is_known(key)
     if not is_known and not _is_sentence(value):
         return False
     may_repeat = (not is_known or len(value) > _LONGEST_REPEATED) and 1000 * len(value) > len(text)  # linear
     return not (may_repeat and value.strip() in text)
+
+
+def _is_known(key: str) -> bool:
+    word = _LAST_WORD.search(key[-20:])
+    return word is not None and word[0].lower() in _ANSWERED
 
 
 def _is_sentence(text: str) -> bool:
