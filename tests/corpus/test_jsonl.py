@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -59,9 +61,66 @@ def test_conversations_of_parts_are_read() -> None:
 
 
 def test_a_text_comes_before_other_keys_unless_it_is_empty() -> None:
-    assert text({"title": "T", "text": "Nine tons.", "question": "Who?"}) == "T\n\nNine tons."
+    assert text({"title": "T", "text": "Nine tons.", "n": 4}) == "T\n\nNine tons."
     assert text({"text": "", "body": "Nine tons."}) == "Nine tons."
     assert text({"text": " ", "question": "Who?"}).endswith("Question: Who?")
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"text": "Nine tons.", "question": "Who?", "answer": "07:40"}, "Nine tons.\n\nQuestion: Who?\nAnswer: 07:40"),
+        ({"title": "T", "passage": "Nine tons.", "answer": True}, "T\n\nNine tons.\n\nAnswer: true"),
+        ({"body": "How?", "answers": [{"body": "Code 4471", "score": 3}]}, "How?\n\nBody: Code 4471\nScore: 3"),
+        ({"text": "Nine tons.", "answers": {"text": ["44"], "start": [0]}}, "Nine tons.\n\nAnswers: 44\nStart: 0"),
+        (
+            {"text": "Nine tons.", "bestAnswer": "44", "QUESTION": "Q", "gold_answers": ["4"]},
+            "Nine tons.\n\nBestAnswer: 44\nQUESTION: Q\nGold_answers: 4",
+        ),
+        (
+            {"text": "Nine tons.", "q": "Who?", "a": "Ines", "qa": "b", "answer_id": "c"},
+            "Nine tons.\n\nQ: Who?\nA: Ines",
+        ),
+        ({"role": "user", "content": "How tall?"}, "User: How tall?"),
+        (
+            {"text": "Nine tons.", "meta": {"page": 3, "fact": "It opens at noon."}},
+            "Nine tons.\n\nFact: It opens at noon.",
+        ),
+        ({"text": "水門", "fact": "開門は七時。"}, "水門\n\nFact: 開門は七時。"),
+    ],
+)
+def test_questions_answers_and_sentences_beside_a_text_are_read(row: object, shown: str) -> None:
+    assert text(row) == shown
+
+
+def test_metadata_beside_a_text_is_left_out() -> None:
+    row = {
+        **{
+            "text": "Nine tons lie on the quay, and the crane lifts all of them.",
+            "id": "a",
+            "url": "https://a.org/b c",
+        },
+        **{"author": "Ottilie Berg", "tags": ["tide", "crane"], "date": "Mon, 3 Mar 2031 10:00:00 GMT", "score": 0.5},
+        **{"license": "Creative Commons Attribution 4.0", "comments": 12, "answer": None, "context": [0.5] * 300},
+        **{"html": "<p>nine tons lie on the quay and more.</p>", "sentences": ["the crane lifts all of them."]},
+        **{"copy": "Nine tons lie on the quay, and the crane lifts all of them."},
+    }
+    assert text(row) == row["text"]
+
+
+def test_indented_rows_one_after_another_are_read() -> None:
+    rows = [{"q": "Who?", "a": ["Ines"]}, {"text": "Nine tons."}]
+    data = "\n".join(json.dumps(row, indent=1) for row in rows).encode()
+    first, second = read_documents(Path("/in/a.jsonl"), data)
+    assert (first.source, first.text) == ("/in/a.jsonl#1", "Q: Who?\nA: Ines")
+    assert (second.source, second.text) == ("/in/a.jsonl#7", "Nine tons.")
+
+
+def test_base64_is_left_out() -> None:
+    scan = b64encode(random.Random(1).randbytes(1600)).decode()
+    (document,) = read({"scan": scan, "caption": "A crane."})
+    assert document.text == "Scan: [data]\nCaption: A crane."
+    assert document.notes == ("embedded data: 1 not read",)
 
 
 def test_vectors_are_named_only() -> None:

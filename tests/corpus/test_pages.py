@@ -66,6 +66,37 @@ def test_short_examples_stay(text: str) -> None:
     assert without_data_uris(text, base64=True) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "shown"),
+    [
+        ("a.csv", 'id,plan\n1,"{}"\n', 'id,plan\n1,"{}"\n'),
+        ("a.tsv", "id\tplan\n1\t{}\tAlma\n", "id\tplan\n1\t{}\tAlma\n"),
+        ("a.tex", "\\section{{Quay}} {} end\n", "## Quay {} end\n"),
+        ("a.srt", "1\n00:00:01,000 --> 00:00:02,000\nSee {}\n", "See {}\n"),
+        ("a.rtf", "{{\\rtf1\\ansi See {} end\\par}}", "See {} end\n"),
+        ("a.eml", "Subject: Plan\n\nSee ({})\nend\n", "Subject: Plan\n\nSee ({})\nend\n"),
+        ("a.jsonl", '{{"text": "See {}"}}', "See {}"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "data", "mark"), [("image/png", PICTURE, "[image]"), ("font/woff2", FONT, "[data]")])
+def test_data_uris_are_cut_from_all_texts(name: str, written: str, shown: str, kind: str, data: str, mark: str) -> None:
+    document = read(written.format(f"data:{kind};base64,{data}"), name)
+    assert document.text == shown.format(mark)
+    assert document.notes == (("embedded data: 1 not read",) if mark == "[data]" else ())
+
+
+def test_wrapped_data_of_mail_keeps_its_lines() -> None:
+    wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
+    document = read(f"Subject: Plan\n\n(data:image/png;base64,{wrapped}\niV=)\nnext\n", "a.eml")
+    assert document.text.split() == ["Subject:", "Plan", "([image]", ")", "next"]
+    assert place(document, "next") == "a:14"
+
+
+def test_columns_of_numbers_called_data_stay() -> None:
+    for line in ("data:," + "1.5," * 100, "Metadata:;3;" + "1,5;" * 100):
+        assert read(line + "\n", "a.csv").text == line + "\n"
+
+
 def test_json_strings_of_base64_are_counted() -> None:
     page = {"a": f"data:image/png;base64,{PICTURE}", "b": FONT, "c": PICTURE, "d": "acgt" * 500}
     document = read(json.dumps(page), "a.json")
@@ -128,6 +159,20 @@ def test_tables_that_lay_out_a_page() -> None:
     assert lines(page) == ["# Head", "One", "Two", "Side", long.strip()]
 
 
+def test_controls_and_cells_in_a_line_are_kept_apart() -> None:
+    form = "yearly<input type=password value=pw><meter>3 of 5</meter><progress>50 %</progress><button>Go</button>."
+    assert lines(form + "<datalist><option>no</datalist>") == ["yearly 3 of 5 50 % Go."]
+    assert lines("a<input type=hidden>b (<button>Go</button>)") == ["ab (Go)"]
+    row = '<span role="cell">X</span><span role="cell"></span><span role=cell>Z</span>'
+    assert lines(f'<div role="row">{row}</div>') == ["X | | Z"]
+
+
+def test_alternatives_of_areas_and_buttons_are_read() -> None:
+    assert lines('<p>Map <map><area alt="North dock"></map> <input type=image alt="Send form">') == [
+        "Map [image: North dock] [image: Send form]"
+    ]
+
+
 # Notation
 
 
@@ -135,7 +180,14 @@ def test_tables_that_lay_out_a_page() -> None:
     ("before", "text", "shown"),
     [
         *(("10", "6", "^6"), ("10", "-3", "^-3"), ("5 km", "2", "^2"), ("(a+b)", "2", "^2"), ("x", "n+1", "^(n+1)")),
-        *(("Ca", "2+", "^2+"), ("2", "n", "^n"), ("sin", "2", "^2"), ("1", "st", "st"), ("3", "e", "e")),
+        *(
+            ("Ca", "2+", "^2+"),
+            ("2", "n", "^n"),
+            ("sin", "2", "^2"),
+            ("1", "st", "st"),
+            ("3", "e", "e"),
+            ("XVII", "e", "e"),
+        ),
         *(("Limit", "3", "[3]"), ("the end.", "3, 4", "[3, 4]"), ("in 1987", "4", "[4]"), ("(see above)", "1", "[1]")),
         *(("Limit", "a", "[a]"), ("", "3", "[3]"), ("of ", "14", "14"), ("Wiki", "[1]", "[1]"), ("Limit", "*", "*")),
     ],
@@ -162,6 +214,22 @@ def test_subscripts(before: str, text: str, shown: str) -> None:
 def test_notation_of_a_page() -> None:
     page = "9 m<sup><a href='#n'>2</a></sup>, 9 m<sup>2</sup>, 1<sup>1</sup>/<sub>2</sub> cups of CO<sub>2</sub>"
     assert read(page).text == "9 m[2], 9 m^2, 1 1/2 cups of CO2\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ('10<span style="vertical-align:super;font-size:6pt">6</span><span> litres</span>', "10^6 litres"),
+        ("Note<a style='font-size:.6em; vertical-align: super' href='#n'>3</a> says", "Note[3] says"),
+        ('5 m<span style="VERTICAL-ALIGN: SUPER"><span>2</span></span> a<span>b', "5 m^2 ab"),
+        ('x<span style="vertical-align:sub">i</span>, H<sub>2</sub>O', "x_i, H2O"),
+        ('10<sup><span style="vertical-align:super">9</span></sup> l', "10^9 l"),
+        ('a<span style="vertical-align:super"> new </span>b<p>c<span style="vertical-align:super">d<p>e', "a new b"),
+        ('a<span style="vertical-align:top">2</span>', "a2"),
+    ],
+)
+def test_superscripts_by_style(page: str, shown: str) -> None:
+    assert lines(page)[0] == shown
 
 
 def test_readings_follow_the_whole_phrase() -> None:

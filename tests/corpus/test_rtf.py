@@ -69,6 +69,12 @@ def test_text_boxes_are_read_once() -> None:
         (r"\ldblquote a\rdblquote\emdash\bullet\~b\_c\-d", "“a”—•\xa0b\u2011cd"),
         (r"a\{b\}\\c", r"a{b}\c"),
         (r"10{\super 6} m, H{\sub 2}O", "10^6 m, H2O"),
+        (
+            r"toll{\super 3}, 1987{\super 4 }a, m{\up6\fs16 2}{\up0 2}, x{\dn4 i}, {\super 3}",
+            "toll[3], 1987[4] a, m^22, x_i, 3",
+        ),
+        (r"{\upr{Caf?}{\*\ud{Caf\u233?}}} au lait", "Café au lait"),
+        (r"{\info{\upr{T?}{\*\ud{T\u233?}}}}text", "text"),
         (r"kept {\deleted gone }{\revised added}", "kept added"),
         (r"{\field{\*\fldinst HYPERLINK http://a.example/}{\fldrslt the chart}}", "the chart"),
         (r"{\pict\bin5 }}}}}}after", "after"),

@@ -141,7 +141,7 @@ def _placeholder(found: re.Match[str]) -> str:
     whole = found[0]
     if found.re is _DATA_URI:
         picture = str(found[1]).lower() == "image"
-        keep = len(whole) < _SHORTEST_URI
+        keep = len(whole) < _SHORTEST_URI or not (found[1] or ";base64," in whole)  # a cell may say `data:`
     else:
         picture = whole.startswith(_PICTURES)
         keep = len(whole) < _SHORTEST_BASE64 or not all(re.search(kind, whole) for kind in ("[a-z]", "[A-Z]", r"\d"))
@@ -168,10 +168,11 @@ class Parts:
         self._marks: list[Mark] = []
         self._length = 0
         self._after_row = False  # the last part is a row of a table
+        self._embedded = 0  # data URIs left out
 
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
         """Add a part, after `gap` or else the usual gap. Empty parts are left out; rows of a table adjoin."""
-        text = cleaned(text).strip("\n")
+        text = self.without_data(cleaned(text)).strip("\n")
         first, line_end, more = text.partition("\n")
         is_row, after_row = " | " in first and (not more or more[0] == "\n"), self._after_row
         self._after_row = is_row and not line_end
@@ -185,8 +186,15 @@ class Parts:
         self._texts.append(text)
         self._length += len(text)
 
+    def without_data(self, text: str) -> str:
+        """Cut data URIs from a text that will be added, and count them for the document's notes."""
+        cut = without_data_uris(text)
+        self._embedded += cut.count(EMBEDDED) - text.count(EMBEDDED)
+        return cut
+
     def document(self, source: str, kind: str, notes: tuple[str, ...] = ()) -> Document:
         """Return the document of all parts. Raises EmptyFile if none has any text."""
+        notes += unread_note({"embedded data": self._embedded})
         if not self._texts:
             raise EmptyFile("; ".join(("empty: there is no text in it", *notes)))
         return Document(source, "".join(self._texts) + "\n", kind, notes, tuple(self._marks))

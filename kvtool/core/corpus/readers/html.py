@@ -18,7 +18,19 @@ from kvtool.core.corpus.readers.encoding import decode, of_text
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
 _UNSEEN = frozenset(
-    ("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object", "annotation", "annotation-xml")
+    (
+        "script",
+        "style",
+        "template",
+        "noscript",
+        "svg",
+        "iframe",
+        "canvas",
+        "object",
+        "datalist",
+        "annotation",
+        "annotation-xml",
+    )
 )
 _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<>]*+>|\?[^<>]*+>)", re.I)
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
@@ -36,6 +48,9 @@ _VOID = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
 )
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
+_CONTROLS = frozenset(("button", "input", "meter", "output", "progress", "select"))
+_STYLED = frozenset(("a", "b", "big", "em", "font", "i", "small", "span", "strong", "u"))
+_SHIFT = re.compile(r"vertical-align\s*+:\s*+(sup|sub)(?:er)?\b", re.I)  # as Google Docs and Word write <sup>
 _VALUED = frozenset(("", "text", "search", "tel", "url", "email", "number", "range", "date", "time", "month", "week"))
 _PICTURE = re.compile(r"[\w.-]+\.(?:png|jpe?g|gif|svg|webp|bmp|ico)|(?:image|img|photo|picture|spacer|blank)?", re.I)
 _BASE = re.compile(  # of an exponent: a number, a unit, a function, or brackets without words
@@ -160,6 +175,7 @@ class _Page:
         self._deeper = 0  # open tables that are not shown as such
         self._spare = 4 * len(text) + 10_000  # characters of labels that are repeated
         self._aside = ("", 0, False)  # the open one, its first word, and whether it is a link
+        self._shifted = ("", 0)  # the element whose style opened the aside, and how many of that name are open
         self._readings: list[str] = []  # of the block's ruby words
         self._formula = ""
         self._feed(shortened_references(text))
@@ -251,9 +267,15 @@ class _Page:
     def _open_inline(self, tag: str, attributes: dict[str, str]) -> None:
         """Say what an element shows that has no text of its own."""
         kind = attributes.get("type", "").lower()
+        last = self._words[-1][-1:] if self._words else ""
+        if tag in _CONTROLS and kind != "hidden" and (last.isalnum() or last == "%"):
+            self._words.append(" ")
+        if tag == "span" and self._line and attributes.get("role", "").lower() in ("cell", "gridcell", "columnheader"):
+            self._words.append(" | ")
+        self._shift(tag, attributes.get("style", ""))
         if tag == "a":
             self._aside = (*self._aside[:2], True)
-        elif tag == "img":
+        elif tag in ("img", "area") or (tag == "input" and kind == "image"):
             self._say(self._alternative(attributes))
         elif tag == "input" and kind in ("checkbox", "radio"):
             self._say("[x] " if "checked" in attributes else "[ ] ")
@@ -266,9 +288,21 @@ class _Page:
             self._say(f" {formula} ")
             self._hidden_by, self._hidden_depth = tag, 1
 
+    def _shift(self, tag: str, style: str) -> None:
+        """Begin an aside if an element's style raises or lowers its words; count the elements of its name in it."""
+        shift = _SHIFT.search(style) if tag in _STYLED else None
+        if tag == self._shifted[0]:
+            self._shifted = tag, self._shifted[1] + 1
+        elif shift and not self._aside[0]:
+            self._aside, self._shifted = (shift[1].lower(), len(self._words), False), (tag, 1)
+
     def _close(self, tag: str) -> None:
         if tag in _ASIDES or tag in ("ruby", "rb", "rtc"):
             self._end_aside()
+        elif tag == self._shifted[0]:
+            self._shifted = tag, self._shifted[1] - 1
+            if not self._shifted[1]:
+                self._end_aside()
         elif tag == "title":
             if self._title is None and (title := _collapsed("".join(self._words))):
                 self._title = _Block("heading", f"# {title}", self._line)
@@ -294,6 +328,7 @@ class _Page:
 
     def _end_aside(self) -> None:
         (kind, start, is_link), self._aside = self._aside, ("", 0, False)
+        is_styled, self._shifted = bool(self._shifted[0]), ("", 0)
         if kind not in _ASIDES:
             return
         text = "".join(self._words[start:])
@@ -304,7 +339,8 @@ class _Page:
             before = "".join(self._words[-4:])[-24:]
             if kind == "sub" and before[-1:] in ("/", "⁄") and self._words[-2:-1] and self._words[-2].startswith("^"):
                 self._words[-2] = " " + self._words[-2][1:]  # 1 1/2
-            self._words.append(raised(before, text, is_link) if kind == "sup" else lowered(before, text))
+            shown = raised(before, text, is_link) if kind == "sup" else lowered(before, text)
+            self._words.append(text if is_styled and shown == _collapsed(text) else shown)
 
     def _open_table(self, tag: str, attributes: dict[str, str]) -> None:
         if tag == "table" and len(self._tables) == _DEEPEST:
@@ -450,7 +486,7 @@ def raised(before: str, text: str, is_link: bool) -> str:
             return f"^{text}"
         return text if before[-1:].isspace() else f"[{text}]"
     if len(text) == 1 and text.isalpha():
-        if re.search(r"[^\W\d_]{3}$|[.,;:]$", before):
+        if re.search(r"[^\W\d_]{3}$|[.,;:]$", before) and not re.search(r"\b[IVXLCDM]++$", before):
             return f"[{text}]"
         return text if text in "eoards" else f"^{text}"
     return text

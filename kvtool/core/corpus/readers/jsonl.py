@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, shortened
+from kvtool.core.corpus.readers.document import (
+    EMBEDDED,
+    Document,
+    UnreadableFile,
+    shortened,
+    unread_note,
+    without_data_uris,
+)
 from kvtool.core.corpus.readers.encoding import of_text
 
 _TEXT_KEYS = ("text", "content", "body", "passage")
+_SPEAKERS = ("role", "speaker")
+_ANSWERED = frozenset(  # keys that are read beside a text, whatever their values
+    "q a question questions query prompt instruction input context answer answers response responses completion output "
+    "summary abstract description headline caption choices explanation rationale truth comments replies".split()
+)
+_ROW = re.compile(r"\S")
+_LAST_WORD = re.compile(r"[A-Z]?[a-z]+\Z|[A-Z]+\Z")  # of `best_answer` or `bestAnswer`
+_END = re.compile(r"[.?!…؟।][\"'”’»)]*\s*\Z")
+_LONGEST_REPEATED = 40  # characters of a value that is shown although the text has it, too
 _ROLES = ("role", "from", "speaker")
 _SAID = ("content", "value", "text")
 _NAMES = ("id", "_id", "uuid", "type")
@@ -23,10 +41,8 @@ _LONGEST_LABEL = 1000  # characters; a longer id names nothing
 def read(source: str, text: str) -> list[Document]:
     """Return one document for each line that holds a text."""
     texts: list[tuple[int, str, str]] = []  # line, id and text
-    notes: list[str] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    notes, embedded = list[str](), 0
+    for number, line in _rows(text):
         try:
             value = json.loads(line)
             full, why = _text(value), "no text"
@@ -37,6 +53,7 @@ def read(source: str, text: str) -> list[Document]:
             continue
         clean = _without_surrogates(full)
         texts.append((number, _label(value), clean))
+        embedded += 0 if EMBEDDED in line else clean.count(EMBEDDED)
         notes += [] if clean == full else [f"line {number}: lone surrogates replaced by U+FFFD"]
     if not texts:
         raise UnreadableFile(f"no line holds a text: {notes[0]}")
@@ -48,16 +65,77 @@ def read(source: str, text: str) -> list[Document]:
             while counts[label] == 1:
                 label = f"line {label}"
         documents.append(Document(f"{source}#{label}", clean, "text", (), (Mark(0, number),)))
-    return [replace(documents[0], notes=shortened(notes)), *documents[1:]]
+    return [replace(documents[0], notes=shortened(notes) + unread_note({"embedded data": embedded})), *documents[1:]]
+
+
+def _rows(text: str) -> list[tuple[int, str]]:
+    """Return the rows with their lines in the file: its lines, or indented objects one after another."""
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if _is_json(lines[0][1]):
+        return lines
+    rows, end, number = list[tuple[int, str]](), 0, 1
+    with suppress(ValueError, RecursionError):
+        while found := _ROW.search(text, end):
+            number += text.count("\n", end, start := found.start())
+            end = json.JSONDecoder().raw_decode(text, start)[1]
+            rows.append((number, text[start:end]))
+            number += rows[-1][1].count("\n")
+        return rows
+    return lines
+
+
+def _is_json(line: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        json.loads(line)
+        return True
+    return False
 
 
 def _text(value: object) -> str:
     row = value if isinstance(value, dict) else {}
-    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), None)
-    if text is None:
-        return value if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
-    title = row.get("title")
-    return f"{title}\n\n{text}" if isinstance(title, str) and title.strip() else text
+    name = next((key for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), "")
+    if not name:
+        return _words(value) if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
+    text, title = _without_data(row[name]), row.get("title")
+    others = {key: each for key, each in row.items() if key not in (name, "title")}
+    beside = "\n".join(_beside(others, row[name]))
+    role = next((row[key] for key in _SPEAKERS if isinstance(row.get(key), str) and row[key].strip()), "")
+    text = f"{role[0].upper()}{role[1:]}: {text}" if role else text
+    return "\n\n".join(each for each in (title, text, beside) if isinstance(each, str) and each.strip())
+
+
+def _beside(row: dict[str, object], text: str) -> Iterator[str]:
+    """Yield `Key: value` for what a row says beside its text: questions, answers, sentences, but no metadata."""
+    for key, value in row.items():
+        if isinstance(value, dict) and not _is_known(key):
+            yield from _beside(value, text)
+        elif _is_said(key, value, text):
+            yield from _lines(key, value)
+
+
+def _is_said(key: str, value: object, text: str) -> bool:
+    if isinstance(value, dict):
+        return any(_is_said(key if _is_known(key) else name, each, text) for name, each in value.items())
+    if isinstance(value, list):
+        return any(_is_said(key, each, text) for each in value)
+    if not isinstance(value, str):
+        return key.lower() == "answer" and value is not None
+    is_known = _is_known(key)
+    if not is_known and not _is_sentence(value):
+        return False
+    may_repeat = (not is_known or len(value) > _LONGEST_REPEATED) and 1000 * len(value) > len(text)  # linear
+    return not (may_repeat and value.strip() in text)
+
+
+def _is_known(key: str) -> bool:
+    word = _LAST_WORD.search(key[-20:])
+    return word is not None and word[0].lower() in _ANSWERED
+
+
+def _is_sentence(text: str) -> bool:
+    small = sum(word.isalpha() and word[0] == word[0].lower() for word in text.split())
+    is_prose = small > 5 or (small > 1 and _END.search(text)) or re.search("[。！？]", text)
+    return bool(is_prose) and not text.lstrip().startswith("<")
 
 
 def _has_words(value: object) -> bool:
@@ -92,8 +170,12 @@ def _words(value: object) -> str:
         is_vector = len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value)
         return f"{len(value):,} numbers, left out" if is_vector else ", ".join(filter(None, map(_words, value)))
     if isinstance(value, str):
-        return "picture, left out" if value.startswith("data:image/") else value
+        return "picture, left out" if value.startswith("data:image/") else _without_data(value)
     return "" if value is None else json.dumps(value)
+
+
+def _without_data(text: str) -> str:
+    return without_data_uris(f'"{text}"', base64=True)[1:-1]  # quotes end base64
 
 
 def _without_surrogates(text: str) -> str:

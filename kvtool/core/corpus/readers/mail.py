@@ -196,7 +196,7 @@ class _Text:
     def _add_text(self, part: Message) -> None:
         self._move(_begin(self._data, part, self._at))
         try:
-            text = _text(part)
+            text = self.made.without_data(_text(part))
         except UnreadableFile:
             return self._add_file(part)
         is_plain = not part.get_content_type().endswith("html")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from kvtool.core.corpus.readers.document import Document, Parts, UnreadableFile, cleaned, joined, shortened_references
 from kvtool.core.corpus.readers.encoding import of_text
+from kvtool.core.corpus.readers.text import document_of
 
 _BEGINNING = 20_000  # characters in which a page has its title or first section
 _PAGE = re.compile(r"^\.[ \t]*(?:TH|Dd|SH|Sh)\b", re.MULTILINE)
@@ -119,7 +120,7 @@ def read_latex(source: str, text: str) -> list[Document]:
     """Return one document, its sections as headings; its lines are those of the file."""
     text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], _ACCENT.sub(_letter, text))
     text = _SECTION.sub(lambda found: f"{'#' * _RANKS[found[1]]} {found[2]}", text)
-    return [Document(source, text, "markdown")]
+    return document_of(source, text, "markdown")
 
 
 def _letter(found: re.Match[str]) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import codecs
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, joined, table_row, unread_note
+from kvtool.core.corpus.readers.html import raised
 from kvtool.core.corpus.readers.ir import line
 
 _TOKEN = re.compile(
@@ -35,7 +39,8 @@ _COLLECTED = frozenset(
 )
 _KNOWN = _COLLECTED.union("shpinst do moMath nesttableprops".split())  # read although the mark `\*` precedes them
 _FLAGS = {"v": "hidden", "deleted": "deleted", "mvf": "deleted", "intbl": "table"}
-_FLAGS |= {"super": "superscript", "sub": "subscript"}
+_FLAGS |= {"super": "superscript", "sub": "subscript", "up": "raised", "dn": "lowered"}
+_POSITIONS = {"superscript": "superscript", "subscript": "subscript", "raised": "superscript", "lowered": "subscript"}
 _RESET = {"pard": {"table"}, "nosupersub": {"superscript", "subscript"}, "plain": {*_FLAGS.values()} - {"table"}}
 
 
@@ -114,7 +119,11 @@ class _Reader:
         group = self._groups[-1]
         if self._set(word, number or 0, group):
             return
-        if word in _UNSEEN or (is_starred and word not in _KNOWN) or (word[0] == "m" and word.endswith("Pr")):
+        if word == "ud" and "upr" in group.flags:
+            group.is_unseen, group.flags = False, group.flags - {"upr"}
+        elif word == "upr" and not group.is_unseen:  # a text in a code page, then in Unicode
+            group.is_unseen, group.flags = True, group.flags | {"upr"}
+        elif word in _UNSEEN or (is_starred and word not in _KNOWN) or (word[0] == "m" and word.endswith("Pr")):
             group.is_unseen = True
             self._objects += word == "objdata"
         elif group.is_unseen:
@@ -160,7 +169,7 @@ class _Reader:
         elif word in ("cell", "row") and group.pieces is not self._body:
             group.pieces.append((" | " if word == "cell" else "\n", ""))
         elif word == "cell":
-            self._cells.append(line(self._body))
+            self._cells.append(_line(self._body))
             self._body.clear()
         elif word == "row":
             self._end_row()
@@ -168,7 +177,7 @@ class _Reader:
     def _write(self, text: str) -> None:
         group = self._groups[-1]
         if not group.is_unseen and "deleted" not in group.flags:
-            group.pieces.append((text, next(iter(group.flags & {"superscript", "subscript"}), "")))
+            group.pieces.append((text, next((_POSITIONS[name] for name in _POSITIONS if name in group.flags), "")))
             if "hidden" in group.flags and text.strip():
                 self._hidden.append(text.strip())
 
@@ -188,7 +197,7 @@ class _Reader:
         group = self._groups.pop()
         if not group.kind or group.is_unseen:
             return
-        text, parent = line(group.pieces).strip(), self._groups[-1] if self._groups else group
+        text, parent = _line(group.pieces).strip(), self._groups[-1] if self._groups else group
         if group.kind in ("footnote", "endnote "):
             kind = group.kind.removeprefix("footnote")
             self._notes[kind] += 1
@@ -210,13 +219,24 @@ class _Reader:
             return
         if self._cells:
             self._end_row()
-        self._blocks += [*self._rows, "\n".join([line(self._body), *self._attached]), *[""] * (count - 1)]
+        self._blocks += [*self._rows, "\n".join([_line(self._body), *self._attached]), *[""] * (count - 1)]
         self._rows, self._attached = [], []
         self._body.clear()
 
     def _end_row(self) -> None:
         self._rows.append("\n".join([table_row(self._cells), *self._attached]))
         self._cells, self._attached = [], []
+
+
+def _line(pieces: Iterable[tuple[str, str]]) -> str:
+    """Join pieces, the marks of notes in brackets."""
+    shown, before = list[tuple[str, str]](), ""
+    for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
+        text = "".join(text for text, _ in group)
+        mark = raised(before, text, False) if position == "superscript" and before.strip() else ""
+        shown.append((text.replace(text.strip(), mark), "") if mark.startswith("[") else (text, position))
+        before = (before + text)[-24:]
+    return line(shown)
 
 
 def _codec(page: int) -> str:

@@ -29,29 +29,29 @@ def declared_encoding(data: bytes) -> str:
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    return _document(source, text, "text")
+    return document_of(source, text, "text")
 
 
 @of_text()
 def read_markdown(source: str, text: str) -> list[Document]:
-    return _document(source, text, "markdown")
+    return document_of(source, text, "markdown")
 
 
 @of_text(declared_encoding)
 def read_code(source: str, text: str) -> list[Document]:
-    return _document(source, text, "code")
+    return document_of(source, text, "code")
 
 
 @of_text()
 def read_json(source: str, text: str) -> list[Document]:
     """Return one document with the characters of `\\u` escapes, except quotes, backslashes and controls."""
-    return _document(source, _ESCAPE.sub(_escaped, text), "code", base64=True)
+    return document_of(source, _ESCAPE.sub(_escaped, text), "code", base64=True)
 
 
 @of_text(declared_encoding)
 def read_xml(source: str, text: str) -> list[Document]:
     """Return one document with the characters of references, except XML's own and controls."""
-    return _document(source, _ENTITY.sub(_referenced, text), "code", base64=True)
+    return document_of(source, _ENTITY.sub(_referenced, text), "code", base64=True)
 
 
 @of_text()
@@ -66,7 +66,8 @@ def read_calendar(source: str, text: str) -> list[Document]:
     return [joined(source, "text", lines, "\n", notes)]
 
 
-def _document(source: str, text: str, kind: str, *, base64: bool = False) -> list[Document]:
+def document_of(source: str, text: str, kind: str, *, base64: bool = False) -> list[Document]:
+    """Return one document, its embedded data cut."""
     cut = without_data_uris(text, base64=base64)
     return [Document(source, cut, kind, embedded_note(text, cut))]
 
@@ -85,4 +86,4 @@ def _referenced(found: re.Match[str]) -> str:
 
 @of_text()
 def read_table(source: str, text: str) -> list[Document]:
-    return [Document(source, text, "table")]
+    return document_of(source, text, "table")
