@@ -24,7 +24,7 @@ def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[El
             for graphic in shape.iterfind("a-graphic/a-graphicData/*"):
                 yield from graphic_texts(package, links, graphic)
         elif shape.tag == "AlternateContent":  # the first choice is for the newest programs
-            yield from shape_texts(package, links, shape[0] if len(shape) else ())
+            yield from shape_texts(package, links, next((each for each in shape if len(each)), ()))
         elif shape.tag in ("grpSp", "absoluteAnchor", "oneCellAnchor", "twoCellAnchor"):
             yield from shape_texts(package, links, shape)
         elif shape.tag == "pic":

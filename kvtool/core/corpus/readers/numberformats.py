@@ -21,6 +21,9 @@ _SECTION = re.compile(rf"(?:{_QUOTED}|[^;])+")
 _DATE = re.compile(rf"(?:\[(?![hms]+\])[^\]]*\]|(?!\[){_QUOTED}|[^ymdhs])*+[ymdhs]", re.IGNORECASE)
 _NUMBER_DOT = re.compile(rf"({_QUOTED})|\.(?=[^0#?]*$)")
 _DATE_DOT = re.compile(rf"((?:s|\[s+\])\.0+|{_QUOTED})|\.|g+|e+|a{{3,4}}", re.IGNORECASE)
+_RULE = re.compile(r"\[[<=>]")  # for which values a section is: those of both signs, unless it compares with 0
+_ZERO_RULE = re.compile(r"\[[<=>]+-?0\.?0*\]")
+_SIGNED = re.compile(r"[-(]|^[^1-9]*$")
 _PIECE = re.compile(r'"([^"]*)"|\\(.)|[_*].|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|(.)')
 
 
@@ -42,8 +45,9 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
 
     try:
         code = _mended(code)
-        if isinstance(value, float) and value:
-            first, *others = code.split(";")
+        first, *others = code.split(";")
+        has_rule = _RULE.search(code) is not None
+        if isinstance(value, float) and value and not has_rule:
             if plain := _PLAIN.fullmatch(others[0] if others and value < 0 else first):
                 before, after = (_PIECE.sub(r"\1\2\3\4", plain[side]) for side in (1, 5))
                 places = len(plain[3] or "")
@@ -51,9 +55,12 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
                 number = number.quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)
                 sign = "-" if number and value < 0 and not others else ""
                 return f"{sign}{before}{number:{',' if plain[2] else ''}.{places}f}{plain[4]}{after}"
-            if others and value < 0 and "general" in others[0].lower() and not re.search(r"\[[<=>]", code):
+            if others and value < 0 and "general" in others[0].lower():
                 value, code = -value, others[0]  # the section has a sign of its own
         written = str(format_value(value, code, date1904=is_1904))
+        is_negative = has_rule and isinstance(value, float) and value < 0
+        if is_negative and (len(others) == 1 or _RULE.search("".join(others[:1]))) and not _ZERO_RULE.search(code):
+            written = written if _SIGNED.search(written) else f"-{written}"
     except (ArithmeticError, ValueError, TypeError, LookupError):  # a date of year 10000, a format that is none
         return usual
     hides = not written.strip() and value
