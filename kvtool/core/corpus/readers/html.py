@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from html import unescape
+from html import escape, unescape
+from xml.etree import ElementTree
 
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document, EmptyFile, shortened_references, table_row, without_data_uris
 from kvtool.core.corpus.readers.encoding import decode, of_text
+from kvtool.core.corpus.readers.equations import linear
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
@@ -36,6 +39,9 @@ _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
 _ATTRIBUTE = re.compile(r"""([^\s"'=<>/]++)(?:\s*+=\s*+("[^"]*+"|'[^']*+'|[^\s"'>]++))?""")
 _RAW = {tag: re.compile(rf"</{tag}[\s/>]", re.I) for tag in ("script", "style")}
+_LONGEST_FORMULA = 20_000  # characters of MathML
+_NAMESPACE = re.compile(r"""(?<=<)\w+:|(?<=</)\w+:|\sxmlns(?::\w+)?\s*=\s*(?:"[^"]*"|'[^']*')""")
+_ENTITY = re.compile(r"&(?!(?:lt|gt|amp|quot);)\w+;")
 _DEEPEST = 12  # levels of a list or table that are shown: without a limit, text and work grow with depth squared
 _WIDEST = 100  # columns of a cell; more mean all there are
 _LONGEST_LABEL = 200  # characters of a cell that are repeated in each row and column that it covers
@@ -203,6 +209,8 @@ class _Page:
             if found[1]:
                 tag = found[1].lower()
                 self._tag(tag, text[found.end() : end - 1])
+                if tag == "math" and not self._hidden_by and (formula := _linear(text, start)):
+                    self._show_formula(formula)
                 if tag in _RAW and text[end - 2] != "/":
                     closing = _RAW[tag].search(text, end)
                     at = closing.start() if closing else len(text)
@@ -284,9 +292,12 @@ class _Page:
         elif tag == "option":
             self._say(" [x] " if "selected" in attributes else " ")
         elif tag == "math" and (formula := unescape(attributes.get("alttext", ""))):
-            self._formula = formula
-            self._say(f" {formula} ")
-            self._hidden_by, self._hidden_depth = tag, 1
+            self._show_formula(formula)
+
+    def _show_formula(self, formula: str) -> None:
+        self._formula = formula
+        self._say(f" {formula} ")
+        self._hidden_by, self._hidden_depth = "math", 1
 
     def _shift(self, tag: str, style: str) -> None:
         """Begin an aside if an element's style raises or lowers its words; count the elements of its name in it."""
@@ -451,6 +462,15 @@ def _tag_end(text: str, at: int, dead: set[int]) -> int:
             return found.end()
     dead.update(values)
     return -1
+
+
+def _linear(text: str, start: int) -> str:
+    """Return the formula in MathML that begins here, in one line; "" if it is not well-formed."""
+    end = text.find("</math>", start, start + _LONGEST_FORMULA)
+    markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", text[start:end]))
+    with suppress(ElementTree.ParseError, RecursionError):
+        return linear(ElementTree.fromstring(f"{markup}</math>")).strip() if end > 0 else ""
+    return ""
 
 
 def _number(attributes: dict[str, str], name: str, default: int) -> int:
