@@ -165,7 +165,7 @@ def test_notes_of_a_table_follow_it() -> None:
     notes = {"footnotes": part("footnotes", f'<w:footnote w:id="2">{p(run("in crowns"))}</w:footnote>')}
     head = f"<w:tc>{p(run('Fee') + _REFERENCE)}</w:tc>"
     assert text_of(table(head + cell("Pier"), cell("6") + cell("North")), notes) == (
-        "Fee[1] | Pier\n\n6 | North\n\n[1] in crowns"
+        "Fee[1] | Pier\n6 | North\n\n[1] in crowns"
     )
 
 
@@ -298,7 +298,7 @@ def test_charts_are_read_as_tables() -> None:
     chart = f"<c:chartSpace {_SPACES}><c:chart>{title}{series}</c:chart></c:chartSpace>"
     drawn = '<w:r><w:drawing><wp:docPr descr="A bar chart"/><c:chart r:id="chart1"/></w:drawing></w:r>'
     assert text_of(p(drawn), {"chart1": chart}) == (
-        "[image: A bar chart]\n\nCatch by month\n\n | Catch\n\nMay | 4.4\n\nJune | 7"
+        "[image: A bar chart]\n\nCatch by month\n\n | Catch\nMay | 4.4\nJune | 7"
     )
 
 
@@ -410,7 +410,7 @@ def test_cells_keep_their_columns() -> None:
         cell("both", '<w:gridSpan w:val="2"/>') + cell("9"),
         cell("Closed in winter", '<w:gridSpan w:val="3"/>'),
     )
-    assert text_of(body).split("\n\n") == [
+    assert text_of(body).replace("\n\n", "\n").split("\n") == [
         *("Pier | May | June", "North |  | 4", " | 7 | 8", "both | both | 9", "Closed in winter"),
     ]
 
@@ -422,7 +422,7 @@ def test_labels_of_merged_rows_are_repeated() -> None:
         cell("", more) + cell("June") + cell("4"),
         cell("South", first) + cell("May") + cell("5"),
     )
-    assert text_of(body).split("\n\n") == ["North | May | 3", "North | June | 4", "South | May | 5"]
+    assert text_of(body).split("\n") == ["North | May | 3", "North | June | 4", "South | May | 5"]
 
 
 def test_a_table_within_a_cell_stays_in_it() -> None:
@@ -434,7 +434,7 @@ def test_a_table_within_a_cell_stays_in_it() -> None:
 def test_a_table_that_only_frames_others_is_none() -> None:
     inner = table(cell("a") + cell("b"), cell("c") + cell("d"))
     document = read(docx(table(cell("") + f"<w:tc>{p(run('Head'))}{inner}</w:tc>")))
-    assert document.text == "Head\n\na | b\n\nc | d\n"
+    assert document.text == "Head\n\na | b\nc | d\n"
     assert [mark.place for mark in document.marks] == ["¶ 2", "¶ 3", "¶ 4"]
 
 
@@ -443,7 +443,7 @@ def test_long_texts_of_merged_cells_are_not_repeated() -> None:
     body = table(
         cell(long, '<w:gridSpan w:val="2"/>') + cell("a"), cell(long, '<w:vMerge w:val="restart"/>') + cell("b")
     )
-    assert text_of(body).split("\n\n") == [f"{long.strip()} |  | a", f"{long.strip()} | b"]
+    assert text_of(body).split("\n") == [f"{long.strip()} |  | a", f"{long.strip()} | b"]
 
 
 def test_an_odd_grid_does_not_lose_the_file() -> None:

@@ -167,14 +167,17 @@ class Parts:
         self._texts: list[str] = []
         self._marks: list[Mark] = []
         self._length = 0
+        self._after_row = False  # the last part is a row of a table
 
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
-        """Add a part, after `gap` or else the usual gap. A part without text is left out."""
+        """Add a part, after `gap` or else the usual gap. A part without text is left out; the rows of a table adjoin."""
         text = cleaned(text).strip("\n")
+        after_row, self._after_row = self._after_row, " | " in text and "\n" not in text
         if not text.strip():
             return
         if self._texts:
-            text = (self.gap if gap is None else gap) + text
+            usual = "\n" if after_row and self._after_row else self.gap
+            text = (usual if gap is None else gap) + text
         if not self._marks or self._marks[-1].place != place:
             self._marks.append(Mark(self._length + len(text) - len(text.lstrip("\n")), place))
         self._texts.append(text)

@@ -57,7 +57,12 @@ def page_text(lines: Sequence[Sequence[Piece]], is_ruled: Callable[[Edges], bool
     rows: list[list[Piece]] = []
     for line in lines:
         last = rows[-1][-1] if rows else None
-        if last and last.text[-1:] != HYPHEN and last.is_beside(line[0]) and line[0].left > last.right - 1:
+        if (
+            last
+            and last.text[-1:] != HYPHEN
+            and last.is_beside(line[0])
+            and line[0].left > last.right - last.height / 3
+        ):
             rows[-1] += line
         else:
             rows.append([*line])
@@ -82,7 +87,8 @@ def _cells(row: list[Piece]) -> list[Piece]:
             if gap > CELL * piece.height:
                 cells.append(piece)
                 continue
-            if gap > _SPACE * piece.height and not last.text[-1:].isspace() and not text[:1].isspace():
+            is_apart = gap > _SPACE * piece.height or (last.text[-1:].isdigit() and text[:1].isdigit())
+            if is_apart and not last.text[-1:].isspace() and not text[:1].isspace():
                 text = " " + text
         edges = min(last.bottom, piece.bottom), max(last.right, piece.right), max(last.top, piece.top)
         cells[-1] = Piece(last.text + text, last.left, *edges)
