@@ -107,6 +107,22 @@ def test_english_signs_and_single_accents_are_western(text: str) -> None:
     assert read(f"Note: {text}\n".encode("cp1252")).text == f"Note: {text}\n"
 
 
+ROWS = """day{},1{}°C | day{};Köln;1{}°C | rope{};1{}€ | at {} it was 1{}° | see §{} and §1{} | {} ±1{} mm | {};1{}µm
+ | {};£1{}.50 | {};Müller;£1{}.50 | {};1{}½ | {};Größe1{}ü"""
+
+
+@pytest.mark.parametrize("row", ROWS.split(" | "))
+def test_signs_at_many_numbers_are_western(row: str) -> None:
+    text = "".join(row.format(number, number) + "\n" for number in range(30))
+    assert read(text.encode("cp1252"), "a.csv").text == text
+
+
+def test_different_units_are_western() -> None:
+    text = "25°C±2°C, 10°F; 5 µm; 6 µl; 5µF; 6µV; 45°N; 9°E; £5, €6, ¥7; 1996–2000; 3½; «10»; Nº5; 2ª\n"
+    assert read(text.encode("cp1252")).text == text
+    assert read(b"item;10\xa4\nother;11\xa4\n", "a.csv").text == "item;10€\nother;11€\n"
+
+
 def test_a_log_with_terminal_colours_is_no_japanese() -> None:
     text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
     assert read(text.encode()) == Document("/corpus/a.txt", text, "text")

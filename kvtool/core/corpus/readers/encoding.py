@@ -74,6 +74,12 @@ _SEVEN_BIT = (  # Korean and Japanese for mail
     (re.compile(rb"\x1b\$\)C[^\x0e]*\x0e(?:[!-~]{2})+\x0f"), "iso2022_kr"),
     (re.compile(rb"\x1b\$[@B](?:[!-~]{2})+\x1b\([BJ]"), "iso2022_jp_ext"),
 )
+_TOUCHED = r"[^\x00-@\[-`{-\x7f–]"  # what a sign or unit does not touch
+_MEASURE = re.compile(
+    rf"(?<=\d)(?:[¢§±µ½¼¾²³¹×ªº©°»]|µ[A-Za-z]{{1,2}}|–(?=\d))(?!{_TOUCHED})|(?<=[A-Z])±(?=\d)"
+    rf"|(?<!{_TOUCHED})(?:[§±©«](?=\d)|(?:[£€¥]|°[CFKNSEWO]|µ[A-Zlms])(?!{_TOUCHED}))"
+)
+_DIGITS = re.compile(rb"\d+")
 _FEW_NULS, _NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)"), re.compile(rb"(?<=[^\s\0])\0+(?=[^\s\0])")
 _CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
@@ -246,7 +252,8 @@ def _sample(data: bytes) -> bytes:
 
 def _guess(sample: bytes, final: bool) -> str:
     """Return the encoding in which the words that are not ASCII cost least; the first of equals."""
-    words = b" ".join(dict.fromkeys(word for word in _BETWEEN.split(sample) if _FOREIGN.search(word)))[:_MOST_WORDS]
+    found = (_DIGITS.sub(b"0", word) for word in _BETWEEN.split(sample) if _FOREIGN.search(word))
+    words = b" ".join(dict.fromkeys(found))[:_MOST_WORDS]
     costs = {}
     for codec in (*_ALPHABETS, *_CHARACTERS):
         text = _decoded(words, codec, final and len(words) < _MOST_WORDS)
@@ -267,6 +274,7 @@ def _decoded(data: bytes, codec: str, final: bool) -> str:
 
 def _oddities(text: str) -> int:
     """Count what no writer writes: signs within words, words of two scripts, capitals after small letters."""
+    text = _MEASURE.sub("", text)
     capitals = sum(a.islower() and b.isupper() and not (a + b).isascii() for a, b in pairwise(text))
     return len(_ODD.findall(text)) + capitals
 
@@ -274,7 +282,7 @@ def _oddities(text: str) -> int:
 def _cost_of_letters(text: str) -> int:
     """Return the cost of a text in the language that suits it best."""
     capitals = sum(a.isalpha() and b.isupper() and not b.isascii() for a, b in pairwise(text))
-    text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in text))
+    text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in _MEASURE.sub("", text)))
     pairs = Counter(map("".join, zip(f" {text}", f"{text} ", strict=True)))
     del pairs["  "]
     return _CAPITAL_COST * capitals + min(
