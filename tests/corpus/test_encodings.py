@@ -123,6 +123,24 @@ def test_different_units_are_western() -> None:
     assert read(b"item;10\xa4\nother;11\xa4\n", "a.csv").text == "item;10€\nother;11€\n"
 
 
+@pytest.mark.parametrize(
+    ("label", "codec", "text"),
+    [
+        *((label, "cp1252", "1996–2000, 40 €, “fine”") for label in ("iso-8859-1", "ISO_8859-1", "latin1", "us-ascii")),
+        *((label, "cp1255", "שלום עולם") for label in ("iso-8859-8-i", "logical", "windows-1255")),
+        *((label, "cp932", "①鍵") for label in ("shift_jis", "x-sjis", "windows-31j")),
+        *(("iso-8859-9", "cp1254", "Şişli – “açık”"), ("tis-620", "cp874", "ก…"), ("windows-874", "cp874", "ก…")),
+        *(("x-euc-jp", "euc_jp", "鍵"), ("gb2312", "gb18030", "王镕"), ("ks_c_5601-1987", "cp949", "똠")),
+        *(("big5", "big5hkscs", "碁"), ("win-1251", "cp1251", "Да"), ("x-mac-cyrillic", "mac_cyrillic", "Да")),
+    ],
+)
+def test_declared_encodings_are_read_as_by_browsers(label: str, codec: str, text: str) -> None:
+    page = f'<html><head><meta charset="{label}"></head><p>{text}</p></html>'
+    mail = f"From: a@b.c\nContent-Type: text/plain; charset={label}\n\n{text}\n"
+    assert text in read(page.encode(codec), "a.html").text
+    assert text in read(mail.encode(codec), "a.eml").text
+
+
 def test_a_log_with_terminal_colours_is_no_japanese() -> None:
     text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
     assert read(text.encode()) == Document("/corpus/a.txt", text, "text")

@@ -81,12 +81,20 @@ _MEASURE = re.compile(
 )
 _DIGITS = re.compile(rb"\d+")
 _FEW_NULS, _NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)"), re.compile(rb"(?<=[^\s\0])\0+(?=[^\s\0])")
+_C1 = re.compile("[\x80-\x9f]")
 _CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
     **{"cp1252": 14, "iso8859_15": 10, "cp1250": 4, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
     **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0, "cp737": -8},
     **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8, "cp037": -8},
+}
+_LABELS = {"logical": "iso8859_8", "visual": "iso8859_8", "windows-31j": "cp932"}  # that Python does not know
+_VENDOR = re.compile(r"(?:windows|win|cp|dos)-(?=\d)")
+_SUPERSETS = {  # encoding → what browsers take its name for (WHATWG Encoding Standard), or a superset of it
+    **{"iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-8": "cp1255", "tis-620": "cp874", "iso8859-11": "cp874"},
+    **{"shift_jis": "cp932", "euc_jp": "euc_jis_2004", "gb2312": "gb18030", "gbk": "gb18030", "euc_kr": "cp949"},
+    "big5": "big5hkscs",
 }
 _CHARACTERS = {  # encoding → first bytes of its common characters, and of kana and punctuation; frequent characters
     "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), "chinese"),
@@ -156,12 +164,24 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
     if text is not None:
         _refuse_controls(data, 0.1)
         return text, ()
-    named = _strict(data, declared) if is_charset(declared) else None
+    named = _as_declared(data, declared.lower())
     if named is not None:
         return named, ()
     if _is_damaged_utf8(data):
         return _repaired(data, "utf-8")
     return _repaired(data, chosen.get()) if chosen.get() else _legacy(data)
+
+
+def _as_declared(data: bytes, label: str) -> str | None:
+    """Decode as the file states, or by a superset of that encoding if bytes are invalid or control characters."""
+    codec = _LABELS.get(label) or _VENDOR.sub("cp", label.removeprefix("x-").removesuffix("-i"))
+    if not is_charset(codec):
+        return None
+    text = _strict(data, codec)
+    superset = _SUPERSETS.get(codecs.lookup(codec).name)
+    if superset and (text is None or _C1.search(text)):
+        return _strict(data, superset) or text
+    return text
 
 
 def _without_nuls(data: bytes) -> Decoded | None:
