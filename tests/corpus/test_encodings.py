@@ -141,6 +141,21 @@ def test_declared_encodings_are_read_as_by_browsers(label: str, codec: str, text
     assert text in read(mail.encode(codec), "a.eml").text
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        "The café opens, Größe".encode() + b"\xc3",
+        "Line one: Größe\n".encode() + b"Line two: Gr\xf6e\n",
+        "Zoë’s 20 °C, caf".encode() + b"\xc3 \n",
+        "à la café".encode() + b"\xe9",
+    ],
+)
+def test_utf8_with_few_accents_and_a_broken_one(data: bytes) -> None:
+    document = read(data)
+    assert document.text == data.decode("utf-8", "replace")
+    assert document.notes == ("1 invalid utf-8 bytes replaced by U+FFFD",)
+
+
 def test_a_log_with_terminal_colours_is_no_japanese() -> None:
     text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
     assert read(text.encode()) == Document("/corpus/a.txt", text, "text")

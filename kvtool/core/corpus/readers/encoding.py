@@ -61,6 +61,7 @@ _WRITTEN = re.compile(  # what real text in UTF-16 is made of
     "\uff00-\uffef\U0001f300-\U0001faff]"
 )
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_UTF8_LATIN = re.compile(r"(?<=[0-9A-Za-z])[¡-ɏ]{1,3}|[¡-ɏ]{1,3}(?=[0-9A-Za-z])|\bà\b|[‐-⁞€™]")  # rarely by chance
 _NO_LETTER = re.compile(r"[\x00-@\[-`{-\x7f\xa0’]")
 _L, _SIGN = r"[^\W\d_]", "[\xa0-©«-´¶¸¹»-¿×÷„‚“”•…‹›€™]"
 _BROKEN = re.compile("[\x80-\x84\x86-\x9f\ufffd]")
@@ -217,11 +218,13 @@ def _refuse_controls(data: bytes, most: float) -> None:
 
 
 def _is_damaged_utf8(data: bytes) -> bool:
-    """Return True if most non-ASCII characters are valid UTF-8 and only a few bytes are not."""
+    """Return True if at most one non-ASCII character in five is invalid UTF-8, or half of them among Western words."""
     sample = data[: _SAMPLE * 8]
     text = sample.decode("utf-8", "replace")
     bad = text.count("\ufffd") - sample.count(b"\xef\xbf\xbd")
     good = len(_NOT_ASCII.findall(text)) - bad
+    if len(_NOT_ASCII.findall(_UTF8_LATIN.sub("", text))) == text.count(_REPLACED):
+        return good >= bad
     return good >= 4 * bad
 
 
