@@ -156,6 +156,14 @@ def test_utf8_with_few_accents_and_a_broken_one(data: bytes) -> None:
     assert document.notes == ("1 invalid utf-8 bytes replaced by U+FFFD",)
 
 
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [("cp1255", "שלום לכולם"), ("cp1255", "שלום"), ("iso8859_8", "מנהל המעגן"), ("cp1251", "план"), ("cp1253", "την")],
+)
+def test_hebrew_words_among_english_ones(codec: str, text: str) -> None:
+    assert read(f"Notes: {text} (page 4).\n".encode(codec)).text == f"Notes: {text} (page 4).\n"
+
+
 def test_a_log_with_terminal_colours_is_no_japanese() -> None:
     text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
     assert read(text.encode()) == Document("/corpus/a.txt", text, "text")
