@@ -164,6 +164,11 @@ def test_hebrew_words_among_english_ones(codec: str, text: str) -> None:
     assert read(f"Notes: {text} (page 4).\n".encode(codec)).text == f"Notes: {text} (page 4).\n"
 
 
+@pytest.mark.parametrize("text", ["灯台の鍵", "港の門", "カメラ"])
+def test_kana_in_euc_are_japanese(text: str) -> None:
+    assert read(f"Key list: {text} is here.\n".encode("euc_jp")).text == f"Key list: {text} is here.\n"
+
+
 def test_a_log_with_terminal_colours_is_no_japanese() -> None:
     text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
     assert read(text.encode()) == Document("/corpus/a.txt", text, "text")

@@ -107,7 +107,7 @@ _CHARACTERS = {  # encoding → first bytes of its common characters, and of kan
     "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), "taiwanese"),
     "johab": (range(0x88, 0xD4), range(0xD8, 0xDF), "korean"),
 }
-_KANA = re.compile("[ぁ-んァ-ヺー、。，]")
+_KANA, _STOPS = re.compile("[ぁ-んァ-ヺー]"), "、。，"
 _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 18, 20, 50
 
 
@@ -336,7 +336,7 @@ def _cost_of_characters(text: str, codec: str) -> int:
         first, second, *_ = code = (*char.encode(codec, "replace"), 0)
         if char in _data()[frequent][0]:
             cost += _FREQUENT_COST
-        elif _KANA.match(char):
+        elif char in _STOPS or (frequent == "japanese" and _KANA.match(char)):
             cost += _KANA_COST
         elif first in common and len(code) == 3 and (second > 0xA0 or codec not in ("cp949", "gb18030")):
             cost += _COMMON_COST
