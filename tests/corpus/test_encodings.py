@@ -180,11 +180,27 @@ def test_runs_of_nul_bytes_are_left_out_of_a_log() -> None:
     assert document.notes == ("1112 NUL bytes left out",)
 
 
+@pytest.mark.parametrize("codec", ["utf-8", "cp1252"])
+def test_runs_of_nul_bytes_in_a_log_of_another_encoding(codec: str) -> None:
+    document = read(b"07:40 start\n" + bytes(5000) + "07:55 Größe restart\n".encode(codec))
+    assert document.text == "07:40 start\n07:55 Größe restart\n"
+    assert document.notes[0] == "5000 NUL bytes left out"
+
+
 @pytest.mark.parametrize(
     "data",
     [b"SQLite format 3\0\x10\0\x01\x01" + bytes(40), b"a\0b" + bytes(30), b"ab\1\2cd" + bytes(60), bytes(80)],
 )
 def test_nul_bytes_of_binary_files_are_refused(data: bytes) -> None:
+    with pytest.raises(UnreadableFile, match="binary"):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [bytes(50) + bytes(range(128, 256)), b"a" + bytes(9) + b"\xff\xfe\x84"],
+)
+def test_runs_of_nul_bytes_among_others_are_refused(data: bytes) -> None:
     with pytest.raises(UnreadableFile, match="binary"):
         read(data)
 

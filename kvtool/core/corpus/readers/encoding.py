@@ -84,7 +84,7 @@ _MEASURE = re.compile(
 _DIGITS = re.compile(rb"\d+")
 _FEW_NULS, _NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)"), re.compile(rb"(?<=[^\s\0])\0+(?=[^\s\0])")
 _C1 = re.compile("[\x80-\x9f]")
-_CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
+_CONTROL = re.compile(b"[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
     **{"cp1252": 14, "iso8859_15": 10, "cp1250": 4, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
@@ -157,7 +157,7 @@ def _with_bom(data: bytes) -> Decoded | None:
 
 def _without_bom(data: bytes, declared: str) -> Decoded:
     if b"\0" in data:
-        return _without_nuls(data) or (_utf16(data), ())
+        return _without_nuls(data, declared) or (_utf16(data), ())
     for pattern, codec in _SEVEN_BIT:
         if pattern.search(data):
             read, notes = _repaired(data, codec)
@@ -186,12 +186,14 @@ def _as_declared(data: bytes, label: str) -> str | None:
     return text
 
 
-def _without_nuls(data: bytes) -> Decoded | None:
+def _without_nuls(data: bytes, declared: str) -> Decoded | None:
     """Decode a log in which a crash has left runs of NUL bytes."""
-    text = None if _FEW_NULS.search(data) else _strict(_NULS.sub(b" ", data).replace(b"\0", b""), "utf-8")
-    if text is None or _CONTROL.search(text) or not text.strip():
+    written = b"" if _FEW_NULS.search(data) else _NULS.sub(b" ", data).replace(b"\0", b"")
+    is_text = 2 * len(_FOREIGN.findall(written)) <= len(written) or _strict(written, "utf-8")
+    if not is_text or not written.strip() or _CONTROL.search(written):
         return None
-    return text, (f"{data.count(0)} NUL bytes left out",)
+    text, notes = _without_bom(written, declared)
+    return text, (f"{data.count(0)} NUL bytes left out", *notes)
 
 
 def _strict(data: bytes, codec: str) -> str | None:
