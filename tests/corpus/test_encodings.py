@@ -156,6 +156,10 @@ def test_utf8_with_few_accents_and_a_broken_one(data: bytes) -> None:
     assert document.notes == ("1 invalid utf-8 bytes replaced by U+FFFD",)
 
 
+def test_two_characters_in_big5_are_no_damaged_utf8() -> None:
+    assert read("The office is in 數量 now.\n".encode("big5")).text == "The office is in 數量 now.\n"
+
+
 @pytest.mark.parametrize(
     ("codec", "text"),
     [("cp1255", "שלום לכולם"), ("cp1255", "שלום"), ("iso8859_8", "מנהל המעגן"), ("cp1251", "план"), ("cp1253", "την")],

@@ -61,7 +61,9 @@ _WRITTEN = re.compile(  # what real text in UTF-16 is made of
     "\uff00-\uffef\U0001f300-\U0001faff]"
 )
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-_UTF8_LATIN = re.compile(r"(?<=[0-9A-Za-z])[¡-ɏ]{1,3}|[¡-ɏ]{1,3}(?=[0-9A-Za-z])|\bà\b|[‐-⁞€™]")  # rarely by chance
+_UTF8_LATIN = re.compile(  # rarely by chance
+    r"(?<=[0-9A-Za-z])[¡-ɏ]{1,3}|(?<!\ufffd)[¡-ɏ]{1,3}(?=[0-9A-Za-z])|\bà\b|[‐-⁞€™]"
+)
 _NO_LETTER = re.compile(r"[\x00-@\[-`{-\x7f\xa0’]")
 _L, _SIGN = r"[^\W\d_]", "[\xa0-©«-´¶¸¹»-¿×÷„‚“”•…‹›€™]"
 _BROKEN = re.compile("[\x80-\x84\x86-\x9f\ufffd]")
