@@ -107,6 +107,72 @@ def test_english_signs_and_single_accents_are_western(text: str) -> None:
     assert read(f"Note: {text}\n".encode("cp1252")).text == f"Note: {text}\n"
 
 
+ROWS = """day{},1{}°C | day{};Köln;1{}°C | rope{};1{}€ | at {} it was 1{}° | see §{} and §1{} | {} ±1{} mm | {};1{}µm
+ | {};£1{}.50 | {};Müller;£1{}.50 | {};1{}½ | {};Größe1{}ü"""
+
+
+@pytest.mark.parametrize("row", ROWS.split(" | "))
+def test_signs_at_many_numbers_are_western(row: str) -> None:
+    text = "".join(row.format(number, number) + "\n" for number in range(30))
+    assert read(text.encode("cp1252"), "a.csv").text == text
+
+
+def test_different_units_are_western() -> None:
+    text = "25°C±2°C, 10°F; 5 µm; 6 µl; 5µF; 6µV; 45°N; 9°E; £5, €6, ¥7; 1996–2000; 3½; «10»; Nº5; 2ª\n"
+    assert read(text.encode("cp1252")).text == text
+    assert read(b"item;10\xa4\nother;11\xa4\n", "a.csv").text == "item;10€\nother;11€\n"
+
+
+@pytest.mark.parametrize(
+    ("label", "codec", "text"),
+    [
+        *((label, "cp1252", "1996–2000, 40 €, “fine”") for label in ("iso-8859-1", "ISO_8859-1", "latin1", "us-ascii")),
+        *((label, "cp1255", "שלום עולם") for label in ("iso-8859-8-i", "logical", "windows-1255")),
+        *((label, "cp932", "①鍵") for label in ("shift_jis", "x-sjis", "windows-31j")),
+        *(("iso-8859-9", "cp1254", "Şişli – “açık”"), ("tis-620", "cp874", "ก…"), ("windows-874", "cp874", "ก…")),
+        *(("x-euc-jp", "euc_jp", "鍵"), ("gb2312", "gb18030", "王镕"), ("ks_c_5601-1987", "cp949", "똠")),
+        *(("big5", "big5hkscs", "碁"), ("win-1251", "cp1251", "Да"), ("x-mac-cyrillic", "mac_cyrillic", "Да")),
+    ],
+)
+def test_declared_encodings_are_read_as_by_browsers(label: str, codec: str, text: str) -> None:
+    page = f'<html><head><meta charset="{label}"></head><p>{text}</p></html>'
+    mail = f"From: a@b.c\nContent-Type: text/plain; charset={label}\n\n{text}\n"
+    assert text in read(page.encode(codec), "a.html").text
+    assert text in read(mail.encode(codec), "a.eml").text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "The café opens, Größe".encode() + b"\xc3",
+        "Line one: Größe\n".encode() + b"Line two: Gr\xf6e\n",
+        "Zoë’s 20 °C, caf".encode() + b"\xc3 \n",
+        "à la café".encode() + b"\xe9",
+    ],
+)
+def test_utf8_with_few_accents_and_a_broken_one(data: bytes) -> None:
+    document = read(data)
+    assert document.text == data.decode("utf-8", "replace")
+    assert document.notes == ("1 invalid utf-8 bytes replaced by U+FFFD",)
+
+
+def test_two_characters_in_big5_are_no_damaged_utf8() -> None:
+    assert read("The office is in 數量 now.\n".encode("big5")).text == "The office is in 數量 now.\n"
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [("cp1255", "שלום לכולם"), ("cp1255", "שלום"), ("iso8859_8", "מנהל המעגן"), ("cp1251", "план"), ("cp1253", "την")],
+)
+def test_hebrew_words_among_english_ones(codec: str, text: str) -> None:
+    assert read(f"Notes: {text} (page 4).\n".encode(codec)).text == f"Notes: {text} (page 4).\n"
+
+
+@pytest.mark.parametrize("text", ["灯台の鍵", "港の門", "カメラ"])
+def test_kana_in_euc_are_japanese(text: str) -> None:
+    assert read(f"Key list: {text} is here.\n".encode("euc_jp")).text == f"Key list: {text} is here.\n"
+
+
 def test_a_log_with_terminal_colours_is_no_japanese() -> None:
     text = "\x1b[31mfailed\x1b[0m pump 3 $B\n"
     assert read(text.encode()) == Document("/corpus/a.txt", text, "text")
@@ -118,11 +184,27 @@ def test_runs_of_nul_bytes_are_left_out_of_a_log() -> None:
     assert document.notes == ("1112 NUL bytes left out",)
 
 
+@pytest.mark.parametrize("codec", ["utf-8", "cp1252"])
+def test_runs_of_nul_bytes_in_a_log_of_another_encoding(codec: str) -> None:
+    document = read(b"07:40 start\n" + bytes(5000) + "07:55 Größe restart\n".encode(codec))
+    assert document.text == "07:40 start\n07:55 Größe restart\n"
+    assert document.notes[0] == "5000 NUL bytes left out"
+
+
 @pytest.mark.parametrize(
     "data",
     [b"SQLite format 3\0\x10\0\x01\x01" + bytes(40), b"a\0b" + bytes(30), b"ab\1\2cd" + bytes(60), bytes(80)],
 )
 def test_nul_bytes_of_binary_files_are_refused(data: bytes) -> None:
+    with pytest.raises(UnreadableFile, match="binary"):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [bytes(50) + bytes(range(128, 256)), b"a" + bytes(9) + b"\xff\xfe\x84"],
+)
+def test_runs_of_nul_bytes_among_others_are_refused(data: bytes) -> None:
     with pytest.raises(UnreadableFile, match="binary"):
         read(data)
 

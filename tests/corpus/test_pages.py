@@ -328,6 +328,15 @@ def test_folded_lines_of_calendars() -> None:
     assert read(plain, "a.ics").text == plain.replace("\r", "")
 
 
+@pytest.mark.parametrize("start", [1, 2])
+def test_calendar_lines_folded_within_a_character(start: int) -> None:
+    letters = "é€".encode()
+    data = (
+        b"SUMMARY:Caf" + letters[:start] + b"\r\n " + letters[start:4] + b"\r\n\t" + letters[4:] + b" meeting\r\nB\r\n"
+    )
+    assert read_documents(Path("/corpus/a.ics"), data)[0].text == "SUMMARY:Café€ meeting\nB\n"
+
+
 def test_business_cards() -> None:
     wrapped = "\n ".join(FONT[at : at + 72] for at in range(0, len(FONT), 72))
     document = read(f"FN:Jörg\n  Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")

@@ -61,6 +61,9 @@ _WRITTEN = re.compile(  # what real text in UTF-16 is made of
     "\uff00-\uffef\U0001f300-\U0001faff]"
 )
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_UTF8_LATIN = re.compile(  # rarely by chance
+    r"(?<=[0-9A-Za-z])[¡-ɏ]{1,3}|(?<!\ufffd)[¡-ɏ]{1,3}(?=[0-9A-Za-z])|\bà\b|[‐-⁞€™]"
+)
 _NO_LETTER = re.compile(r"[\x00-@\[-`{-\x7f\xa0’]")
 _L, _SIGN = r"[^\W\d_]", "[\xa0-©«-´¶¸¹»-¿×÷„‚“”•…‹›€™]"
 _BROKEN = re.compile("[\x80-\x84\x86-\x9f\ufffd]")
@@ -68,19 +71,34 @@ _ODD = re.compile(  # where a wrong encoding shows
     "[\x80-\x84\x86-\x9f\ue000-\uf8ff\ufffd¤¦¨¬¯¸¶\xad†‡‰ƒ˜÷ˆ\u02c0-\u02ff\u2200-\u25ff]"
     f"|{_L}{_SIGN}(?={_L})|[A-Za-zÀ-ɏ](?=[Ͱ-\u06ff])|[Ͱ-\u06ff](?=[A-Za-zÀ-ɏ])"
 )
+_HEBREW_ENDING = re.compile("[א-ת]{2}[םן](?![א-ת])")  # letters that only end words
 _MOST_WORDS = 1200  # bytes that are compared, by costs of -2 ln P in whole numbers: the same on every machine
-_ODD_COST, _LETTER_COST, _UNKNOWN_COST, _CAPITAL_COST = 50, 8, 18, 3
+_ODD_COST, _LETTER_COST, _UNKNOWN_COST, _CAPITAL_COST, _ENDING_BONUS = 50, 8, 18, 3, 8
 _SEVEN_BIT = (  # Korean and Japanese for mail
     (re.compile(rb"\x1b\$\)C[^\x0e]*\x0e(?:[!-~]{2})+\x0f"), "iso2022_kr"),
     (re.compile(rb"\x1b\$[@B](?:[!-~]{2})+\x1b\([BJ]"), "iso2022_jp_ext"),
 )
+_TOUCHED = r"[^\x00-@\[-`{-\x7f–]"  # what a sign or unit does not touch
+_MEASURE = re.compile(
+    rf"(?<=\d)(?:[¢§±µ½¼¾²³¹×ªº©°»]|µ[A-Za-z]{{1,2}}|–(?=\d))(?!{_TOUCHED})|(?<=[A-Z])±(?=\d)"
+    rf"|(?<!{_TOUCHED})(?:[§±©«](?=\d)|(?:[£€¥]|°[CFKNSEWO]|µ[A-Zlms])(?!{_TOUCHED}))"
+)
+_DIGITS = re.compile(rb"\d+")
 _FEW_NULS, _NULS = re.compile(rb"(?<!\0)\0{1,3}(?!\0)"), re.compile(rb"(?<=[^\s\0])\0+(?=[^\s\0])")
-_CONTROL = re.compile("[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
+_C1 = re.compile("[\x80-\x9f]")
+_CONTROL = re.compile(b"[\x01-\x07\x0e-\x19\x1c-\x1f\x7f]")
 _ALPHABETS = {  # encoding → how much more often it is met
     **{"cp1252": 14, "iso8859_15": 10, "cp1250": 4, "iso8859_2": 6, "cp1251": 2, "koi8_r": 0, "koi8_u": 0},
     **{"cp1253": 0, "iso8859_7": 0, "cp1254": 6, "cp1255": 4, "iso8859_8": 0, "cp1256": 0, "iso8859_6": 0},
     **{"cp1257": 2, "iso8859_13": 0, "iso8859_4": -4, "cp1258": 0, "cp874": 0, "iso8859_5": 0, "cp737": -8},
     **{"mac_roman": 4, "mac_cyrillic": -6, "cp866": 0, "cp850": -2, "cp852": -6, "cp855": -8, "cp037": -8},
+}
+_LABELS = {"logical": "iso8859_8", "visual": "iso8859_8", "windows-31j": "cp932"}  # that Python does not know
+_VENDOR = re.compile(r"(?:windows|win|cp|dos)-(?=\d)")
+_SUPERSETS = {  # encoding → what browsers take its name for (WHATWG Encoding Standard), or a superset of it
+    **{"iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-8": "cp1255", "tis-620": "cp874", "iso8859-11": "cp874"},
+    **{"shift_jis": "cp932", "euc_jp": "euc_jis_2004", "gb2312": "gb18030", "gbk": "gb18030", "euc_kr": "cp949"},
+    "big5": "big5hkscs",
 }
 _CHARACTERS = {  # encoding → first bytes of its common characters, and of kana and punctuation; frequent characters
     "gb18030": (range(0xB0, 0xD8), range(0xA1, 0xA4), "chinese"),
@@ -91,7 +109,7 @@ _CHARACTERS = {  # encoding → first bytes of its common characters, and of kan
     "big5hkscs": (range(0xA4, 0xC7), range(0xA1, 0xA4), "taiwanese"),
     "johab": (range(0x88, 0xD4), range(0xD8, 0xDF), "korean"),
 }
-_KANA = re.compile("[ぁ-んァ-ヺー、。，]")
+_KANA, _STOPS = re.compile("[ぁ-んァ-ヺー]"), "、。，"
 _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 18, 20, 50
 
 
@@ -141,7 +159,7 @@ def _with_bom(data: bytes) -> Decoded | None:
 
 def _without_bom(data: bytes, declared: str) -> Decoded:
     if b"\0" in data:
-        return _without_nuls(data) or (_utf16(data), ())
+        return _without_nuls(data, declared) or (_utf16(data), ())
     for pattern, codec in _SEVEN_BIT:
         if pattern.search(data):
             read, notes = _repaired(data, codec)
@@ -150,7 +168,7 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
     if text is not None:
         _refuse_controls(data, 0.1)
         return text, ()
-    named = _strict(data, declared) if is_charset(declared) else None
+    named = _as_declared(data, declared.lower())
     if named is not None:
         return named, ()
     if _is_damaged_utf8(data):
@@ -158,12 +176,26 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
     return _repaired(data, chosen.get()) if chosen.get() else _legacy(data)
 
 
-def _without_nuls(data: bytes) -> Decoded | None:
-    """Decode a log in which a crash has left runs of NUL bytes."""
-    text = None if _FEW_NULS.search(data) else _strict(_NULS.sub(b" ", data).replace(b"\0", b""), "utf-8")
-    if text is None or _CONTROL.search(text) or not text.strip():
+def _as_declared(data: bytes, label: str) -> str | None:
+    """Decode as the file states, or by a superset of that encoding if bytes are invalid or control characters."""
+    codec = _LABELS.get(label) or _VENDOR.sub("cp", label.removeprefix("x-").removesuffix("-i"))
+    if not is_charset(codec):
         return None
-    return text, (f"{data.count(0)} NUL bytes left out",)
+    text = _strict(data, codec)
+    superset = _SUPERSETS.get(codecs.lookup(codec).name)
+    if superset and (text is None or _C1.search(text)):
+        return _strict(data, superset) or text
+    return text
+
+
+def _without_nuls(data: bytes, declared: str) -> Decoded | None:
+    """Decode a log in which a crash has left runs of NUL bytes."""
+    written = b"" if _FEW_NULS.search(data) else _NULS.sub(b" ", data).replace(b"\0", b"")
+    is_text = 2 * len(_FOREIGN.findall(written)) <= len(written) or _strict(written, "utf-8")
+    if not is_text or not written.strip() or _CONTROL.search(written):
+        return None
+    text, notes = _without_bom(written, declared)
+    return text, (f"{data.count(0)} NUL bytes left out", *notes)
 
 
 def _strict(data: bytes, codec: str) -> str | None:
@@ -191,11 +223,13 @@ def _refuse_controls(data: bytes, most: float) -> None:
 
 
 def _is_damaged_utf8(data: bytes) -> bool:
-    """Return True if most non-ASCII characters are valid UTF-8 and only a few bytes are not."""
+    """Return True if at most one non-ASCII character in five is invalid UTF-8, or half of them among Western words."""
     sample = data[: _SAMPLE * 8]
     text = sample.decode("utf-8", "replace")
     bad = text.count("\ufffd") - sample.count(b"\xef\xbf\xbd")
     good = len(_NOT_ASCII.findall(text)) - bad
+    if len(_NOT_ASCII.findall(_UTF8_LATIN.sub("", text))) == text.count(_REPLACED):
+        return good >= bad
     return good >= 4 * bad
 
 
@@ -246,7 +280,8 @@ def _sample(data: bytes) -> bytes:
 
 def _guess(sample: bytes, final: bool) -> str:
     """Return the encoding in which the words that are not ASCII cost least; the first of equals."""
-    words = b" ".join(dict.fromkeys(word for word in _BETWEEN.split(sample) if _FOREIGN.search(word)))[:_MOST_WORDS]
+    found = (_DIGITS.sub(b"0", word) for word in _BETWEEN.split(sample) if _FOREIGN.search(word))
+    words = b" ".join(dict.fromkeys(found))[:_MOST_WORDS]
     costs = {}
     for codec in (*_ALPHABETS, *_CHARACTERS):
         text = _decoded(words, codec, final and len(words) < _MOST_WORDS)
@@ -267,6 +302,7 @@ def _decoded(data: bytes, codec: str, final: bool) -> str:
 
 def _oddities(text: str) -> int:
     """Count what no writer writes: signs within words, words of two scripts, capitals after small letters."""
+    text = _MEASURE.sub("", text)
     capitals = sum(a.islower() and b.isupper() and not (a + b).isascii() for a, b in pairwise(text))
     return len(_ODD.findall(text)) + capitals
 
@@ -274,13 +310,14 @@ def _oddities(text: str) -> int:
 def _cost_of_letters(text: str) -> int:
     """Return the cost of a text in the language that suits it best."""
     capitals = sum(a.isalpha() and b.isupper() and not b.isascii() for a, b in pairwise(text))
-    text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in text))
+    endings = len(_HEBREW_ENDING.findall(text))
+    text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in _MEASURE.sub("", text)))
     pairs = Counter(map("".join, zip(f" {text}", f"{text} ", strict=True)))
     del pairs["  "]
-    return _CAPITAL_COST * capitals + min(
+    return min(
         sum(count * (costs.get(pair) or costs.get(pair[0] + "*", _UNKNOWN_COST)) for pair, count in pairs.items())
         for costs in _languages()
-    )
+    ) + (_CAPITAL_COST * capitals - _ENDING_BONUS * endings)
 
 
 @cache
@@ -303,7 +340,7 @@ def _cost_of_characters(text: str, codec: str) -> int:
         first, second, *_ = code = (*char.encode(codec, "replace"), 0)
         if char in _data()[frequent][0]:
             cost += _FREQUENT_COST
-        elif _KANA.match(char):
+        elif char in _STOPS or (frequent == "japanese" and _KANA.match(char)):
             cost += _KANA_COST
         elif first in common and len(code) == 3 and (second > 0xA0 or codec not in ("cp949", "gb18030")):
             cost += _COMMON_COST

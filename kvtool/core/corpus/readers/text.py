@@ -18,6 +18,7 @@ _ESCAPE = re.compile(
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z]\w{1,30});", re.IGNORECASE | re.ASCII)
 _CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of what is no letter, sign or space
 _UNFOLDED = re.compile(r"[^\n]*+(?:\n[ \t][^\n]*+)*+\n?")  # a line, with those that continue it
+_SPLIT = re.compile(rb"([\xc2-\xf4][\x80-\xbf]{0,2})(\r?\n[ \t])([\x80-\xbf]{1,3})")  # a character of UTF-8
 _VALUE_ESCAPE = re.compile(r"\\([nN,;\\])")
 
 
@@ -54,8 +55,12 @@ def read_xml(source: str, text: str) -> list[Document]:
     return document_of(source, _ENTITY.sub(_referenced, text), "code", base64=True)
 
 
+def read_calendar(source: str, data: bytes) -> list[Document]:
+    return _read_calendar(source, _SPLIT.sub(rb"\1\3\2", data))
+
+
 @of_text()
-def read_calendar(source: str, text: str) -> list[Document]:
+def _read_calendar(source: str, text: str) -> list[Document]:
     """Return one document of unfolded lines (RFC 5545), marked with those of the file."""
     number, lines = 1, []
     for found in _UNFOLDED.finditer(cleaned(text)):
