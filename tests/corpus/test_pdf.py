@@ -48,6 +48,19 @@ def test_empty_cells_of_a_table_keep_their_column() -> None:
     assert text == "Depot | May | June | July\nOslo |  | 31\nBergen | 5 |  | 8\nNarvik | 1 | 2 | 3\n"
 
 
+def test_empty_cells_are_kept_below_an_empty_corner() -> None:
+    text = _read(drawing([_rows(". Jan Feb Mar", "Alder 12 . 7", "Birch . 9 .", "Cedar . 3 5")])).text
+    assert text == " | Jan | Feb | Mar\nAlder | 12 |  | 7\nBirch |  | 9\nCedar |  | 3 | 5\n"
+
+
+def test_empty_cells_are_kept_above_a_caption() -> None:
+    table = _rows("Line Mon Tue", "Blue . 9", "Green 4 6")
+    for left in (40, 110):
+        caption = _shown((left, 644, "Source: office"))
+        lines = _read(drawing([f"{table}\n{caption}"])).text.splitlines()
+        assert lines == ["Line | Mon | Tue", "Blue |  | 9", "Green | 4 | 6", "Source: office"]
+
+
 def test_columns_drawn_row_by_row_are_read_one_after_another() -> None:
     assert _read(drawing([_columns(_LEFT, _RIGHT)])).text == "\n".join([*_LEFT, *_RIGHT]) + "\n"
 

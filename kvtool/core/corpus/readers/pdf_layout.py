@@ -122,20 +122,24 @@ def _written(rows: list[list[Piece]], is_ruled: Callable[[Edges], bool]) -> list
     if len(rows) == 1:
         return [_line(rows[0])]
     columns = _columns([row for row in rows if len(row) > 1])
-    grid = [["" for _ in columns] for _ in rows]
+    grid, is_prose = [["" for _ in columns] for _ in rows], True
     for texts, row in zip(grid, rows, strict=True):
         for cell in row:
             at = [n for n, (left, right) in enumerate(columns) if cell.left <= right and left <= cell.right]
-            if len(at) != 1:
+            if len(at) == 1:
+                texts[at[0]] = f"{texts[at[0]]} {cell.text.strip()}".lstrip()
+            elif len(row) > 1:
                 return [_line(each) for each in rows]
-            texts[at[0]] = f"{texts[at[0]]} {cell.text.strip()}".lstrip()
+            else:  # a caption
+                is_prose = False
     wide = [texts for texts, row in zip(grid, rows, strict=True) if len(row) > 1]
-    if len(wide) >= _PROSE_ROWS and all(map(_is_prose, zip(*grid, strict=True))):
+    if is_prose and len(wide) >= _PROSE_ROWS and all(map(_is_prose, zip(*grid, strict=True))):
         gaps = [(right, rows[-1][0].bottom, left, rows[0][0].top) for (_, right), (left, _) in pairwise(columns)]
         if not any(map(is_ruled, gaps)):
             return [text for column in zip(*grid, strict=True) for text in column if text]
     has_gap = any("" in texts[: max(n for n, text in enumerate(texts) if text)] for texts in wide)
-    if len(columns) >= _TABLE_COLUMNS and has_gap and any(map(all, wide)):
+    has_corner = all(wide[0][1:]) and sum(texts[0] != "" for texts in wide) > len(wide) / 2 > 1
+    if len(columns) >= _TABLE_COLUMNS and has_gap and (has_corner or any(map(all, wide))):
         return [table_row(texts) if len(row) > 1 else _line(row) for texts, row in zip(grid, rows, strict=True)]
     return [_line(row) for row in rows]
 
