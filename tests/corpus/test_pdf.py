@@ -61,6 +61,20 @@ def test_empty_cells_are_kept_above_a_caption() -> None:
         assert lines == ["Line | Mon | Tue", "Blue |  | 9", "Green | 4 | 6", "Source: office"]
 
 
+def test_wrapped_cells_of_a_drawn_table_stay_in_their_row() -> None:
+    rows = [("Item", "Re-|mark", "Qty", "Price"), ("Rope", "white,|of hemp", "4", ""), ("Pin", "", "", "3")]
+    cells = [
+        (72 + 90 * n, 700 - 40 * at - 14 * line, text)
+        for at, row in enumerate(rows)
+        for n, cell in enumerate(row)
+        for line, text in enumerate(cell.split("|"))
+        if text
+    ]
+    grid = "\n".join(f"62 {716 - 40 * at} m 430 {716 - 40 * at} l S" for at in range(4))
+    text = _read(drawing([f"{_shown(*cells)}\n{grid}"])).text
+    assert text == "Item | Remark | Qty | Price\nRope | white, of hemp | 4\nPin |  |  | 3\n"
+
+
 def test_columns_drawn_row_by_row_are_read_one_after_another() -> None:
     assert _read(drawing([_columns(_LEFT, _RIGHT)])).text == "\n".join([*_LEFT, *_RIGHT]) + "\n"
 

@@ -6,6 +6,7 @@ import ctypes
 import math
 import re
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pypdfium2
@@ -20,7 +21,6 @@ _ABOVE = 1e6  # added to the distance of a label above its field: one on the sam
 _MOST_FIELDS, _MOST_OPTIONS = 1000, 1000  # fields of a page whose labels are looked for; options of a list
 _TALL, _UNEVEN = 1.8, 0.1  # heights of a line that is not turned, and of a difference between two characters
 _BLANK = 0.2  # points that the drawing of a space may be high
-_FRAME = 40.0  # points that the frame of a table is higher than its rows, at most
 _HIDDEN = 2 | 32  # flags of an annotation: hidden, not shown
 _BUTTONS = (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON)
 _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
@@ -50,7 +50,8 @@ class Page:
         try:
             lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
             self._add_annotations(page, lines)
-            units = page_text(lines, lambda edges: _is_ruled(page, edges))
+            paths = partial(page.get_objects, filter=[pdfium.FPDF_PAGEOBJ_PATH])
+            units = page_text(lines, cache(lambda: [path.get_bounds() for path in paths()]))
             self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
             self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
         except pypdfium2.PdfiumError:
@@ -207,13 +208,3 @@ def _pieces(textpage: pypdfium2.PdfTextPage, start: int, text: str) -> list[Piec
         else:
             begin, left, bottom, right, height = at if pieces else 0, x, y, box.right, size
     return [*pieces, Piece(text[begin:], left, bottom, right, bottom + height)]
-
-
-def _is_ruled(page: pypdfium2.PdfPage, edges: Edges) -> bool:
-    """Return True if a line, or a table's frame, is drawn across a box of the page."""
-    left, bottom, right, top = edges
-    for drawn in page.get_objects(filter=[pdfium.FPDF_PAGEOBJ_PATH]):
-        x0, y0, x1, y1 = drawn.get_bounds()
-        if x0 < left and right < x1 and bottom < (y0 + y1) / 2 < top and y1 - y0 < top - bottom + _FRAME:
-            return True
-    return False
