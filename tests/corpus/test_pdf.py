@@ -100,6 +100,13 @@ def test_a_table_of_two_columns_is_read_by_rows() -> None:
         (("state-of-", "the-art"), "state-of-the-art"),
         (("in 2031-", "32 and"), "in 2031-32 and"),
         (("pump KX-", "220 runs"), "pump KX-220 runs"),
+        (("an X-", "ray of it"), "an X-ray of it"),
+        (("l'e-", "xemple"), "l\u2019exemple"),
+        (("for twenty-", "one ships"), "for twenty-one ships"),
+        (("a high-", "speed boat"), "a high-speed boat"),
+        (("the high-", "lights of"), "the highlights of"),
+        (("die Ein-", "und Ausfuhr"), "die Ein- und Ausfuhr"),
+        (("some rock-", "and-roll"), "some rock-and-roll"),
         (("near Stoke-", "Mandeville"), "near Stoke-Mandeville"),
     ],
 )

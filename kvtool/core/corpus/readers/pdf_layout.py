@@ -20,7 +20,11 @@ _COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
 _CUT = re.compile(rf"([^\W_]+)(?:[-\u2010\xad]\n|{HYPHEN})(?=([^\W_]+))")
 _BREAK = re.compile(rf"[-{HYPHEN}]\n")
 _SHORT = 2
-_FIRST = frozenset(("half", "self", "well"))  # first parts of compounds that keep their hyphen
+_FIRST = re.compile(  # first parts of compounds that keep their hyphen
+    r"(?:half|self|well|left|two|three|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|high(?!-(?:light|way|land|er))"
+    r"|low(?!-(?:land|er)))-|[^\W\d_]-"
+)
+_AND = frozenset(("and", "or", "und", "oder", "bis"))  # as in German "Ein- und Ausfuhr"
 _PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
 _TABLE_COLUMNS = 3
 _ROW_GAP, _MOST_ROWS = 3.0, 200  # between the rows of a block, in heights of the text; rows of one
@@ -229,15 +233,19 @@ def _line(cells: list[Piece]) -> str:
 
 def with_whole_words(pages: list[str]) -> list[str]:
     """Join words that are cut at line ends. "2023-24", "DN-150" and compounds that the text has elsewhere keep the
-    hyphen."""
+    hyphen; so do X-ray and twenty-one."""
     known = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
 
     def joined(cut: re.Match[str]) -> str:
         first, second = cut[1], cut[2]
         is_word = first[-1].isalpha() and second[0].islower() and not (len(first) > 1 and first.isupper())
         is_word &= len(second) > _SHORT  # no word is cut before so few letters: built-in
-        is_compound = first in _FIRST or f"{first}-{second}".lower() in known
-        is_compound |= cut.string[cut.start() - 1 : cut.start()] == "-"
+        whole, before = f"{first}-{second}".lower(), cut.string[cut.start() - 1 : cut.start()]
+        if second in _AND and cut.string[cut.end(2) : cut.end(2) + 1] != "-" and whole not in known:
+            return first + "- "
+        is_compound = (
+            (_FIRST.match(whole) is not None and before not in ("'", "\u2019")) or whole in known or before == "-"
+        )
         return first if is_word and not is_compound else first + "-"
 
     return [_CUT.sub(joined, page).replace(HYPHEN, "-") for page in pages]
