@@ -120,12 +120,19 @@ def test_words_cut_at_line_ends_are_joined_and_hyphens_kept(lines: tuple[str, st
         ("about 10", 44.7, "9", "about 10^9 litres"),
         ("Depth", 30.7, "2", "Depth[2] litres"),
         ("5 km", 25.3, "2", "5 km^2 litres"),
+        ("in 1987", 41.3, "4", "in 1987[4] litres"),
     ],
 )
 def test_raised_numbers_are_marked(base: str, width: float, raised: str, text: str) -> None:
     parts = _shown((72, 700, base), (72 + width + 4, 700, " litres")) + "\n" + _shown((72 + width, 705, raised), size=7)
     ordered = sorted(parts.split("\n"), key=lambda part: float(part.split()[8]))
     assert _read(drawing(["\n".join(ordered)])).text == text + "\n"
+
+
+@pytest.mark.parametrize("note", ["Except on Fogo", "2031: moved"])
+def test_raised_numbers_before_a_note_are_marked(note: str) -> None:
+    parts = _shown((72, 705, "1"), size=7), _shown((76, 700, note))
+    assert _read(drawing(["\n".join(parts)])).text == f"[1] {note}\n"
 
 
 def test_lowered_numbers_stay_in_their_formula() -> None:

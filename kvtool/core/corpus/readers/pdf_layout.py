@@ -15,7 +15,9 @@ CELL = 0.9  # the least gap between two cells, in heights of the text
 _SPACE = 0.15  # that between two words
 _SMALL, _RAISED = 0.85, 0.12  # greatest height of a superscript, and least rise, in heights of the text before it
 _NUMBER = re.compile(r"[-\u2212\u2013+]?\d[\d,\u2013-]*")
-_POWER = re.compile(r"(?:[\d)\ud800-\udfff]|(?<![^\W\d_])[^\W\d_]{1,2})$")  # has an exponent: 10, m, km
+_POWER = re.compile(  # has an exponent: 10, m, km, but not a year
+    r"(?:[\d)\ud800-\udfff]|(?<![^\W\d_])[^\W\d_]{1,2})(?<!\b1[5-9]\d\d)(?<!\b20\d\d)$"
+)
 _COMPOUND = re.compile(r"[^\W\d_]+-[^\W\d_]+")
 _CUT = re.compile(rf"([^\W_]+)(?:[-\u2010\xad]\n|{HYPHEN})(?=([^\W_]+))")
 _BREAK = re.compile(rf"[-{HYPHEN}]\n")
@@ -79,8 +81,9 @@ def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]
 def _cells(row: list[Piece]) -> list[Piece]:
     """Join pieces that are close together; a raised number is marked, as in 10^6 or Limit[3]."""
     cells, base = [row[0]], row[0]
-    if row[1:] and row[1].text[:1].isalpha() and _is_raised(row[0], row[1], row[1].left - row[0].right):
-        cells, base = [row[0]._replace(text=f"[{row[0].text.strip()}]")], row[1]
+    if row[1:] and row[1].text.lstrip()[:1].isalnum() and _is_raised(row[0], row[1], row[1].left - row[0].right):
+        mark = f"[{row[0].text.strip()}]" + " " * (not row[1].text[:1].isspace())
+        cells, base = [row[0]._replace(text=mark)], row[1]
     for piece, after in pairwise([*row[1:], base]):
         last, text = cells[-1], piece.text
         gap = piece.left - last.right
@@ -241,11 +244,11 @@ def with_whole_words(pages: list[str]) -> list[str]:
         is_word = first[-1].isalpha() and second[0].islower() and not (len(first) > 1 and first.isupper())
         is_word &= len(second) > _SHORT  # no word is cut before so few letters: built-in
         whole, before = f"{first}-{second}".lower(), cut.string[cut.start() - 1 : cut.start()]
-        if second in _AND and cut.string[cut.end(2) : cut.end(2) + 1] != "-" and whole not in known:
-            return first + "- "
-        is_compound = (
-            (_FIRST.match(whole) is not None and before not in ("'", "\u2019")) or whole in known or before == "-"
-        )
+        if second in _AND:  # not rock-and-roll
+            after = cut.string[cut.end(2) : cut.end(2) + 1]
+            return first + ("-" if after in ("-", HYPHEN) or whole in known else "- ")
+        is_compound = whole in known or before == "-"
+        is_compound |= _FIRST.match(whole) is not None and before not in ("'", "\u2019")
         return first if is_word and not is_compound else first + "-"
 
     return [_CUT.sub(joined, page).replace(HYPHEN, "-") for page in pages]

@@ -16,6 +16,7 @@ from kvtool.core.corpus.readers.pdf_layout import CELL, HYPHEN, Edges, Piece, pa
 
 _LINE = re.compile(rf"[^\r\n{HYPHEN}]+{HYPHEN}?")
 _DIGIT = re.compile(r"\d")
+_NOTE = re.compile(r"\s*\d{1,2}(?=\D|$)")
 _WIDE, _HIGH = 0.6, 0.27  # width of a character, and rise of its lower edge, that plain text does not have, in heights
 _ABOVE = 1e6  # added to the distance of a label above its field: one on the same line comes first
 _MOST_FIELDS, _MOST_OPTIONS = 1000, 1000  # fields of a page whose labels are looked for; options of a list
@@ -161,6 +162,7 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
         height = first.height
         is_wide = right - left > _WIDE * height * len(text) and text.isascii()
         is_raised = highest > first.bottom + _HIGH * height and _DIGIT.search(text)
+        is_raised = is_raised or (bottom < first.bottom and _NOTE.match(text))
         if top - bottom > _TALL * height:  # turned text, which is beside no other line
             lines.append([Piece(text, left, bottom, right, bottom)])
         elif is_wide or is_raised or gap > CELL * height:
