@@ -38,7 +38,7 @@ def read(source: str, data: bytes) -> list[Document]:
         files = file.count_attachments() + sum(page.files for page in pages)
     finally:
         file.close()
-    texts = _without_running_lines(with_whole_words([page.text for page in pages]))
+    texts = _without_running_lines(with_whole_words([page.text for page in pages]), [page.heads for page in pages])
     texts = ["\n".join(filter(None, (text, *page.extra))) for text, page in zip(texts, pages, strict=True)]
     scanned = [at for at, page in enumerate(pages, 1) if page.is_picture and not texts[at - 1].strip()]
     broken = [at for at, page in enumerate(pages, 1) if page.is_broken]
@@ -55,23 +55,25 @@ def read(source: str, data: bytes) -> list[Document]:
     return [numbered(source, "text", "p.", texts, tuple(notes))]
 
 
-def _without_running_lines(pages: list[str]) -> list[str]:
-    """Take away running heads and page numbers: what most pages begin or end with. Only the first is kept."""
+def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]:
+    """Take away running heads and page numbers: what most pages begin or end with, but for heads of tables. Only the
+    first is kept."""
     texts = [page.strip("\n").split("\n") for page in pages]
     for end in (0, -1):
         kept = []
         for _ in range(_HEAD_LINES):
-            taken = [(at, texts[at].pop(end)) for at in _running(texts, end)]
+            taken = [(at, texts[at].pop(end)) for at in _running(texts, end, heads)]
             kept += taken[:1]
         for at, line in reversed(kept):
             texts[at].insert(0 if end == 0 else len(texts[at]), line)
     return ["\n".join(lines) for lines in texts]
 
 
-def _running(texts: list[list[str]], end: int) -> list[int]:
+def _running(texts: list[list[str]], end: int, heads: list[set[str]]) -> list[int]:
     """Return the pages whose first or last lines are the same, but for the page's number; none if they are few, or
     would be left empty."""
     lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
+    lines = {at: line for at, line in lines.items() if line not in heads[at]}
     shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
     shape, count = next(iter(shapes.most_common(1)), ("", 0))
     if count < (least := max(_RUNNING, len(texts) * 2 // 3)):

@@ -28,7 +28,7 @@ _FIRST = re.compile(  # first parts of compounds that keep their hyphen
 )
 _AND = frozenset(("and", "or", "und", "oder", "bis"))  # as in German "Ein- und Ausfuhr"
 _PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
-_TABLE_COLUMNS = 3
+_TABLE_COLUMNS, _TABLE_ROWS = 3, 3
 _ROW_GAP, _MOST_ROWS = 3.0, 200  # between the rows of a block, in heights of the text; rows of one
 _FRAME = 40.0  # points that the frame of a table is higher than its rows, at most
 _MOST_LINES, _MOST_DRAWN = 8, 5000  # lines of text in a row of a drawn table; lines drawn on a page that has one
@@ -54,8 +54,9 @@ class Piece(NamedTuple):
         return shared > 0.5 * min(self.height, other.height)
 
 
-def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]) -> str:
+def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]) -> tuple[str, set[str]]:
     """Write a page: columns of prose one after another, tables with their empty cells, all else in the order given.
+    Returns it, and the first lines of its tables.
 
     Parameters
     ----------
@@ -74,8 +75,15 @@ def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]
             rows[-1] += line
         else:
             rows.append([*line])
-    blocks = _blocks(_whole_rows([_cells(row) for row in rows], drawn))
-    return "\n".join(line for block in blocks for line in _written(block, drawn)).replace(HYPHEN + "\n", HYPHEN)
+    texts, heads = [], set()
+    for block in _blocks(_whole_rows([_cells(row) for row in rows], drawn)):
+        texts += (written := _written(block, drawn))
+        if (
+            len(block) >= _TABLE_ROWS
+            and len(_columns(block)) == max(map(len, block[:_TABLE_ROWS])) <= len(block[0]) + 1
+        ):
+            heads.add(written[0])
+    return "\n".join(texts).replace(HYPHEN + "\n", HYPHEN), heads
 
 
 def _cells(row: list[Piece]) -> list[Piece]:

@@ -33,6 +33,7 @@ class Page:
     Attributes
     ----------
     text, extra : its content, form values behind their labels; values of fields without a label, and the comments.
+    heads : the first lines of its tables.
     hidden : the names of fields that are filled in and not shown.
     files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
     is_broken, is_picture : it cannot be opened; it shows something, but no text.
@@ -41,6 +42,7 @@ class Page:
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
         self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
         self.extra: list[str] = []
+        self.heads: set[str] = set()
         self.hidden: list[str] = []
         self.is_picture, self.is_broken = False, False
         try:
@@ -52,7 +54,7 @@ class Page:
             lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
             self._add_annotations(page, lines)
             paths = partial(page.get_objects, filter=[pdfium.FPDF_PAGEOBJ_PATH])
-            units = page_text(lines, cache(lambda: [path.get_bounds() for path in paths()]))
+            units, self.heads = page_text(lines, cache(lambda: [path.get_bounds() for path in paths()]))
             self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
             self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
         except pypdfium2.PdfiumError:
