@@ -79,6 +79,17 @@ def test_columns_drawn_row_by_row_are_read_one_after_another() -> None:
     assert _read(drawing([_columns(_LEFT, _RIGHT)])).text == "\n".join([*_LEFT, *_RIGHT]) + "\n"
 
 
+def test_columns_whose_lines_begin_in_upper_case_are_read_one_after_another() -> None:
+    left = [
+        "1. Fees",
+        "Ships pay a fee of 40 crowns for",
+        "Every night. Boats under 6 m are",
+        "Free of these fees in May.",
+    ]
+    right = ["2. Waste", "Bring your waste to the yellow", "Office at the pier. Oil goes into", "The drum at pier 4."]
+    assert _read(drawing([_columns(left, right)])).text == "\n".join([*left, *right]) + "\n"
+
+
 def test_a_table_of_two_columns_is_read_by_rows() -> None:
     names, values = (
         ["Length over all", "Draught when full", "Crew", "Year"],

@@ -28,6 +28,7 @@ _FIRST = re.compile(  # first parts of compounds that keep their hyphen
 )
 _AND = frozenset(("and", "or", "und", "oder", "bis"))  # as in German "Ein- und Ausfuhr"
 _PROSE_ROWS, _PROSE_WORDS, _PROSE_FLOW = 3, 2.5, 0.5  # rows, words a line, share of lines that begin in lower case
+_LONG_WORDS = 4  # words a line of prose that may begin in upper case
 _TABLE_COLUMNS, _TABLE_ROWS = 3, 3
 _ROW_GAP, _MOST_ROWS = 3.0, 200  # between the rows of a block, in heights of the text; rows of one
 _FRAME = 40.0  # points that the frame of a table is higher than its rows, at most
@@ -197,7 +198,8 @@ def _written(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> list[
             else:  # a caption
                 is_prose = False
     wide = [texts for texts, row in zip(grid, rows, strict=True) if len(row) > 1]
-    if is_prose and len(wide) >= _PROSE_ROWS and all(map(_is_prose, zip(*grid, strict=True))):
+    is_cut = all(column[0].endswith(("-", HYPHEN)) for column in zip(*grid, strict=True))
+    if is_prose and (len(wide) >= _PROSE_ROWS or is_cut) and all(map(_is_prose, zip(*grid, strict=True))):
         gaps = [(right, rows[-1][0].bottom, left, rows[0][0].top) for (_, right), (left, _) in pairwise(columns)]
         if not any(_is_ruled(drawn(), gap) for gap in gaps):
             return [text for column in zip(*grid, strict=True) for text in column if text]
@@ -232,7 +234,10 @@ def _is_prose(column: tuple[str, ...]) -> bool:
     """Return True if the lines of a column continue one another, which those of a table's cells do not."""
     lines = [text for text in column if text]
     words = sum(len(text.split()) for text in lines)
-    return words >= _PROSE_WORDS * len(lines) and sum(text[0].islower() for text in lines) >= _PROSE_FLOW * len(lines)
+    ends = sum(text[-1] in ".!?" for text in lines)  # of sentences: not at all lines, as in other cells
+    is_long = words >= _LONG_WORDS * len(lines) and 0 < ends < len(lines)
+    is_lower = sum(text[0].islower() for text in lines) >= _PROSE_FLOW * len(lines)
+    return words >= _PROSE_WORDS * len(lines) and (is_long or is_lower)
 
 
 def _line(cells: list[Piece]) -> str:
