@@ -79,10 +79,8 @@ def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]
     texts, heads = [], set()
     for block in _blocks(_whole_rows([_cells(row) for row in rows], drawn)):
         texts += (written := _written(block, drawn))
-        if (
-            len(block) >= _TABLE_ROWS
-            and len(_columns(block)) == max(map(len, block[:_TABLE_ROWS])) <= len(block[0]) + 1
-        ):
+        first = block[:_TABLE_ROWS]
+        if len(first) == _TABLE_ROWS and len(_columns(first)) == max(map(len, first)) <= len(first[0]) + 1:
             heads.add(written[0])
     return "\n".join(texts).replace(HYPHEN + "\n", HYPHEN), heads
 
