@@ -61,10 +61,11 @@ def test_empty_cells_are_kept_above_a_caption() -> None:
         assert lines == ["Line | Mon | Tue", "Blue |  | 9", "Green | 4 | 6", "Source: office"]
 
 
-def test_wrapped_cells_of_a_drawn_table_stay_in_their_row() -> None:
+@pytest.mark.parametrize("drop", [0, 7, 14])  # of cells of one line: aligned to the top, middle or bottom
+def test_wrapped_cells_of_a_drawn_table_stay_in_their_row(drop: int) -> None:
     rows = [("Item", "Re-|mark", "Qty", "Price"), ("Rope", "white,|of hemp", "4", ""), ("Pin", "", "", "3")]
     cells = [
-        (72 + 90 * n, 700 - 40 * at - 14 * line, text)
+        (72 + 90 * n, 700 - 40 * at - 14 * line - drop * ("|" not in cell), text)
         for at, row in enumerate(rows)
         for n, cell in enumerate(row)
         for line, text in enumerate(cell.split("|"))

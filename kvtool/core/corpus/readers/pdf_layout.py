@@ -124,7 +124,7 @@ def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> li
     joined = None
     for row in rows:
         group, last = [row], whole[-1] if whole else []
-        is_next = last and (last is joined or row[0].bottom >= last[0].bottom)
+        is_next = last and (last is joined or row[0].top > last[0].bottom + row[0].height / 3)
         band = _band(row, drawn()) if is_next else None
         while band and len(group) <= len(whole) and _band(whole[-len(group)], drawn()) == band:
             group.insert(0, whole[-len(group)])
