@@ -48,8 +48,47 @@ def test_empty_cells_of_a_table_keep_their_column() -> None:
     assert text == "Depot | May | June | July\nOslo |  | 31\nBergen | 5 |  | 8\nNarvik | 1 | 2 | 3\n"
 
 
+def test_empty_cells_are_kept_below_an_empty_corner() -> None:
+    text = _read(drawing([_rows(". Jan Feb Mar", "Alder 12 . 7", "Birch . 9 .", "Cedar . 3 5")])).text
+    assert text == " | Jan | Feb | Mar\nAlder | 12 |  | 7\nBirch |  | 9\nCedar |  | 3 | 5\n"
+
+
+def test_empty_cells_are_kept_above_a_caption() -> None:
+    table = _rows("Line Mon Tue", "Blue . 9", "Green 4 6")
+    for left in (40, 110):
+        caption = _shown((left, 644, "Source: office"))
+        lines = _read(drawing([f"{table}\n{caption}"])).text.splitlines()
+        assert lines == ["Line | Mon | Tue", "Blue |  | 9", "Green | 4 | 6", "Source: office"]
+
+
+@pytest.mark.parametrize("drop", [0, 7, 14])  # of cells of one line: aligned to the top, middle or bottom
+def test_wrapped_cells_of_a_drawn_table_stay_in_their_row(drop: int) -> None:
+    rows = [("Item", "Re-|mark", "Qty", "Price"), ("Rope", "white,|of hemp", "4", ""), ("Pin", "", "", "3")]
+    cells = [
+        (72 + 90 * n, 700 - 40 * at - 14 * line - drop * ("|" not in cell), text)
+        for at, row in enumerate(rows)
+        for n, cell in enumerate(row)
+        for line, text in enumerate(cell.split("|"))
+        if text
+    ]
+    grid = "\n".join(f"62 {716 - 40 * at} m 430 {716 - 40 * at} l S" for at in range(4))
+    text = _read(drawing([f"{_shown(*cells)}\n{grid}"])).text
+    assert text == "Item | Remark | Qty | Price\nRope | white, of hemp | 4\nPin |  |  | 3\n"
+
+
 def test_columns_drawn_row_by_row_are_read_one_after_another() -> None:
     assert _read(drawing([_columns(_LEFT, _RIGHT)])).text == "\n".join([*_LEFT, *_RIGHT]) + "\n"
+
+
+def test_columns_whose_lines_begin_in_upper_case_are_read_one_after_another() -> None:
+    left = [
+        "1. Fees",
+        "Ships pay a fee of 40 crowns for",
+        "Every night. Boats under 6 m are",
+        "Free of these fees in May.",
+    ]
+    right = ["2. Waste", "Bring your waste to the yellow", "Office at the pier. Oil goes into", "The drum at pier 4."]
+    assert _read(drawing([_columns(left, right)])).text == "\n".join([*left, *right]) + "\n"
 
 
 def test_a_table_of_two_columns_is_read_by_rows() -> None:
@@ -73,6 +112,13 @@ def test_a_table_of_two_columns_is_read_by_rows() -> None:
         (("state-of-", "the-art"), "state-of-the-art"),
         (("in 2031-", "32 and"), "in 2031-32 and"),
         (("pump KX-", "220 runs"), "pump KX-220 runs"),
+        (("an X-", "ray of it"), "an X-ray of it"),
+        (("l'e-", "xemple"), "l\u2019exemple"),
+        (("for twenty-", "one ships"), "for twenty-one ships"),
+        (("a high-", "speed boat"), "a high-speed boat"),
+        (("the high-", "lights of"), "the highlights of"),
+        (("die Ein-", "und Ausfuhr"), "die Ein- und Ausfuhr"),
+        (("some rock-", "and-roll"), "some rock-and-roll"),
         (("near Stoke-", "Mandeville"), "near Stoke-Mandeville"),
     ],
 )
@@ -86,12 +132,19 @@ def test_words_cut_at_line_ends_are_joined_and_hyphens_kept(lines: tuple[str, st
         ("about 10", 44.7, "9", "about 10^9 litres"),
         ("Depth", 30.7, "2", "Depth[2] litres"),
         ("5 km", 25.3, "2", "5 km^2 litres"),
+        ("in 1987", 39.4, "4", "in 1987[4] litres"),
     ],
 )
 def test_raised_numbers_are_marked(base: str, width: float, raised: str, text: str) -> None:
     parts = _shown((72, 700, base), (72 + width + 4, 700, " litres")) + "\n" + _shown((72 + width, 705, raised), size=7)
     ordered = sorted(parts.split("\n"), key=lambda part: float(part.split()[8]))
     assert _read(drawing(["\n".join(ordered)])).text == text + "\n"
+
+
+@pytest.mark.parametrize("note", ["Except on Fogo", "2031: moved"])
+def test_raised_numbers_before_a_note_are_marked(note: str) -> None:
+    parts = _shown((72, 705, "1"), size=7), _shown((76, 700, note))
+    assert _read(drawing(["\n".join(parts)])).text == f"[1] {note}\n"
 
 
 def test_lowered_numbers_stay_in_their_formula() -> None:
@@ -111,6 +164,11 @@ def test_page_numbers_are_left_out(foot: str) -> None:
     assert foot.format(1) in text
     assert not any(f"\n{foot.format(n)}\n" in text for n in range(2, 6))
     assert text.count("Berths") == 1
+
+
+def test_heads_of_tables_are_kept_on_every_page() -> None:
+    pages = [_rows("Depot May June", f"A{n} {n} 2", f"B{n} 3 {n}") for n in range(4)]
+    assert _read(drawing(pages)).text.count("Depot May June\nA") == 4
 
 
 def test_form_values_are_behind_their_labels() -> None:

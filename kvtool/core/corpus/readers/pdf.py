@@ -10,11 +10,9 @@ from itertools import groupby
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, hidden_note, numbered, opened, unread_note
 from kvtool.core.corpus.readers.pdf_layout import with_whole_words
 
+_NUMBER = re.compile(r"(\d{1,9})")
 _PAGE_WORD = "page|pag|p|pg|seite|side|sida|str|página|pagina|pág|стр|страница|第"
-_PAGES = (  # lines whose number is the page's
-    re.compile(r"(?:.*\D)?(\d{1,9}) ?(?:/|of) ?\d+\W*", re.IGNORECASE),
-    re.compile(rf"\W*(?:(?:{_PAGE_WORD})\W*)?(\d{{1,9}})\W*[页頁쪽]?\W*", re.IGNORECASE),
-)
+_PAGE = re.compile(rf".*\d ?(?:/|of) ?\d+\W*|\W*(?:(?:{_PAGE_WORD})\W*)?\d+\W*[页頁쪽]?\W*", re.IGNORECASE)
 _RUNNING = 3  # pages that have the same head, at least
 _HEAD_LINES, _LONGEST_HEAD = 2, 200  # lines of a head, and characters of a line, at most
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
@@ -40,7 +38,7 @@ def read(source: str, data: bytes) -> list[Document]:
         files = file.count_attachments() + sum(page.files for page in pages)
     finally:
         file.close()
-    texts = _without_running_lines(with_whole_words([page.text for page in pages]))
+    texts = _without_running_lines(with_whole_words([page.text for page in pages]), [page.heads for page in pages])
     texts = ["\n".join(filter(None, (text, *page.extra))) for text, page in zip(texts, pages, strict=True)]
     scanned = [at for at, page in enumerate(pages, 1) if page.is_picture and not texts[at - 1].strip()]
     broken = [at for at, page in enumerate(pages, 1) if page.is_broken]
@@ -57,33 +55,43 @@ def read(source: str, data: bytes) -> list[Document]:
     return [numbered(source, "text", "p.", texts, tuple(notes))]
 
 
-def _without_running_lines(pages: list[str]) -> list[str]:
-    """Take away running heads and page numbers: what most pages begin or end with. Only the first is kept."""
+def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]:
+    """Take away running heads and page numbers: what most pages begin or end with, but for heads of tables. Only the
+    first is kept."""
     texts = [page.strip("\n").split("\n") for page in pages]
     for end in (0, -1):
         kept = []
         for _ in range(_HEAD_LINES):
-            taken = [(at, texts[at].pop(end)) for at in _running(texts, end)]
+            taken = [(at, texts[at].pop(end)) for at in _running(texts, end, heads)]
             kept += taken[:1]
         for at, line in reversed(kept):
             texts[at].insert(0 if end == 0 else len(texts[at]), line)
     return ["\n".join(lines) for lines in texts]
 
 
-def _running(texts: list[list[str]], end: int) -> list[int]:
+def _running(texts: list[list[str]], end: int, heads: list[set[str]]) -> list[int]:
     """Return the pages whose first or last lines are the same, but for the page's number; none if they are few, or
     would be left empty."""
     lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
-    shapes = {at: _without_page(line, at) for at, line in lines.items() if line.strip()}
-    shape, count = next(iter(Counter(shapes.values()).most_common(1)), ("", 0))
-    is_common = count >= max(_RUNNING, len(texts) * 2 // 3)
-    return [at for at, each in shapes.items() if is_common and each == shape]
+    lines = {at: line for at, line in lines.items() if line not in heads[at]}
+    shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
+    shape, count = next(iter(shapes.most_common(1)), ("", 0))
+    if count < (least := max(_RUNNING, len(texts) * 2 // 3)):
+        return []
+    first = next(at for at, line in lines.items() if line.strip() and _NUMBER.sub("", line) == shape)
+    same = [at for at, line in lines.items() if _is_same(lines[first], line, at - first)]
+    return same if len(same) >= least else []
 
 
-def _without_page(line: str, page: int) -> str:
-    """Take the number of the page from a line ("Question 3" has none)."""
-    found = next(filter(None, (form.fullmatch(line) for form in _PAGES)), None)
-    return f"{line[: found.start(1)]}{int(found[1]) - page}{line[found.end(1) :]}" if found else line
+def _is_same(line: str, other: str, pages: int) -> bool:
+    """Return True if a line is the same so many pages later, but for the page's number ("Question 3" has none)."""
+    if line == other or not _PAGE.fullmatch(line):
+        return line == other
+    parts, later = _NUMBER.split(line), _NUMBER.split(other)  # every other one is a number
+    return len(parts) == len(later) and all(
+        one == two or (at % 2 == 1 and int(two) - int(one) == pages)
+        for at, (one, two) in enumerate(zip(parts, later, strict=True))
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

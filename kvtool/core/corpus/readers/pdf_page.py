@@ -6,6 +6,7 @@ import ctypes
 import math
 import re
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pypdfium2
@@ -15,41 +16,51 @@ from kvtool.core.corpus.readers.pdf_layout import CELL, HYPHEN, Edges, Piece, pa
 
 _LINE = re.compile(rf"[^\r\n{HYPHEN}]+{HYPHEN}?")
 _DIGIT = re.compile(r"\d")
+_NOTE = re.compile(r"\s*\d{1,2}(?=\D|$)")
 _WIDE, _HIGH = 0.6, 0.27  # width of a character, and rise of its lower edge, that plain text does not have, in heights
 _ABOVE = 1e6  # added to the distance of a label above its field: one on the same line comes first
 _MOST_FIELDS, _MOST_OPTIONS = 1000, 1000  # fields of a page whose labels are looked for; options of a list
 _TALL, _UNEVEN = 1.8, 0.1  # heights of a line that is not turned, and of a difference between two characters
 _BLANK = 0.2  # points that the drawing of a space may be high
-_FRAME = 40.0  # points that the frame of a table is higher than its rows, at most
 _HIDDEN = 2 | 32  # flags of an annotation: hidden, not shown
 _BUTTONS = (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON)
 _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
 
 
 class Page:
-    """Contents of one page: its text, with form values behind their labels, and counts of what is not read.
+    """Contents of one page that are read, and counts of those that are not.
 
     Attributes
     ----------
-    extra : the values of fields without a label, and the comments.
+    text, extra : its content, form values behind their labels; values of fields without a label, and the comments.
+    heads : the first lines of its tables.
     hidden : the names of fields that are filled in and not shown.
-    is_picture : it shows something, but no text.
+    files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
+    is_broken, is_picture : it cannot be opened; it shows something, but no text.
     """
 
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
         self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
-        self.extra, self.hidden = list[str](), list[str]()
-        self.is_picture = self.is_broken = False
+        self.extra: list[str] = []
+        self.heads: set[str] = set()
+        self.hidden: list[str] = []
+        self.is_picture, self.is_broken = False, False
         try:
             page = file[number]
-            lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
-            self._add_annotations(page, lines)
-            units = page_text(lines, lambda edges: _is_ruled(page, edges))
-            self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
-            self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
-            page.close()
         except pypdfium2.PdfiumError:
             self.is_broken = True
+            return
+        try:
+            lines, self.unknown = _lines(page.get_textpage(), page.get_bbox())
+            self._add_annotations(page, lines)
+            paths = partial(page.get_objects, filter=[pdfium.FPDF_PAGEOBJ_PATH])
+            units, self.heads = page_text(lines, cache(lambda: [path.get_bounds() for path in paths()]))
+            self.text = units.encode("utf-16", "surrogatepass").decode("utf-16", "ignore").replace("\0", "")
+            self.is_picture = not self.text.strip() and any(True for _ in page.get_objects(max_depth=2))
+        except pypdfium2.PdfiumError:
+            self.is_broken = True
+        finally:
+            page.close()
 
     def _add_annotations(self, page: pypdfium2.PdfPage, lines: list[list[Piece]]) -> None:
         count = pdfium.FPDFPage_GetAnnotCount(page)
@@ -101,6 +112,8 @@ def _value(form: Any, field: Any, kind: int) -> str:
     if kind in _BUTTONS:
         is_set = pdfium.FPDFAnnot_IsChecked(form, field)
         return "yes" if is_set else "no" if kind == pdfium.FPDF_FORMFIELD_CHECKBOX else ""
+    if kind == pdfium.FPDF_FORMFIELD_PUSHBUTTON:
+        return ""
     options = range(min(pdfium.FPDFAnnot_GetOptionCount(form, field), _MOST_OPTIONS))
     chosen = [at for at in options if pdfium.FPDFAnnot_IsOptionSelected(form, field, at)]
     labels = (_string(pdfium.FPDFAnnot_GetOptionLabel, form, field, at) for at in chosen)
@@ -108,7 +121,8 @@ def _value(form: Any, field: Any, kind: int) -> str:
 
 
 def _distance(piece: Piece, box: Piece, is_button: bool) -> float:
-    """Return how far a text is from a form field whose label it may be; that of a button may follow it."""
+    """Return how far a text is from a form field; infinite if it cannot be its label. That of a button may follow it,
+    that of other fields may be above it."""
     if piece.is_beside(box):
         if piece.right < box.left + 2:
             return max(0.0, box.left - piece.right)
@@ -150,6 +164,7 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
         height = first.height
         is_wide = right - left > _WIDE * height * len(text) and text.isascii()
         is_raised = highest > first.bottom + _HIGH * height and _DIGIT.search(text)
+        is_raised = is_raised or (bottom < first.bottom and _NOTE.match(text))
         if top - bottom > _TALL * height:  # turned text, which is beside no other line
             lines.append([Piece(text, left, bottom, right, bottom)])
         elif is_wide or is_raised or gap > CELL * height:
@@ -197,13 +212,3 @@ def _pieces(textpage: pypdfium2.PdfTextPage, start: int, text: str) -> list[Piec
         else:
             begin, left, bottom, right, height = at if pieces else 0, x, y, box.right, size
     return [*pieces, Piece(text[begin:], left, bottom, right, bottom + height)]
-
-
-def _is_ruled(page: pypdfium2.PdfPage, edges: Edges) -> bool:
-    """Return True if a line, or a table's frame, is drawn across a box of the page."""
-    left, bottom, right, top = edges
-    for drawn in page.get_objects(filter=[pdfium.FPDF_PAGEOBJ_PATH]):
-        x0, y0, x1, y1 = drawn.get_bounds()
-        if x0 < left and right < x1 and bottom < (y0 + y1) / 2 < top and y1 - y0 < top - bottom + _FRAME:
-            return True
-    return False
