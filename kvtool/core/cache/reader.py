@@ -133,7 +133,7 @@ class StoreReader(ChunkReader, StretchReader):
 
     def warmth(self) -> dict[bytes, float]:
         """Map each chunk id to its LRFU score, of what is stored and what is only noted so far. Chunks that were never
-        used are not in it; what older versions folded counts as used once."""
+        used are not in it."""
         self._access.flush()
         warm = lrfu_scores(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, before in self.folded_warmth().items():
@@ -142,13 +142,10 @@ class StoreReader(ChunkReader, StretchReader):
 
     def folded_warmth(self) -> dict[bytes, int]:
         """Map each chunk id to its LRFU score, as far as a writer has folded the notes into the store."""
-        warm = dict[bytes, int](self.folded_uses())
-        for chunk_id, of in self._times(tables.WARM).items():
-            warm[chunk_id] = max(warm.get(chunk_id, 0), of)
-        return warm
+        return self._times(tables.WARM)
 
     def added(self) -> dict[bytes, int]:
-        """Map each chunk id to the seconds at which it came into this store; chunks of older stores are missing."""
+        """Map each chunk id to the seconds at which it came into this store."""
         return self._times(tables.ADDED)
 
     def _times(self, table: bytes) -> dict[bytes, int]:
@@ -295,24 +292,19 @@ class StoreReader(ChunkReader, StretchReader):
             return _revision_of(snapshot)
 
     def documents_revision(self) -> int:
-        """Return the revision at which documents changed last; the retrieval index is keyed by it.
-
-        An older kvtool counts changes of documents only, and does not write this counter: if the counter is of another
-        revision, the revision itself is returned.
-        """
+        """Return the revision at which documents changed last; the retrieval index is keyed by it."""
         return self._counted("documents")
 
     def dropped_revision(self) -> int:
         """Return the revision at which something was dropped last of chunks that a document may refer to: until it
-        changes, what was whole stays whole. See :meth:`documents_revision` for older stores."""
+        changes, what was whole stays whole."""
         return self._counted("dropped")
 
     def _counted(self, name: str) -> int:
         self.follow()
         with self.snapshot() as snapshot:
             revision = _revision_of(snapshot)
-            counted = _json_of(snapshot, tables.DOCUMENTS_KEY, "a counter")
-        return int(counted.get(name, revision)) if counted.get("revision") == revision else revision
+            return int(_json_of(snapshot, tables.DOCUMENTS_KEY, "a counter").get(name, revision))
 
     def is_collected(self) -> bool:
         """Return True if chunks without a document were looked for after the last change of documents."""

@@ -253,7 +253,7 @@ def _documents(
 
 
 def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
-    """When each chunk came; of chunks of older stores their file's own time, before which it cannot have been."""
+    """When each chunk came; if that is lost, their file's own time, before which it cannot have been."""
     known = store.added()
     times: dict[bytes, int] = {}
     for entry in store.files():
