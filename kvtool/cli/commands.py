@@ -202,7 +202,7 @@ def described(command: Any, context: Any) -> dict[str, list[Described]]:
         if getattr(param, "hidden", False) or param.name in everywhere:
             continue
         option = getattr(command, "options", {}).get(param.name)
-        record = _record(param, context)
+        record = _record(param, context, option.synonyms if option else ())
         if record is not None:
             sections.setdefault(_heading(param), []).append(Described(record, option))
     return sections
@@ -226,9 +226,14 @@ def _heading(param: Any) -> str:
     return ARGUMENTS if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None) or COMMON
 
 
-def _record(param: Any, context: Any) -> tuple[str, str] | None:
-    """Return the help of a parameter, without typer's names of types."""
-    record = param.get_help_record(context)
+def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return the help of a parameter, without synonyms and typer's names of types."""
+    every = param.opts
+    param.opts = [flag for flag in every if flag not in synonyms]
+    try:
+        record = param.get_help_record(context)
+    finally:
+        param.opts = every
     return record and (re.sub(r" <[^>]*>", "", record[0]), record[1])
 
 

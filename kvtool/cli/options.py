@@ -186,6 +186,7 @@ def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Param
     kind: Any = bool if option.kind is bool else list[str] if option.many else str
     shown = typer.Option(
         option.flag,
+        *option.synonyms,
         help=f"{option.help}{_facts(option)}",
         show_default=False,
         metavar=None if option.kind is bool else option.metavar,

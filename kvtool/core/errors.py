@@ -62,7 +62,7 @@ class StoreLockedError(KvtoolError):
 
 
 class StoreFormatError(KvtoolError):
-    """Another version of kvtool wrote the store, or the folder holds something else."""
+    """The store was written by a newer kvtool, or the folder holds something else."""
 
     exit_code = EXIT_MISFIT
 

@@ -123,7 +123,7 @@ def cost(chunks: int) -> None:
 def follow(chunks: int) -> None:
     """Print how long questions wait for what is in a store of so many chunks, and for what another process added."""
     rng, arithmetic = np.random.default_rng(0), Arithmetic("float32", "cpu")
-    identity = StoreIdentity("", "", "float32", (), (), LeadInIds("none", ()), SplitSettings(), "")
+    identity = StoreIdentity("", "", "float32", (), (), LeadInIds("none", ()), SplitSettings())
     decoder: Any = SimpleNamespace(loaded=SimpleNamespace(arithmetic=arithmetic))
 
     def put(store: Store, documents: int, each: int, wanted: Callable[[Ids], ChunkSpec], name: str = "") -> None:

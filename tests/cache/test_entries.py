@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import zstandard
@@ -85,14 +86,20 @@ def test_deep_json_is_damage() -> None:
         FileEntry.from_bytes(b"j" + b"[" * 100_000)
 
 
-INFO = StretchInfo(0, 7, (1,), (0,), (b"c" * 20,), True, 5, Arithmetic("bfloat16", "cuda"))
+INFO = StretchInfo(0, 7, (1,), (0,), (b"c" * 20,), True, 5, arithmetic=Arithmetic("bfloat16", "cuda"))
 
 
 def test_what_computed_it_is_noted() -> None:
     assert StretchInfo.from_bytes(INFO.to_bytes()) == INFO
 
 
-@pytest.mark.parametrize("made", [["int4", "cpu"], ["bfloat16"], 7, None])
+def test_one_of_before_is_read() -> None:
+    row = json.loads(INFO.to_bytes())
+    del row["arithmetic"]
+    assert StretchInfo.from_bytes(json.dumps(row).encode()) == replace(INFO, arithmetic=None)
+
+
+@pytest.mark.parametrize("made", [["int4", "cpu"], ["bfloat16"], 7])
 def test_an_arithmetic_that_is_none_is_damage(made: object) -> None:
     row = json.loads(INFO.to_bytes()) | {"arithmetic": made}
     with pytest.raises(DamagedError):

@@ -163,6 +163,16 @@ def test_the_part_that_is_read_again_is_small(tmp_path: Path) -> None:
     assert time.process_time() - started < 0.5
 
 
+def test_a_digest_of_before_there_were_samples_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    status = path.stat()
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "digests.json").write_text(json.dumps({str(path): [status.st_size, status.st_mtime_ns, "0" * 64]}))
+    assert file_digest(path) == hashlib.sha256(b"abc").hexdigest()
+
+
 def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_RACY_SECONDS", 2.0)
     path = tmp_path / "weights"

@@ -23,6 +23,7 @@ from kvtool.cli.app import COMMANDS, SHOWN, main
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.errors import EXIT_PARTIAL, GateError, StoreLockedError
+from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.query.options import QueryOptions
 
 Capture = pytest.CaptureFixture[str]
@@ -139,6 +140,23 @@ def test_an_argument_and_settings_reach_the_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KVTOOL_LEVEL", "2")
     assert main(["probe", "왜?", "--top-k", "3", "--tag", "a", "--tag", "b", "--quiet"]) == EXIT_PARTIAL
     assert json.loads(capsys.readouterr().out) == {"schema": 2, "q": "왜?", "tag": ["a", "b"], "k": 3, "level": "2"}
+
+
+def test_two_keys_with_one_flag_belong_to_two_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    @takes(IngestOptions)
+    def probe(run: Run) -> None:
+        run.out.print(f"{run.get(IngestOptions).max_chunk_tokens} {run.get(QueryOptions).max_tokens}")
+
+    install(monkeypatch, probe)
+    assert main(["probe", "--max-tokens", "300"]) == 0
+    assert capsys.readouterr().out == "300 256\n"
+
+
+def test_an_older_flag_goes_on_and_is_not_shown(capsys: Capture) -> None:
+    assert main(["ingest", "--help-all"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-chunk-tokens" in shown
+    assert "--max-tokens" not in shown
 
 
 def test_a_command_takes_only_options_that_there_are() -> None:

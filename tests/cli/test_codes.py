@@ -67,7 +67,7 @@ def test_1_failed(store: Path, form: Any) -> None:
         ("ingest", "/", "--split", "sentence"),
         ("ingest", "/", "--chunk-tokens", "0"),
         ("ingest", "/", "--level", "7"),
-        ("ingest", "/", "--max-chunk-tokens", "10", "--chunk-tokens", "20"),
+        ("ingest", "/", "--max-tokens", "10", "--chunk-tokens", "20"),
         ("inspect", "everything"),
         ("store", "verify", "--sample", "3/2"),
     ],

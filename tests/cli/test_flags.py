@@ -41,9 +41,9 @@ def test_split_and_its_bounds(fresh: Any, text: Path, tmp_path: Path) -> None:
     split("paragraph", "--split", "paragraph")
     assert [at_paragraphs(name) for name in ("fixed", "paragraph")] == [False, True]
     assert max(split("plain")) <= 64 + _SPACE  # `CHUNKS`
-    long = split("long", "--max-chunk-tokens", "128", "--min-chunk-tokens", "64")
+    long = split("long", "--max-tokens", "128", "--min-tokens", "64")
     assert max(long) > 64 + _SPACE
-    assert min(split("short", "--max-chunk-tokens", "128", "--min-chunk-tokens", "1")[:-1]) < 64 <= min(long[:-1])
+    assert min(split("short", "--max-tokens", "128", "--min-tokens", "1")[:-1]) < 64 <= min(long[:-1])
 
 
 def test_no_ignore(fresh: Any, tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_temperature_and_seed(store: Path) -> None:
 def test_what_is_older_than_an_age_is_forgotten(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=3)
     words = ("store", "prune", "--store", path, "--json", "--yes")
-    kvtool(*words, "--max-age", "1d").fine()
+    kvtool(*words, "--older-than", "1d").fine()
     assert len(listing(path)) == 3
-    done = kvtool(*words, "--max-age", "0s").fine().json
+    done = kvtool(*words, "--older-than", "0s").fine().json
     assert [(step["step"], step["documents"]) for step in done["steps"]] == [("documents", 3)]
     assert listing(path) == []

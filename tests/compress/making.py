@@ -161,7 +161,7 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
 
 
 def without_profile(path: Path, level: str) -> None:
-    """Put records at a level 1 to 4 that name no profile, as a store without one has them."""
+    """Put records at a level 1 to 4 that name no profile, as earlier versions made them of a store that had none."""
     codec = CacheGen(f"cachegen-{level}")
     with Store.open(path) as store, store.writer() as writer:
         for chunk in map(bytes.fromhex, chunks_in(path)):

@@ -173,6 +173,31 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
     assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
 
 
+def test_a_loss_that_was_measured_without_recompute_is_measured_again(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions did; until then it is what the level is read by."""
+    with Store.open(fitted) as store, store.writer() as writer:
+        profile = store.codec_state()["profile"]
+        writer.set_codec_state(store.codec_state() | {"losses": {profile: {"2": {"kl_answer": 0.25}}}})
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": 0.25}
+    asked = fixed_losses(monkeypatch)
+    run(fitted, "2", questions=1)
+    run(fitted, "2", questions=1)
+    assert asked == [["2"]]
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": LOSSES["2"]}
+
+
+def test_a_loss_that_cannot_be_measured_again_stays(fitted: Path) -> None:
+    """Without exact records; no model is loaded for it, and nobody is warned each time."""
+    run(fitted, "2", questions=0, keep_raw=False)
+    with Store.open(fitted) as store, store.writer() as writer:
+        profile = store.codec_state()["profile"]
+        writer.set_codec_state(store.codec_state() | {"losses": {profile: {"2": {"kl_answer": 0.25}}}})
+    assert run(fitted, "2", questions=1).warnings == []
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": 0.25}
+
+
 def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are recomputed, and ranked by the sensitivity that is stored with each chunk."""
     fused = list[Fused]()
@@ -211,6 +236,20 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
         for row in kvtool("inspect", "--store", fitted, "--json").fine().json["levels"]
         if "kl_answer" in row
     } == {"2": LOSSES["2"]}
+
+
+@pytest.mark.slow
+def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kvtool kept them before."""
+    with Store.open(fitted) as store, store.writer() as writer:
+        writer.set_codec_state(store.codec_state() | {"losses": {"2": {"kl_answer": 0.25}}})
+    one, other, *_ = chunks_in(fitted)
+    assert losses_of(fitted, one) == {"2": 0.25}
+    fixed_losses(monkeypatch)
+    refit(fitted, "2", questions=1, chunks=(other,))
+    assert (losses_of(fitted, one), losses_of(fitted, other)) == ({"2": 0.25}, {"2": LOSSES["2"]})
 
 
 # ---- profiles ----------------------------------------------------------------------------------------------------

@@ -95,14 +95,13 @@ def test_an_empty_data_file_is_not_a_new_store(tmp_path: Path) -> None:
     assert data.read_bytes() == b""
 
 
-def test_other_formats(tmp_path: Path) -> None:
+def test_newer_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store")
     text = json.loads((path / "store.json").read_text())
-    for number in (0, 99):
-        (path / "store.json").write_text(json.dumps({**text, "format": number}))
-        for door in (Store.open, Store.create_or_open):
-            with pytest.raises(StoreFormatError, match=f"format {number}, this kvtool reads 1"):
-                door(path)
+    (path / "store.json").write_text(json.dumps({**text, "format": 99}))
+    for door in (Store.open, Store.create_or_open):
+        with pytest.raises(StoreFormatError, match="format 99"):
+            door(path)
     (path / "store.json").write_text(json.dumps(text))
     with Store.open(path) as store:
         inside = seal(tables.STORE_KEY, Kind.STORE, json.dumps({**text, "format": 98}).encode())

@@ -8,7 +8,6 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,8 @@ from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import take
 from kvtool.core.remote import object_store, values
 from kvtool.core.remote.blobs import open_blobs
-from kvtool.core.remote.catalogue import (
-    FORMAT,
-    HEAD,
-    Catalogue,
-    Head,
-    Shard,
-    digest_of,
-    rows_of,
-    seal_head,
-    unseal_head,
-)
-from kvtool.core.remote.catalogue_io import catalogue_in, open_shard, pack_root, read_catalogue
+from kvtool.core.remote.catalogue import FORMAT, HEAD, Catalogue, Head, digest_of, rows_of, seal_head, unseal_head
+from kvtool.core.remote.catalogue_io import catalogue_in, open_shard, read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, id_of, info_of, make_store, put, records_of
@@ -87,7 +76,7 @@ def head(data: bytes) -> None:
 
 
 def catalogue(data: bytes) -> None:
-    """The JSON of a catalogue, of a root, or of a shard."""
+    """The JSON of a catalogue in any format, or of a shard."""
     packed = _ZSTD.compress(data)
     for value in (data, packed):
         with refused():
@@ -117,18 +106,13 @@ def described(data: bytes) -> None:
 
 
 def tier(data: bytes) -> None:
-    """A whole tier with a shard that is somebody's, pulled into a new store and into one that has documents."""
+    """A whole tier whose catalogue is somebody's, pulled into a new store and into one that has documents."""
     folder = _place() / "hostile-tier"
     if not folder.is_dir():
         shutil.copytree(_tier(), folder)
-    packed, counts = _ZSTD.compress(data), (0, 1)
-    with refused():
-        files, chunks = open_shard(packed, 0, 1, [])
-        counts = len(files), len(chunks)
-    shard = Shard(digest_of(packed), len(packed), *counts)
-    root = pack_root(replace(_catalogue(), shards=(shard,)))
+    packed = _ZSTD.compress(data)
     with closing(open_blobs(f"file://{folder}")) as blobs:
-        blobs.put({shard.name: packed, f"catalogue/{digest_of(root)}": root, HEAD: seal_head(Head(digest_of(root)))})
+        blobs.put({f"catalogue/{digest_of(packed)}": packed, "head": seal_head(Head(digest_of(packed)))})
         for name in ("new", "own"):
             own = _place() / f"pulled-{name}"
             if name == "own" and not own.is_dir():
@@ -137,8 +121,7 @@ def tier(data: bytes) -> None:
                 pull(own, blobs)
             if name == "new":
                 shutil.rmtree(own, ignore_errors=True)
-    for name in (shard.name, f"catalogue/{digest_of(root)}"):
-        (folder / name).unlink(missing_ok=True)
+    (folder / f"catalogue/{digest_of(packed)}").unlink(missing_ok=True)
 
 
 def pack_file(data: bytes) -> None:

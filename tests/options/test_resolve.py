@@ -193,8 +193,7 @@ def test_reserved_and_empty_variables_are_no_settings(tmp_path: Path) -> None:
 
 def test_numbers_and_booleans_are_taken_as_written(tmp_path: Path) -> None:
     (tmp_path / "kvtool.toml").write_text(
-        "\ufefflevel = 2\nratio = 1\noffline = true\n"
-        "[ingest]\nmax_chunk_tokens = 300\nlevel = 1\n[query]\nmax_tokens = 7",
+        "\ufefflevel = 2\nratio = 1\noffline = true\n[ingest]\nmax_tokens = 300\nlevel = 1\n[query]\nmax_tokens = 7",
         encoding="utf-8",
     )
     got = resolve({"lock_wait": "0", "seed": 7}, environ={"KVTOOL_OFFLINE": "no"}, folder=tmp_path)
@@ -213,6 +212,13 @@ def test_values_that_contradict_each_other() -> None:
         resolve({"min_chunk_tokens": 100, "chunk_tokens": 50}).get(IngestOptions)
     lengths = {"min_chunk_tokens": 50, "chunk_tokens": 50, "max_chunk_tokens": 50}
     assert resolve(lengths).get(IngestOptions).chunk_tokens == 50
+
+
+def test_older_names_go_on(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text("min_tokens = 9")
+    by_file = resolve(folder=tmp_path)
+    by_variable = resolve(environ={"KVTOOL_MIN_TOKENS": "9"})
+    assert by_file.get(IngestOptions).min_chunk_tokens == by_variable.get(IngestOptions).min_chunk_tokens == 9
 
 
 def test_durations_and_percentages(tmp_path: Path) -> None:
@@ -342,7 +348,7 @@ def test_every_variable_that_is_read_anywhere_is_known() -> None:
 
 def test_flags_are_unique_within_a_room() -> None:
     for source in SETTINGS:
-        flags = [option.flag for option in options_of(source).values() if option.flag]
+        flags = [flag for option in options_of(source).values() for flag in (option.flag, *option.synonyms) if flag]
         assert len(flags) == len(set(flags))
 
 

@@ -26,7 +26,7 @@ from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
 
-WAYS = ("import", "folder", "pull")
+WAYS = ("import", "merge", "pull")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> d
     into = ("--store", store or scene.mine, "--json", *more)
     if way == "import":
         return kvtool("store", "import", scene.pack(), *into).fine().json
-    if way == "folder":
-        return kvtool("store", "import", scene.theirs, *into).fine().json["merged"][0]
+    if way == "merge":
+        return kvtool("store", "merge", scene.theirs, *into).fine().json["merged"][0]
     url = f"file://{scene.theirs.parent / 'shared'}"
     kvtool("store", "push", url, "--store", scene.theirs).fine()
     return kvtool("store", way, url, *into).fine().json
@@ -205,7 +205,7 @@ def test_own_chunks_take_no_records_of_others(way: str, scene: Scene) -> None:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["import", "merge", "pull"])
 def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_path: Path) -> None:
     """A pack first, the own document later."""
     honest, mark = scene.ask("--fusion", "reuse"), own_state(scene)[2]
@@ -544,7 +544,7 @@ def test_of_my_own_store_what_is_somebody_elses_stays_so(scene: Scene, tmp_path:
     """`--mine` of a store that has imported a pack vouches for its own part only."""
     other, merged = tmp_path / "other", tmp_path / "merged"
     bring(scene, "import", store=other)
-    kvtool("store", "import", other, "--mine", "--store", merged).fine()
+    kvtool("store", "merge", other, "--mine", "--store", merged).fine()
     (chunk,) = ids_of(merged, scene.own)
     with Store.open(merged) as store:
         entry, _ = of_file(store, scene.own)
@@ -716,7 +716,7 @@ def test_a_signature_can_be_required(scene: Scene, tmp_path: Path, monkeypatch: 
     kvtool("store", "push", url, "--store", scene.theirs).fine()
     monkeypatch.setenv("KVTOOL_REQUIRE_SIGNATURE", "1")
     kvtool("store", "import", pack, "--store", scene.mine).failed(12, "is not signed")
-    kvtool("store", "import", scene.theirs, "--store", scene.mine).failed(12, "is not signed")
+    kvtool("store", "merge", scene.theirs, "--store", scene.mine).failed(12, "is not signed")
     kvtool("store", "pull", url, "--store", scene.mine, "--mine").failed(12, "is not signed")
     kvtool("query", "Who?", "--store", url).failed(12, "without its signature")
     kvtool("store", "export", pack, "--force", "--store", scene.theirs, "--sign", key).fine()

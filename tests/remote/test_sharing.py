@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.integrity import repair, verify
+from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
@@ -186,6 +189,7 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
 def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
     with store.writer() as writer:
         writer.put_profile(bytes.fromhex(digest_of(b"a profile")), b"a profile", {"profile": digest_of(b"a profile")})
+        writer.put_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # of an earlier version
     push(store, blobs)
     names = set(blobs.names())
     assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "shard", "meta", "profile", "pack"}
@@ -370,6 +374,21 @@ def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None
     push(other, blobs)
     push(store, blobs)
     assert {id_of("g.0").hex(), id_of("f2.0").hex()} <= read_catalogue(blobs).chunks.keys()
+
+
+def test_a_head_of_the_version_before_is_read(store: Store, blobs: Blobs) -> None:
+    push(store, blobs)
+    (head,) = blobs.get([HEAD])
+    assert head is not None
+    name = unseal_head(head).catalogue
+    old = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": name}).encode())
+    assert blobs.compare_and_swap(HEAD, head, old)
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0"])
+    push(store, blobs)
+    (head,) = blobs.get([HEAD])
+    assert head is not None
+    assert unseal_head(head).before == (name,)
 
 
 # ---- files in a shared folder -----------------------------------------------------------------------------------

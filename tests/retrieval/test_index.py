@@ -197,7 +197,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
 def test_an_index_of_other_terms_is_made_anew(
     tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch, constant: str, older: object
 ) -> None:
-    """Terms of another kvtool, or of another version of the stemmer, are none that a question of today would meet."""
+    """Terms of an older kvtool, or of another version of the stemmer, are none that a question of today would meet."""
     texts = {"a": "The packages cost 30 euros."}
     with store_of(tmp_path / "store", texts) as store:
         with monkeypatch.context() as patch:
@@ -210,3 +210,4 @@ def test_an_index_of_other_terms_is_made_anew(
         assert hit.passage.source == "a"
         index_of(store)
         assert built == [1, 1]
+        assert len(list((store.path / "index").glob("words-*"))) == 1

@@ -115,11 +115,12 @@ ONE, OTHER = "11" * 16, "22" * 16
 class Some:
     """A store of one chunk; its nested records name the profile `ONE`."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: Any) -> None:
         rows = {ONE: {"2": 0.1, "eight": 0.3}, OTHER: {"1": 0.2, "2": 0.4}, NO_PROFILE.hex(): {"4": 0.5}}
         self.state = {
             "losses": {maker: {at: {"kl_answer": loss} for at, loss in of.items()} for maker, of in rows.items()}
         }
+        self.state |= more
 
     def codec_state(self) -> dict[str, Any]:
         return self.state
@@ -130,9 +131,10 @@ class Some:
 
 def test_a_nested_level_by_its_profile_and_another_whatever_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LEVELS, "eight", Level("eight", "eight:Eight"))
-    losses = MeasuredLosses(Some())  # type: ignore[arg-type]
-    assert losses.of(b"chunk", ["raw", "1", "2", "4", "eight"]) == {"2": 0.1, "eight": 0.3}
-    assert losses.of(b"chunk", ["1"]) == {}
+    for store in (Some(), Some(named_predictor=True)):
+        losses = MeasuredLosses(store)  # type: ignore[arg-type]
+        assert losses.of(b"chunk", ["raw", "1", "2", "4", "eight"]) == {"2": 0.1, "eight": 0.3}
+        assert losses.of(b"chunk", ["1"]) == {}
 
 
 def test_where_no_level_may_be_taken_it_is_the_one_that_loses_least() -> None:

@@ -435,13 +435,11 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
     from kvtool.core.cache import tables
     from kvtool.core.cache.entries import ChunkInfo
     from kvtool.core.cache.identity import Origin
-    from kvtool.core.common.machine import Arithmetic
 
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
         pen.fold_access()
-        info = StretchInfo(0, 7, (), (0,), (), True, 5, Arithmetic("float32", "cpu"))
-        pen.put_stretch(b"s" * 20, info, [(("state", 0), b"12345")])
+        pen.put_stretch(b"s" * 20, StretchInfo(0, 7, (), (0,), (), own=True, size=5), [(("state", 0), b"12345")])
         pen.describe({b"f" * 20: ChunkInfo((1,), b"", 0)}, Origin("elsewhere", trusted=False))
         with store.snapshot() as snapshot:
             rows = [(table, next(iter(snapshot.keys(table)))) for table in tables.TABLES if table != tables.META]

@@ -74,7 +74,8 @@ class ChunkReader(StoreConnection):
             return snapshot.get(tables.CHUNKS, tables.check_chunk_id(chunk_id))
 
     def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
-        """Count these chunks by the arithmetic that computed them; None: they have no KV, or are damaged or missing.
+        """Count these chunks by the arithmetic that computed them; None: it was not noted, or the chunk is damaged or
+        missing.
 
         Without ids count all chunks, of a large store the first 10,000 by id: ids are digests, so that is fair."""
         counts: Counter[Arithmetic | None] = Counter()

@@ -153,15 +153,13 @@ def _parse_store_file(root: Path, text: bytes) -> StoreFile:
         made = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
-    check_format(root, made.format)
+    if made.format > FORMAT:
+        raise StoreFormatError(
+            f"the store at {root} has format {made.format}, this kvtool reads up to {FORMAT}", "update kvtool"
+        )
+    if made.format < 1:
+        raise DamagedError(f"{root / STORE_FILE} states format {made.format}", REBUILD)
     return made
-
-
-def check_format(root: Path, stated: object) -> None:
-    """Refuse a store of another format. Raises StoreFormatError."""
-    if stated != FORMAT:
-        hint = "ingest the documents into a new store, or update kvtool"
-        raise StoreFormatError(f"the store at {root} has format {stated}, this kvtool reads {FORMAT}", hint)
 
 
 def write_store_file(root: Path) -> StoreFile:

@@ -44,7 +44,7 @@ class Store(StoreReader):
         Raises
         ------
         StoreNotFoundError : `path` holds no store.
-        StoreFormatError : another format, foreign data, a file.
+        StoreFormatError : newer format, foreign data, a file.
         DamagedError : truncated, or a part of it is missing.
         """
         root = Path(os.path.abspath(path))

@@ -42,7 +42,8 @@ class StretchInfo:
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
-    arithmetic : what computed it.
+    alone : it is not of a prompt, but of a single chunk, as an earlier kvtool computed some: it is not used any more.
+    arithmetic : what computed it; None: an earlier kvtool, which did not note it.
     """
 
     start: int
@@ -52,7 +53,8 @@ class StretchInfo:
     chunks: tuple[bytes, ...]
     own: bool
     size: int
-    arithmetic: Arithmetic
+    alone: bool = False
+    arithmetic: Arithmetic | None = None
 
     @property
     def places(self) -> list[Place]:
@@ -72,7 +74,8 @@ class StretchInfo:
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(tables.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
-            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, _arithmetic(row["arithmetic"]))
+            own, alone = bool(row["own"]), bool(row.get("alone", False))
+            return cls(start, tokens, rows, states, chunks, own, size, alone, _arithmetic(row.get("arithmetic")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
@@ -84,8 +87,10 @@ def _within(number: object, most: int) -> int:
     return number
 
 
-def _arithmetic(names: Sequence[str]) -> Arithmetic:
+def _arithmetic(names: Sequence[str] | None) -> Arithmetic | None:
     """Read the arithmetic in a description. Raises ValueError."""
+    if names is None:
+        return None
     dtype, device = names
     if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
         raise ValueError("no arithmetic")
@@ -166,6 +171,11 @@ class StretchReader(StoreConnection):
         return data
 
 
+def count_alone(snapshot: Snapshot) -> int:
+    """Return how many stretches are of single chunks, which are not used any more."""
+    return sum(info.alone for _, info in _described(snapshot))
+
+
 def _described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
     for key in _names(snapshot):
         with suppress(DamagedError):
@@ -201,7 +211,11 @@ def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -
     used : seconds of the last use, by id; none: never.
     """
 
-    return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
+    def turn(stretch: bytes) -> tuple[bool, int, int]:
+        info = stretches[stretch]
+        return not info.alone, used.get(stretch, 0), -info.start
+
+    return sorted(stretches, key=turn)
 
 
 def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:

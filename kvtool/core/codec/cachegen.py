@@ -4,7 +4,8 @@ As in the paper (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of
 quantised to 8 bits; the others are their difference from it, quantised in steps that grow from the first third of the
 layers to the last. Tables come with kvtool, so that a record needs no profile. A row is a token here.
 
-A store that has no profile yet has records of levels 1 to 4 made by this scheme.
+A store that has no profile yet has records of levels 1 to 4 made by this scheme. Those of an earlier kvtool have each
+channel's mean in place of the anchors where that was cheaper: `unpack` reads both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
 from kvtool.core.codec.rans.reference import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
-from kvtool.core.codec.record import Escapes, Predictor, Record
+from kvtool.core.codec.record import Escapes, Predictor, Record, streams_of
 from kvtool.core.errors import DamagedError, KvtoolError
 
 GROUP = 10
@@ -88,7 +89,7 @@ class CacheGen(SelfContained):
             marked.append(escapes)
         widths, ids = [side.widths.astype("<f4") for side in sides], [part.ids.astype(np.uint8) for part in parts]
         return Record(
-            predictor=Predictor.ANCHOR,
+            predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
             level=self._number,
             base=0,
             tokens=both.shape[1],
@@ -219,7 +220,7 @@ def _costs() -> npt.NDArray[np.float64]:
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
     """Decode keys and values. Raises DamagedError: parts do not fit the shape."""
-    if record.predictor is not Predictor.ANCHOR:
+    if Predictor.TRANSFORM in record.predictors:
         raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(record, channels_of([shape]))
     return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
@@ -228,13 +229,15 @@ def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
 def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     """Decode both sides, float32 `[tokens, C]`."""
     tables = shipped()
-    columns, about = padded(channels), _SideInformation(record.side)
-    widths = [about.widths(channels) for _ in range(2)]
-    ids = [about.ids(columns) for _ in record.streams]
+    count, columns = streams_of(record.predictors), padded(channels)
+    about = _SideInformation(record.side)
+    parameters = [about.of(predictor, channels) for predictor in record.predictors]
+    ids = [about.ids(columns) for _ in range(count)]
     if record.columns != columns or about.left or record.base or int(np.stack(ids).max()) >= len(tables):
         raise DamagedError("a compressed record that does not fit its channels")
     anchors = int(is_anchor(record.tokens).sum())
-    heights = [record.tokens - anchors] * 2 + [anchors] * 2
+    heights = [record.tokens - anchors if p is Predictor.ANCHOR else record.tokens for p in record.predictors]
+    heights += [anchors] * (count - 2)
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
@@ -246,15 +249,20 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
         raise DamagedError("a compressed record whose escapes are not those of its streams")
     whole_rows.reshape(-1)[escaped] = record.escapes.marked
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
-        return _restored(record, widths, [part[:, :channels] for part in parts])
+        return _restored(record, parameters, [part[:, :channels] for part in parts])
 
 
-def _restored(record: Record, widths: list[F32], parts: list[I16]) -> tuple[F32, F32]:
-    """Restore both sides from their rows, the anchors' rows, and the anchors' steps."""
+def _restored(record: Record, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
+    """Restore both sides from their rows, the anchors' rows, and the means or anchors' steps."""
+    more = iter(parts[2:])
     sides = []
-    for rows, anchors, step, width in zip(parts[:2], parts[2:], record.steps, widths, strict=True):
-        base = _spread(anchors.astype(np.float32) * width, record.tokens)
-        base[~is_anchor(record.tokens)] += rows.astype(np.float32) * np.float32(step)
+    for number, (predictor, about) in enumerate(zip(record.predictors, parameters, strict=True)):
+        rows = parts[number].astype(np.float32) * np.float32(record.steps[number])
+        if predictor is Predictor.MEAN:
+            sides.append(rows + about)
+            continue
+        base = _spread(next(more).astype(np.float32) * about, record.tokens)
+        base[~is_anchor(record.tokens)] += rows
         sides.append(base)
     return sides[0], sides[1]
 
@@ -275,8 +283,12 @@ class _SideInformation:
         self._at += size
         return self._data[self._at - size : self._at]
 
-    def widths(self, channels: int) -> F32:
-        values = np.frombuffer(self._take(4 * channels), "<f4").astype(np.float32)
+    def of(self, predictor: Predictor, channels: int) -> F32:
+        if predictor is Predictor.MEAN:
+            bits16 = np.frombuffer(self._take(2 * channels), "<u2").astype(np.uint32) << np.uint32(16)
+            values = bits16.view(np.float32)
+        else:
+            values = np.frombuffer(self._take(4 * channels), "<f4").astype(np.float32)
         if not np.isfinite(values).all():
             raise DamagedError("a compressed record whose side information is no number")
         return values

@@ -30,6 +30,7 @@ from kvtool.core.native.job import scratch
 Parsed = tuple[Record, Encoded]
 Work = tuple[int, Sequence[Parsed], Sequence[int]]  # a layer, some records of it, and the first row of each
 Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
+BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
 _FLOAT_FORMS: dict[str, coder.Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 
@@ -218,7 +219,7 @@ def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequ
     columns = coded.fine if refines else coded.alone
     fits = columns is not None and all(
         record.columns == len(columns)
-        and record.predictor is Predictor.TRANSFORM
+        and record.predictors == BOTH
         and record.profile == profile.digest
         and record.level == records[0].level
         and not (columns.refines and len(record.escapes.marked))
@@ -233,7 +234,8 @@ def _base_of(record: Record, item: Encoded) -> Parsed:
     if item.base is None:
         raise DamagedError("a compressed record without the level that it refines")
     base = Record.parse(item.base.payload)
-    if record.base_check != check_of([item.base.payload]) or (base.level, base.tokens) != (record.base, record.tokens):
+    other = record.base_check and record.base_check != check_of([item.base.payload])
+    if other or (base.level, base.tokens) != (record.base, record.tokens):
         raise DamagedError("a compressed record that refines another one than is stored")
     return base, item.base
 

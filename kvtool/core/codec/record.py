@@ -5,10 +5,10 @@ follow, for each stream, its words (u16) and states (u32[64]); the side informat
 (cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
 stream by stream, row by row.
 
-Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for the
-anchors of each, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
+Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for each
+side whose predictor is ANCHOR, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
 to a column that is not coded. The check of the base is `check_of` (levels.py) the very record that is refined: another
-record of its level, made elsewhere, rounds otherwise. 0: it refines none.
+record of its level, made elsewhere, rounds otherwise. 0: older records do not state it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,20 @@ _NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
 class Predictor(enum.IntEnum):
     """The prediction that is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
 
+    MEAN = 0  # each channel's mean over the chunk
     ANCHOR = 1  # the first token of each group of ten, in 8 bits (CacheGen, section 5.1)
     TRANSFORM = 2  # the profile's mean, then its transform
 
 
-_PREDICTORS = {(int(each), int(each)): each for each in Predictor}
-_STREAMS = {Predictor.ANCHOR: 4, Predictor.TRANSFORM: 1}
+_PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for value in Predictor}
+
+
+def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
+    """Count a record's streams. Raises DamagedError: only one side is transformed."""
+    transformed = predictors.count(Predictor.TRANSFORM)
+    if transformed == 1:
+        raise DamagedError("a compressed record with one side transformed")
+    return 1 if transformed else 2 + predictors.count(Predictor.ANCHOR)
 
 
 @dataclass(slots=True)  # see Stream
@@ -102,11 +110,11 @@ class Record:
     Attributes
     ----------
     base : number of the level that it refines; 0: none.
-    base_check : `check_of` the record that it refines; 0: none.
+    base_check : `check_of` the record that it refines; 0: not stated.
     columns : number of columns of the first stream.
     """
 
-    predictor: Predictor
+    predictors: tuple[Predictor, Predictor]
     level: int
     base: int
     tokens: int
@@ -126,7 +134,7 @@ class Record:
         words = [len(stream.words) for stream in self.streams]
         header = _HEADER.pack(
             _MAGIC,
-            *[self.predictor] * 2,
+            *self.predictors,
             self.level,
             self.base,
             self.tokens,
@@ -152,20 +160,20 @@ class Record:
     def parse(cls, payload: Payload) -> Record:
         """View the parts of a record. Raises DamagedError: a length or place that no encoder writes."""
         fields = _header(payload)
-        predictor, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
+        predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
         words, (placed, marked, check, side), numbers = fields[7:11], fields[11:15], fields[15:19]
-        if predictor is None or columns % LANES:
+        if predictors is None or columns % LANES:
             raise DamagedError("a compressed record with an unknown predictor or layout")
         if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
             raise DamagedError("a compressed record whose step or error is no number")
-        count = _STREAMS[predictor]
+        count = streams_of(predictors)
         size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
-        if size != len(payload) or any(words[count:]) or bool(check) != bool(base):
+        if size != len(payload) or any(words[count:]) or (check and not base):
             what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
             raise DamagedError(f"a compressed record {what}")
         cut = _Cut(payload, _HEADER.size)
         return cls(
-            predictor=predictor,
+            predictors=predictors,
             level=level,
             base=base,
             tokens=tokens,

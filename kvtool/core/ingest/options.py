@@ -150,6 +150,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         None,
         "Minimum length of a chunk, in tokens; 0 suits the split.",
         group=SPLITTING,
+        synonyms=("--min-tokens",),
         lowest=0,
         instead="the store's own, else 0",
     )
@@ -157,6 +158,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         None,
         "Maximum length of a chunk, in tokens.",
         group=SPLITTING,
+        synonyms=("--max-tokens",),
         lowest=1,
         instead="the target length",
     )

@@ -37,6 +37,7 @@ def option(
     *,
     group: str = "",
     flag: str | None = "",
+    synonyms: tuple[str, ...] = (),
     setting: str | bool | None = None,
     metavar: str = "",
     choices: Iterable[str] = (),
@@ -60,6 +61,7 @@ def option(
     help : one sentence.
     group : the heading of the command's help that lists it; empty: its class's.
     flag : empty: made of the name; `--this/--that` names both flags of a yes or no; None: it has none.
+    synonyms : further flags that mean the same and are not shown, such as older names.
     setting : whether a variable and a configuration file can give it, too; a text names it there, None: as its class
         says.
     metavar : what stands for its value in the help; empty: made of the type, the unit or the choices.
@@ -100,6 +102,7 @@ class Option:
     help: str
     group: str
     flag: str
+    synonyms: tuple[str, ...]
     setting: str
     sections: tuple[str, ...]
     metavar: str

@@ -61,8 +61,8 @@ def merge(
     StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
     UntrustedError : a signature is required, and no trusted key has signed.
     DamagedError : a pack's index, or what it says of its model, is damaged: nothing of it was written.
-    StoreFormatError : a source was made with another model or other settings, or another version of kvtool wrote the
-        pack; the sources before it were imported.
+    StoreFormatError : a source was made with another model or other settings, or a newer kvtool wrote the pack; the
+        sources before it were imported.
     NoSpaceError, StoreLockedError : what came stays.
     """
     for source in sources:
@@ -144,7 +144,7 @@ def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs
     for stretch in [bytes.fromhex(found[1]) for name in source.names if (found := _STRETCH.fullmatch(name))]:
         try:
             info = opened_info(stretch, source.get(f"stretch/{stretch.hex()}", _MOST_INFO) or b"")
-            if chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
+            if not info.alone and chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
                 parts = [(place, _part(source, stretch, place)) for place in info.places]
                 writer.put_stretch(stretch, info, parts)
                 report.bytes += sum(len(payload) for _, payload in parts)
@@ -176,7 +176,7 @@ class PackBlobs:
     Raises
     ------
     UsageError : the file is an archive, but no pack.
-    DamagedError, StoreFormatError : its index is damaged, or another version of kvtool wrote it.
+    DamagedError, StoreFormatError : its index is damaged, or a newer kvtool wrote it.
     """
 
     def __init__(self, pack: PackReader) -> None:
@@ -210,8 +210,7 @@ class PackBlobs:
         except DamagedError as error:
             raise DamagedError(f"the index of {self.url} is damaged: nothing was taken from it", _AGAIN) from error
         except StoreFormatError as error:
-            hint = "update kvtool, or export it again with this one"
-            raise StoreFormatError(f"{self.url} was written by another version of kvtool", hint) from error
+            raise StoreFormatError(f"{self.url} was written by a newer kvtool", "update kvtool") from error
 
     def get(self, name: str, most: int) -> bytes | None:
         if not name.startswith("kv/"):

@@ -10,15 +10,15 @@ blob                                    holds
 ``profile/DIGEST``                      a codec profile
 ``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
                                         or descriptions: files' entries with their documents, chunks' token ids
-``file/KEY-MARK``, ``chunk/ID-MARK``    a single such description, in the file of `kvtool store export`
-``kv/ID/LEVEL-MARK/LAYER``              a single such record, too large for a pack
+``file/KEY-MARK``, ``chunk/ID-MARK``    a single such description, as older versions pushed it
+``kv/ID/LEVEL-MARK/LAYER``              a single such record: as older versions pushed it, or too large for a pack
 ======================================  ================================================================
 
 A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
 A name of any other shape is not kvtool's, and neither is a name below another `head`: such values are never deleted.
 
-The file of `kvtool store export` has its catalogue in one value (:meth:`Catalogue.pack`), of format 3. A shared store
-has a sharded one, of format 4 (`catalogue_io.py`).
+A catalogue in one value has formats 1 to 3 (:meth:`Catalogue.pack`): the file of `kvtool store export` has one, and
+older versions pushed it so. A sharded one has format 4 (`catalogue_io.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import zstandard
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
-from kvtool.core.codec.levels import LEVELS, coarser, nested
+from kvtool.core.codec.levels import LEVELS, coarser, nested, whole
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import validation
 from kvtool.core.remote.signing import Proof, SigningKey, catalogue_digest, proof_of, proof_row
@@ -63,28 +63,23 @@ def seal_head(head: Head) -> bytes:
 
 
 def unseal_head(data: bytes) -> Head:
-    """Inverse of :func:`seal_head`.
+    """Inverse of :func:`seal_head`; one that knows of none before is of an older kvtool.
 
     Raises
     ------
     DamagedError : it cannot be read.
-    StoreFormatError : another version of kvtool wrote it.
+    StoreFormatError : a newer kvtool wrote it.
     """
     try:
         value = validation.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
-        if value["format"] != _FORMAT:
-            raise _other_format("the shared store's head", value["format"], _FORMAT)
-        digests = [value["catalogue"], *value["before"]]
+        if value["format"] > _FORMAT:
+            raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
+        digests = [value["catalogue"], *value.get("before", ())]
         if not all(isinstance(digest, str) and re.fullmatch(_DIGEST, digest) for digest in digests):
             raise ValueError("it names no catalogue")
         return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:
         raise DamagedError("the shared store's head cannot be read", "push again from a store that is whole") from error
-
-
-def _other_format(what: str, stated: int, own: int) -> StoreFormatError:
-    hint = "update kvtool, or push to an empty place with this one"
-    return StoreFormatError(f"{what} has format {stated}, this kvtool reads {own}", hint)
 
 
 # ---- entries, and the names of their values ----------------------------------------------------------------------
@@ -119,7 +114,7 @@ class Level:
     size : bytes of its records.
     mark : digest of all of them.
     base : the coarser level that it refines.
-    maker : digest, in hex, of the profile that lossy records name; None: they are not lossy.
+    maker : digest, in hex, of the profile that lossy records name; None: they are not, or an older kvtool pushed them.
     place : of its records; None: each is a value of its own.
     seal : of a signed catalogue: BLAKE2b-256 of all records, in hex, which nobody can forge.
     """
@@ -220,7 +215,7 @@ _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
 _FOLDERS = f"catalogue|shard|meta|profile|file|chunk|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
 _OWN = re.compile(
-    f"{HEAD}|(?:catalogue|shard|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/{_MARK}|(?:file|chunk)/{_ID}-{_MARK}"
+    f"{HEAD}|(?:catalogue|shard|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
     f"|kv/{_ID}/[a-z0-9-]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
 )
 
@@ -238,7 +233,10 @@ def catalogue_name(digest: str) -> str:
 # ---- the catalogue in one value ----------------------------------------------------------------------------------
 
 FORMAT = 3  # of one in one value
+_PLAIN_FORMAT = 1  # of one without packs and without levels that leave rows out, which every kvtool reads
+_PARTIAL_FORMAT = 2  # without packs
 _PUSH_AGAIN = "push again from a store that is whole"
+_PROFILE_BYTES = (16, 20)  # of a codec profile, of a learned lead-in of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +262,7 @@ class Catalogue:
 
     def pack(self, key: SigningKey | None = None) -> bytes:
         """Serialise it in canonical form, in one value. Signed by a key, or as it was when it was read."""
-        value = {"format": FORMAT, **self.facts(), **rows_of(self.files, self.chunks)}
+        value = {"format": self._format(), **self.facts(), **rows_of(self.files, self.chunks)}
         return packed(canonical(value, self.proof, key))
 
     @classmethod
@@ -274,9 +272,13 @@ class Catalogue:
         Raises
         ------
         DamagedError : it cannot be read.
-        StoreFormatError : another version of kvtool wrote it.
+        StoreFormatError : a newer kvtool wrote it.
         """
-        value = catalogue_json(data, FORMAT)
+        return cls.of(catalogue_json(data, FORMAT))
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> Catalogue:
+        """Read a catalogue from the JSON of a packed one. Raises DamagedError."""
         try:
             left_out = list[tuple[str, str]]()
             files, chunks = entries_of(value, left_out)
@@ -287,6 +289,12 @@ class Catalogue:
     def facts(self) -> dict[str, Any]:
         """Return all parts but files, chunks and shards, as JSON."""
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
+
+    def _format(self) -> int:
+        if self.packs():
+            return FORMAT
+        levels = {name for row in self.chunks.values() for name in row.levels}
+        return _PLAIN_FORMAT if len(whole(levels)) == len(levels) else _PARTIAL_FORMAT
 
     def packs(self) -> set[Pack]:
         """Return the packs that hold what it describes."""
@@ -332,15 +340,15 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def catalogue_json(data: bytes, own: int) -> dict[str, Any]:
-    """Read the JSON of a catalogue of format `own`. Raises DamagedError, StoreFormatError."""
+def catalogue_json(data: bytes, newest: int) -> dict[str, Any]:
+    """Read the JSON of a catalogue of a format up to `newest`. Raises DamagedError, StoreFormatError."""
     try:
         value = unpacked(data)
         number = validation.count_of(value["format"], 0, validation.INT64)
     except (ValueError, KeyError, zstandard.ZstdError) as error:
         raise unreadable(error) from error
-    if number != own:
-        raise _other_format("the shared store's catalogue", number, own)
+    if number > newest:
+        raise StoreFormatError(f"the shared store has format {number}", "update kvtool")
     return value
 
 
@@ -350,7 +358,7 @@ def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tup
         validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
         for name, mark in validation.object_of(value["meta"]).items()
     }
-    profiles = tuple(validation.hex_of(row, MARK_BYTES) for row in validation.list_of(value["profiles"]))
+    profiles = tuple(validation.hex_of(row, *_PROFILE_BYTES) for row in validation.list_of(value["profiles"]))
     return validation.identity_of(value["identity"]), meta, profiles
 
 
@@ -418,7 +426,7 @@ def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str,
     }
     makers = {key: row.makers for key, row in chunks.items() if row.makers}
     if makers:
-        value["makers"] = makers
+        value["makers"] = makers  # next to the chunks: an older kvtool reads the rest
     seals = {key: row.seals for key, row in chunks.items() if row.seals}
     if seals:
         value["seals"] = seals
@@ -501,7 +509,7 @@ def _level(name: str, value: Any, layers: int, maker: Any, seal: Any, packs: lis
     placed = validation.list_of(value)[3:]
     size, mark, base = validation.list_of(value[:3], 3)
     if name not in LEVELS:
-        raise ValueError(f"there is no level {name[:20]!r} here: a plugin made it, or another kvtool")
+        raise ValueError(f"there is no level {name[:20]!r} here: a plugin made it, or a newer kvtool")
     if base is not None and base != coarser(name):
         raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
     return Level(

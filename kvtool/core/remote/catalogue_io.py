@@ -62,7 +62,7 @@ def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
     ------
     RemoteError : the shared store does not answer.
     DamagedError : head or catalogue cannot be read.
-    StoreFormatError : another version of kvtool pushed.
+    StoreFormatError : a newer kvtool pushed.
     """
     return _of_head(blobs, in_force)
 
@@ -104,24 +104,28 @@ def in_force(blobs: Blobs, digest: str) -> Catalogue:
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
-    """Read the root of the catalogue of a digest.
+    """Read the catalogue of a digest; of a sharded one only the root.
 
     Raises
     ------
     DamagedError : it is lost or cannot be read.
-    StoreFormatError : another version of kvtool pushed.
+    StoreFormatError : a newer kvtool pushed.
     """
     ((_, packed),) = _values(blobs, [(0, digest, catalogue_name(digest))])
     return catalogue_in(packed)
 
 
 def catalogue_in(packed: bytes) -> Catalogue:
-    """Read the value that a head names: the root of a catalogue. Raises DamagedError, StoreFormatError."""
-    return open_root(catalogue_json(packed, FORMAT))
+    """Read the value that a head names: a catalogue, or its root. Raises DamagedError, StoreFormatError."""
+    value = catalogue_json(packed, FORMAT)
+    return open_root(value) if value["format"] == FORMAT else Catalogue.of(value)
 
 
 def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
-    """Read the shards of these numbers into a root. Raises as :func:`root_of`."""
+    """Read the shards of these numbers into a root; return a catalogue without shards as it is. Raises as
+    :func:`root_of`."""
+    if not root.shards:
+        return root
     shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
     return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]))
 
@@ -229,7 +233,7 @@ def _split(catalogue: Catalogue, count: int) -> list[Entries]:
 
 
 def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
-    """Serialise the root of a catalogue, in canonical form. Signed by a key, or as it was when it was read."""
+    """Serialise the root of a sharded catalogue, in canonical form. Signed by a key, or as it was when it was read."""
     return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
@@ -359,7 +363,10 @@ class LazyCatalogue:
 
     def get(self, key: str) -> Chunk | None:
         """Return a chunk by its id in hex; None if it is missing. Raises RemoteError, DamagedError."""
-        number = number_of(key, len(self._root.shards))
+        count = len(self._root.shards)
+        if not count:
+            return self._root.chunks.get(key)
+        number = number_of(key, count)
         if number not in self._read:
             self._read[number] = with_shards(self._blobs, self._root, [number]).chunks
         return self._read[number].get(key)

@@ -64,7 +64,7 @@ class Sender:
         broken, thin = self._unsound(mine, theirs)
         mine = self._send_descriptions(mine, broken | thin)
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
-        gaps = self._gaps(mine, broken, thin)
+        gaps = self._gaps(mine, theirs, broken, thin)
         chunks = self._of_one_machine(mine.chunks, gaps, theirs)
         self._count(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
         return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
@@ -89,12 +89,13 @@ class Sender:
 
     # ---- KV ----
 
-    def _gaps(self, mine: Catalogue, broken: set[Pack], thin: set[Pack]) -> set[Member]:
+    def _gaps(self, mine: Catalogue, theirs: Catalogue | None, broken: set[Pack], thin: set[Pack]) -> set[Member]:
         """Return what has to be sent: what is missing, and what is stored in packs that are to be replaced."""
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
-                if stored.place is None and stored.size > MOST_BYTES:
+                there = _same(theirs, key, level, stored)
+                if stored.place is None and (stored.size > MOST_BYTES or (there and there.place is None)):
                     alone.append(((key, level), kv_names(key, chunk, level)))
                 elif (
                     stored.place is None

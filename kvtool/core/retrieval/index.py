@@ -212,6 +212,9 @@ class Index:
         texts = {"revision": str(self.revision), "segments": json.dumps(names), "stems": STEMS}
         write_tables(folder / _STATE, arrays, texts)
         _clean(folder, {*names, _STATE})
+        for older in folder.parent.glob("words-*"):  # of a kvtool before this
+            if older.name < folder.name:
+                shutil.rmtree(older, ignore_errors=True)
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:

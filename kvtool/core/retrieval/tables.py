@@ -58,7 +58,13 @@ def open_tables(path: Path) -> Tables:
     OSError : it cannot be opened.
     DamagedError : it is cut off, does not match its digest, or was not written by kvtool.
     """
-    return _tables(path, check_table(path, *_mapped(path)))
+    view = check_table(path, *_mapped(path))
+    return _tables(path, view)
+
+
+def open_unsealed(path: Path) -> Tables:
+    """Map a file of a kvtool that wrote no digests. Raises as :func:`open_tables` does."""
+    return _tables(path, _mapped(path)[0])
 
 
 def _mapped(path: Path) -> tuple[memoryview, os.stat_result]:

@@ -21,6 +21,7 @@ from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, losses_b
 _NODE = 64  # bytes of a row besides its value: node, key, offset
 _PAGE_HEADER = 16
 _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, which go with them
+_PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def _documents(
 
 
 def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
-    """When each chunk came; if that is lost, their file's own time, before which it cannot have been."""
+    """When each chunk came; of chunks of older stores their file's own time, before which it cannot have been."""
     known = store.added()
     times: dict[bytes, int] = {}
     for entry in store.files():
@@ -347,11 +348,12 @@ def old_profiles(store: Store) -> list[bytes]:
     ------
     DamagedError : what is in use cannot be read.
     """
+    unread = [digest for digest in store.profile_digests() if len(digest) != _PROFILE_BYTES]
     current = str(store.codec_state().get("profile", ""))
-    candidates = [digest for digest in store.profile_digests() if digest.hex() != current]
+    candidates = [digest for digest in store.profile_digests() if digest.hex() != current and digest not in unread]
     if not candidates:
-        return []
+        return unread
     named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in profiled(store.levels(chunk))}
     if None in named:  # a record whose profile is unknown: verify reports it
-        return []
-    return [digest for digest in candidates if digest.hex() not in named]
+        return unread
+    return unread + [digest for digest in candidates if digest.hex() not in named]

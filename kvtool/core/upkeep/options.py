@@ -43,6 +43,7 @@ class PruneOptions(ForgetOptions, settings=False, group=WHICH):
     max_age: float | None = option(
         None,
         "Remove documents not changed for this long.",
+        synonyms=("--older-than",),
         metavar="30d",
         unit="duration",
         lowest=0,

@@ -41,7 +41,7 @@ def _identity(decoder: Decoder) -> StoreIdentity:
     ids = _random(decoder.config.vocab_size, 64, 7)
     lead_in = LeadInIds("prefix", ids)
     fingerprint, dtype = decoder.loaded.fingerprint, decoder.loaded.dtype
-    return StoreIdentity("shape", fingerprint, dtype, ids, (), lead_in, SplitSettings(), "")
+    return StoreIdentity("shape", fingerprint, dtype, ids, (), lead_in, SplitSettings())
 
 
 def _file(identity: StoreIdentity, vocabulary: int, number: int, chunks: int, tokens: int) -> PreparedFile:
