@@ -18,13 +18,7 @@ from openpyxl.utils.datetime import CALENDAR_MAC_1904
 from kvtool.core.corpus.readers import READERS
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.numberformats import shown
-from tests.corpus.test_slides import MAIN, diagram_point, edited, made_strict
-
-
-def saved(book: Workbook) -> bytes:
-    buffer = io.BytesIO()
-    book.save(buffer)
-    return buffer.getvalue()
+from tests.corpus.test_slides import MAIN, diagram_point, edited, made_strict, saved
 
 
 def read(data: bytes, ending: str = ".xlsx") -> Document:
@@ -299,6 +293,13 @@ def test_text_boxes_and_diagrams_of_a_sheet_are_read_by_paragraphs() -> None:
     data = edited(data, "xl/drawings/_rels/drawing1.xml.rels", lambda text: rels)
     data = edited(data, "xl/diagrams/data1.xml", lambda text: f"<dataModel>{points}</dataModel>")
     assert read(data).text == "# Costs\nsea\nMind the gap\nSecond\nHarbour master\n"
+
+
+def test_margins_of_printed_pages_are_read_without_their_controls() -> None:
+    book = rows(("A1", "sea"))
+    book["Costs"].oddHeader.left.text = book["Costs"].evenHeader.left.text = "Draft of May"
+    book["Costs"].oddFooter.center.text = "Page &P of &N"
+    assert read(saved(book)).text == "# Costs\nsea\nDraft of May\n"
 
 
 def test_hidden_rows_and_columns_are_read_and_named() -> None:

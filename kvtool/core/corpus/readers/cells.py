@@ -16,13 +16,14 @@ from xml.etree.ElementTree import Element
 from kvtool.core.corpus.readers.containers import parsed
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.readers.drawings import shape_texts
-from kvtool.core.corpus.readers.ir import Piece, comment, integer, line
+from kvtool.core.corpus.readers.ir import PAGE, Piece, comment, integer, line
 from kvtool.core.corpus.readers.numberformats import GENERAL, code_of, shown
 from kvtool.core.corpus.readers.openxml import Package
 
 _DAMAGE = (ElementTree.ParseError, UnreadableFile, ValueError)
 _ESCAPE = re.compile("_x([0-9A-Fa-f]{4})_")
-_TAKEN = ("}row", "}mergeCell", "}col")
+_TAKEN = ("}row", "}mergeCell", "}col", "Header", "Footer")
+_CONTROL = re.compile(r'&(?:"[^"]*"|K[0-9A-Fa-f]{6}|[0-9]+|[A-Z])')  # fonts, sizes, numbers of printed pages
 _FLAGS = {"1": True, "true": True}
 
 
@@ -35,7 +36,7 @@ class Sheet:
     rows, comments : row → column → what the cell shows, empty cells left out; row → what is said about its cells.
     merged : first row, first column, last row and last column of cells that were made one.
     hidden_columns : the first and the last of each run.
-    shapes : texts of text boxes, charts and diagrams.
+    shapes : texts of text boxes, charts and diagrams, and of the margins of printed pages.
     uncalculated : how many formulas have no saved value.
     """
 
@@ -152,6 +153,9 @@ def _take(element: Element, sheet: Sheet, book: _Book) -> None:
         sheet.merged.append((*place(first), *place(last or first)))
     elif kind == "col" and element.get("hidden") in _FLAGS:
         sheet.hidden_columns.append((integer(element, "min"), integer(element, "max")))
+    elif kind.endswith(("Header", "Footer")):
+        printed = " ".join(_CONTROL.sub(" ", element.text or "").split())
+        sheet.shapes += [] if PAGE.fullmatch(printed) or printed in sheet.shapes else [printed]
 
 
 def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
