@@ -131,5 +131,5 @@ def test_rows_without_words_are_noted() -> None:
     documents = read({"text": "good"}, {}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
     assert [document.text for document in documents] == ["good"]
     assert documents[0].notes == tuple(f"line {line} left out: no text" for line in range(2, 9))
-    with pytest.raises(UnreadableFile, match="no line holds a text: line 1 left out"):
+    with pytest.raises(UnreadableFile, match="no line has a text: line 1 left out"):
         read({"n": 1})

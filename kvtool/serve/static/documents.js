@@ -325,7 +325,7 @@ const REASONS = [
   [/^no text on its/, t("no text on its pages")],
   [/^(damaged(: not? |, or not)|no mail)/, t("damaged, or not what its name says")],
   [/^an old Office file/, t("an old Office file: save it in the format that its name says")],
-  [/^no line is a JSON object/, t("no line has a text")],
+  [/^no line has a text/, t("no line has a text")],
   [/^takes over \S+ s\b/, t("takes too long to read")],
   [/^(damaged|broken)/, t("damaged")],
   [/^images? /, t("a picture: only text is read")],

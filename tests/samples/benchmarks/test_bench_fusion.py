@@ -161,6 +161,7 @@ def test_a_stores_own_chunks(store: Path) -> None:
 def test_what_cannot_be_measured_is_refused(store: Path, tmp_path: Path) -> None:
     run_bench("fusion", "--shape", "tinny").failed(2, "did you mean 'tiny'?")
     run_bench("fusion", "--shape", "tiny", "--fusion", "reuse,magic").failed(2, "magic")
+    run_bench("fusion", "--shape", "tiny", "--fusion", "auto").failed(2, "'auto' is none of full")
     run_bench("fusion", "--shape", "tiny", "--context", "12,many").failed(2, "many")
     run_bench("fusion", "--shape", "tiny", "--context", "12").failed(2, "too short")
     run_bench("fusion", "--shape", "tiny", "--context", "200000").failed(2, "131072")

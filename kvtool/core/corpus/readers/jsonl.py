@@ -56,7 +56,7 @@ def read(source: str, text: str) -> list[Document]:
         embedded += 0 if EMBEDDED in line else clean.count(EMBEDDED)
         notes += [] if clean == full else [f"line {number}: lone surrogates replaced by U+FFFD"]
     if not texts:
-        raise UnreadableFile(f"no line holds a text: {notes[0]}")
+        raise UnreadableFile(f"no line has a text: {notes[0]}")
     counts = Counter(label for _, label, _ in texts)
     documents = []
     for number, label, clean in texts:

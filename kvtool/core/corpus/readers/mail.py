@@ -243,7 +243,7 @@ class _Attachments:
 
     def _documents(self, path: Path, source: str, kind: str, data: bytes) -> list[Document]:
         if self._registry.is_foreign(path) or kind.startswith(_SIGNATURES) or data.lstrip().startswith(_SEALED):
-            raise UnreadableFile("holds no text that is open")
+            raise UnreadableFile("encrypted, or a signature: no text to read")
         if not self._files or len(data) > self._bytes:
             raise UnreadableFile("too many or too large attachments")
         if not self._registry.is_known(path):
