@@ -20,7 +20,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.auth import OWNER
 from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, Event, Job, LeftError
+from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, PromptTokens
 from kvtool.serve.metrics import stats_of
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.tools import Hold, with_calls
@@ -64,11 +64,11 @@ class Dialect(Protocol):
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
 
-    def beginning(self) -> Iterator[str]:
+    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
         """Yield the events before the first piece."""
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the events of a piece of text; white space at the ends of the answer is left out."""
+        """Yield the events of a piece of text."""
 
     def waiting(self) -> str:
         """Return an event that changes nothing: it keeps the connection open, and shows whether it is."""
@@ -85,10 +85,10 @@ Begin = Callable[[ChatRequest, str], Dialect]
 
 
 class Trim:
-    """White space at the ends of a text that comes in pieces."""
+    """White space at the ends of a text that comes in pieces; of one that is begun, at its end."""
 
-    def __init__(self) -> None:
-        self._held, self._begun = "", False
+    def __init__(self, is_begun: bool = False) -> None:
+        self._held, self._begun = "", is_begun
 
     def piece(self, text: str) -> str:
         """Return what can be shown of the text so far, and was not shown."""
@@ -128,17 +128,30 @@ class Answers:
 
     def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
         self.engine, self._options, self._serving = engine, replace(options, clamp=True), serving
+        self.any_model = serving.any_model
 
     def owner(self, request: Request) -> str:
         """Return the owner of what is kept of a request."""
         return str(request.scope.get(OWNER, EVERYBODY)) if self._serving.isolate else EVERYBODY
 
-    async def answered(self, request: Request, read: Read, begin: Begin) -> Response:
-        """Answer a request: an object, or a stream of events."""
-        asked = read(await body_of(request), self._options, self._serving.strict)
+    def check_model(self, asked: str, name: str) -> None:
+        """Refuse a request for another model than the one of this name. Raises Refusal."""
+        if asked not in ("", ANY_NAME, name) and not self.any_model:
+            raise unknown_model(asked, name)
+
+    async def count(self, value: Mapping[str, Any], read: Read) -> int:
+        """Count the tokens of a request's messages, instruction and tools, without passages. Raises Refusal."""
+        asked = read(value, self._options, self._serving.strict)
+        self.check_model(asked.model, self.engine.model_name)
+        return await asyncio.to_thread(self.engine.count, asked.ask)
+
+    async def answered(
+        self, request: Request, read: Read, begin: Begin, value: Mapping[str, Any] | None = None
+    ) -> Response:
+        """Answer a request: an object, or a stream of events. `value`: its body, if it is parsed already."""
+        asked = read(await body_of(request) if value is None else value, self._options, self._serving.strict)
         name = self.engine.model_name
-        if asked.model not in ("", ANY_NAME, name):
-            raise unknown_model(asked.model, name)
+        self.check_model(asked.model, name)
         address = request.client.host if request.client else ""
         question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
         request_of_owner = replace(question, owner=self.owner(request))
@@ -158,18 +171,21 @@ class Answers:
         """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
         async with listening(self.engine, ask) as heard:
             event = await heard.next(_BEFORE_HEADERS)
-            hold = Hold(ask.tools)
+            hold, trim = Hold(ask.tools), Trim(bool(ask.request.prefill))
             left: KvtoolError | None = LeftError("the client has left")
             try:
-                for text in response.beginning():
+                while event is None:
+                    yield response.waiting()
+                    event = await heard.next(_ALIVE_EVERY)
+                for text in response.beginning(heard.prompt):
                     yield text
                 while not isinstance(event, Answer):
-                    for text in [response.waiting()] if event is None else response.piece(hold.piece(event)):
+                    for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
                 stats_of(request).answer = event = with_calls(event, ask.tools, ask.parallel) if ask.tools else event
                 left = None
-                for text in () if event.calls else response.piece(hold.rest()):
+                for text in () if event.calls or event.text == "" else _shown(response, trim, hold.rest()):
                     yield text
                 for text in response.end(event):
                     yield text
@@ -182,10 +198,18 @@ class Answers:
                     stats_of(request).failed(left, Refusal.of(left).status)
 
 
+def _shown(response: Dialect, trim: Trim, text: str) -> Iterator[str]:
+    """Yield the events of a piece of text."""
+    if shown := trim.piece(text):
+        yield from response.piece(shown)
+
+
 def unknown_model(name: str, known: str) -> Refusal:
     """Return the error of a request that names another model."""
-    hint = f"this server has {known!r}" if known else "nothing is ingested yet"
-    return Refusal(404, "model_not_found", f"there is no model {name!r}", hint, "model")
+    hint = f"this server serves {known!r}; `kvtool serve --any-model` answers to every name"
+    return Refusal(
+        404, "model_not_found", f"model not found: {name!r}", hint if known else "nothing is ingested yet", "model"
+    )
 
 
 # ---- streams ----
@@ -226,6 +250,11 @@ class Listening:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self.job: Job | None = None  # once it is submitted
+
+    @property
+    def prompt(self) -> PromptTokens:
+        """Return the tokens of the prompt, once the first event has come."""
+        return PromptTokens(0, 0) if self.job is None else self.job.tokens
 
     def tell(self, event: Event) -> None:
         """Add an event, in any thread. Raises LeftError if the loop has ended."""

@@ -9,28 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, Trim, about, cached_tokens
-from kvtool.serve.job import Answer
+from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens
+from kvtool.serve.job import Answer, PromptTokens
 from kvtool.serve.openai import read_chat
-from kvtool.serve.wire import Refusal, check_names, error_body, taken, texts
+from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
+from kvtool.serve.wire import Refusal, body_of, check_names, error_body, taken, texts
 
-_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "kvtool")  # as in OpenAI's chat
-_KNOWN = ("messages", "system", "stop_sequences", "metadata", "tools", "tool_choice", *_SAME)
-# Parameters about the client, its account and the machine only.
-_IGNORED = ("service_tier", "speed", "inference_geo", "cache_control", "user_profile_id", "workspace_id")
-_NEUTRAL = {
-    "thinking": ({"type": "disabled"},),
-    "top_k": (-1, 0),
-}
+_SAME = ("model", "stream", "kvtool", ENDLESS, *SAMPLING)  # as in OpenAI's chat
+_KNOWN = ("messages", "system", "stop_sequences", "tools", "tool_choice", "output_config", *_SAME)
+_THINKING = ("thinking", "redacted_thinking")  # blocks that only the model reads that has written them
 _PATH = "/v1/messages"
 
 
 def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
     """Parse a body of `/v1/messages`; see `openai.read_chat`. Raises Refusal."""
-    check_names(value, (*_KNOWN, *_IGNORED), _NEUTRAL)
+    check_parameters(value, _KNOWN)
     if value.get("max_tokens") is None:
         raise Refusal(400, "missing", "max_tokens is missing", "the most tokens of an answer", "max_tokens")
     messages = taken(value, "messages", list, [])
@@ -44,7 +40,8 @@ def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) 
     stops = list(texts(value, "stop_sequences"))
     user = taken(taken(value, "metadata", dict, {}), "user_id", str)
     same = {name: value.get(name) for name in _SAME}
-    chat = {**same, "messages": messages, "stop": stops, "user": user, **_tools(value)}
+    form = taken(taken(value, "output_config", dict, {}), "format", dict)  # its `effort` is a model's that thinks
+    chat = {**same, "messages": messages, "stop": stops, "user": user, "response_format": form, **_tools(value)}
     return read_chat(chat, options, strict)
 
 
@@ -73,6 +70,7 @@ def _messages(message: Any, where: str) -> list[Any]:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return [message]
+    content = [block for block in content if not isinstance(block, dict) or block.get("type") not in _THINKING]
     kinds = [block.get("type") if isinstance(block, dict) else None for block in content]
     calls = [block for block, kind in zip(content, kinds, strict=True) if kind == "tool_use"]
     results = [block for block, kind in zip(content, kinds, strict=True) if kind == "tool_result"]
@@ -104,7 +102,6 @@ class MessageResponse:
     media_type: ClassVar[str] = "text/event-stream"
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
-    _trim: Trim = field(default_factory=Trim)
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -115,18 +112,16 @@ class MessageResponse:
         content += [
             {"type": "tool_use", "id": one.id, "name": one.name, "input": one.arguments} for one in answer.calls
         ]
-        return self._message(content) | _end(answer) | {"usage": _usage(answer), "kvtool": about(answer)}
+        return self._message(content) | _end(answer) | {"usage": _usage_of(answer), "kvtool": about(answer)}
 
-    def beginning(self) -> Iterator[str]:
-        """Yield the events before the first piece. The prompt's length is in the last event but one."""
-        begun = self._message([]) | {"usage": {"input_tokens": 0, "output_tokens": 0}}
-        yield _event("message_start", message=begun)
+    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
+        """Yield the events before the first piece."""
+        yield _event("message_start", message=self._message([]) | {"usage": _usage(prompt.prompt, prompt.cached, 0)})
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the events of a piece of text."""
-        if shown := self._trim.piece(text):
-            yield from self._open()
-            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
+        yield from self._open()
+        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
     def waiting(self) -> str:
         """Return an event that changes nothing."""
@@ -144,7 +139,7 @@ class MessageResponse:
             delta = {"type": "input_json_delta", "partial_json": call.json}
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=_end(answer), usage=_usage(answer), kvtool=about(answer))
+        yield _event("message_delta", delta=_end(answer), usage=_usage_of(answer), kvtool=about(answer))
         yield _event("message_stop")
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
@@ -167,22 +162,26 @@ def _event(type: str, **values: Any) -> str:
 
 
 def _end(answer: Answer) -> dict[str, str | None]:
-    if answer.calls:
+    if answer.calls and answer.finish == "stop":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
     return {"stop_reason": "max_tokens" if answer.finish == "length" else "end_turn", "stop_sequence": None}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(prompt: int, cached: int, generated: int) -> dict[str, int]:
     """Count the tokens; those of the input leave out the cached ones, as this API has it."""
-    tokens, cached = answer.facts["tokens"], cached_tokens(answer)
-    counts = {"input_tokens": tokens["prompt"] - cached, "output_tokens": tokens["generated"]}
+    counts = {"input_tokens": prompt - cached, "output_tokens": generated}
     return counts | {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
+def _usage_of(answer: Answer) -> dict[str, int]:
+    tokens = answer.facts["tokens"]
+    return _usage(tokens["prompt"], cached_tokens(answer), tokens["generated"])
+
+
 class Anthropic:
-    """Endpoint of the messages API."""
+    """Endpoints of the messages API."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -190,3 +189,8 @@ class Anthropic:
     async def message(self, request: Request) -> Response:
         """`POST /v1/messages`."""
         return await self._answers.answered(request, read_message, lambda _, model: MessageResponse(model))
+
+    async def count(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`: of the messages with their instruction and tools, without passages."""
+        value = {"max_tokens": 1, **await body_of(request)}
+        return JSONResponse({"input_tokens": await self._answers.count(value, read_message)})

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 _NOT_HELD = "none is held with these turns and options"
 # Options that do not change the prompt.
 _FREE = (
-    *("temperature", "seed", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
-    *("grammar", "stop_repeats", "explain", "token_ids"),
+    *("temperature", "seed", "top_p", "sampled_tokens", "min_p", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("repetition_penalty", "repeat_last_n", "min_tokens", "top_logprobs", "grammar", "stop_repeats", "explain"),
+    "token_ids",
 )
 _FORGOTTEN = "the model sees none of the turns before; they still steer the search"
 
@@ -98,7 +99,7 @@ class ConversationCache:
             if ahead := turns[len(conversation.said) :]:
                 yield from clock.paused(_skip_forgotten(session, conversation, ask.request, ahead, options))
             for question, answer in turns[len(conversation.said) :]:
-                request = replace(ask.request, question=question)
+                request = replace(ask.request, question=question, prefill="")
                 restored.append(_begun(session, conversation, partial(conversation.give, session, request, answer)))
                 yield from clock.paused([None])
             ms = clock.ms
@@ -112,6 +113,8 @@ class ConversationCache:
     def hold(self, conversation: Conversation, request: Request) -> None:
         """Cache a conversation. `request`: its last one, whose chunks or documents apply to the whole conversation."""
         size, options = conversation.nbytes, conversation.options
+        if request.prefill:  # its turn has the answer without its beginning
+            return
         if not conversation.turns or size > self._limit or options.defer or options.slo_ms is not None:
             return
         key = _Key.of(options, request, tuple((turn.question, turn.answer) for turn in conversation.said))

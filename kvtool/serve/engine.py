@@ -172,6 +172,10 @@ class Engine:
         """Add a question; `tell` gets its events, in another thread. Raises BusyError."""
         return self.scheduler.submit(ask, tell)
 
+    def count(self, ask: Ask) -> int:
+        """Return the tokens of a question; see `LoadedModel.count`."""
+        return self._loaded.count(ask)
+
     # ---- documents ----
 
     @property

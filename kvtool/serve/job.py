@@ -75,16 +75,31 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool that a model asks for. `arguments`: of JSON. `id`: names it to the client."""
+    """A call of a tool that a model asks for.
+
+    Attributes
+    ----------
+    id : names it to the client.
+    partial : JSON of the arguments up to where the answer was cut off; None: they are complete.
+    """
 
     name: str
     arguments: dict[str, Any]
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    partial: str | None = None
 
     @property
     def json(self) -> str:
-        """Return the arguments as JSON."""
-        return json.dumps(self.arguments, ensure_ascii=False)
+        """Return the arguments as JSON, or its beginning."""
+        return json.dumps(self.arguments, ensure_ascii=False) if self.partial is None else self.partial
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of a prompt, and those of them whose KV was in memory, or was read and reused unchanged."""
+
+    prompt: int
+    cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +223,7 @@ class Job:
     arrived, aside : times by `time.monotonic()`: of its arrival, and of the end of its last step.
     steps : iterator to the first token, over `session`.
     begun, sequence, cached : its prompt, answer and conversation, once the prompt is computed.
+    tokens : of its prompt, from then on.
     draft, drafted, checked : of an answer that is verified: what was streamed, when it ended by `time.perf_counter()`,
         and its check, after which `sequence` is the final answer.
     left : the client has left. `failed`: error of `tell`. `ended`: no more events follow.
@@ -226,6 +242,7 @@ class Job:
     begun: PreparedAnswer | None = None
     sequence: AnswerSequence | None = None
     cached: CachedConversation | None = None
+    tokens: PromptTokens = PromptTokens(0, 0)
     draft: Generated | None = None
     drafted: float = 0.0
     checked: Check | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 
 import kvtool
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Trim, about, unknown_model
-from kvtool.serve.job import Answer, Call
+from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, about, unknown_model
+from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import OpenAI, read_chat
+from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
 from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, error_body, taken, texts
 
 if TYPE_CHECKING:
@@ -25,30 +26,7 @@ Kind = Literal["message", "response"]
 """The field of an answer's text: of `/api/chat`, and of `/api/generate`."""
 
 _KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs", "format")
-_IGNORED = ("keep_alive",)  # the server decides
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "think": (False,),
-    "images": ([],),
-    "suffix": ("",),
-    "template": ("",),
-    "raw": (False,),
-    "context": ([],),
-}
-# Options that are parameters of a chat.
-_SAMPLING = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-# Options of the engine and the machine, which do not change an answer.
-_MACHINE = (
-    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram", "f16_kv"),
-    *("use_mmap", "use_mlock"),
-)
-_NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "repeat_penalty": (1.0,),
-    "repeat_last_n": (0,),
-    "mirostat": (0,),
-    "tfs_z": (1.0,),
-    "typical_p": (1.0,),
-    "min_p": (0.0,),
-}
+_SAMPLING = ("stop", ENDLESS, *(name for name in SAMPLING if name != "max_tokens"))  # of `options`, as in OpenAI's chat
 _TAG = ":latest"
 _NS = 1_000_000  # of a millisecond
 _VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refuses servers before 0.6.4
@@ -56,7 +34,7 @@ _VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refus
 
 def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
     """Parse a body of `/api/chat`; see `openai.read_chat`. Raises Refusal."""
-    check_names(value, ("messages", "tools", *_KNOWN, *_IGNORED), _NEUTRAL)
+    check_parameters(value, ("messages", "tools", *_KNOWN))
     messages = taken(value, "messages", list, [])
     for number, message in enumerate(messages):
         if isinstance(message, dict):
@@ -68,7 +46,7 @@ def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bo
 
 def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
     """Parse a body of `/api/generate`, whose prompt is the question; see `openai.read_chat`. Raises Refusal."""
-    check_names(value, ("prompt", "system", *_KNOWN, *_IGNORED), _NEUTRAL)
+    check_parameters(value, ("prompt", "system", *_KNOWN))
     system = taken(value, "system", str, "", LONGEST_TEXT)
     messages = [{"role": "system", "content": system}] if system else []
     prompt = taken(value, "prompt", str, "", LONGEST_TEXT)
@@ -77,9 +55,7 @@ def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool)
 
 def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool) -> ChatRequest:
     given = taken(value, "options", dict, {})
-    temperature = given.get("temperature", options.temperature)
-    greedy = {"top_k": (given.get("top_k"),)} if temperature == 0 else {"top_k": (0,)}  # it then changes nothing
-    check_names(given, ("num_predict", *_SAMPLING, *_MACHINE), _NEUTRAL_OPTIONS | greedy)
+    check_parameters(given, ("num_predict", *_SAMPLING))
     chat = {name: given.get(name) for name in _SAMPLING} | {"messages": messages, "kvtool": value.get("kvtool")}
     most = taken(given, "num_predict", int, -1)
     chat["max_tokens"] = most if most >= 0 else None
@@ -101,20 +77,18 @@ class OllamaResponse:
     media_type: ClassVar[str] = "application/x-ndjson"
     kind: Kind
     model: str
-    _trim: Trim = field(default_factory=Trim)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
         return self._said(answer.text, answer.calls) | _end(answer)
 
-    def beginning(self) -> Iterator[str]:
+    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
         """Yield nothing."""
         yield from ()
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the line of a piece of text."""
-        if shown := self._trim.piece(text):
-            yield _line(self._said(shown) | {"done": False})
+        yield _line(self._said(text) | {"done": False})
 
     def waiting(self) -> str:
         """Return an event that changes nothing."""
@@ -125,6 +99,11 @@ class OllamaResponse:
         if answer.calls:
             yield _line(self._said("", answer.calls) | {"done": False})
         yield _line(self._said("") | _end(answer))
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """Return the object of an answer without text."""
+        return self._said("")
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
         """Yield the line of an error within a stream."""
@@ -179,8 +158,20 @@ class Ollama:
         return await self._answered(request, "response")
 
     async def _answered(self, request: Request, kind: Kind) -> Response:
+        value = await body_of(request)
+        if not value.get("messages" if kind == "message" else "prompt"):
+            return await self._loaded(value, kind)
         read = read_ollama_chat if kind == "message" else read_generate
-        return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model))
+        return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model), value)
+
+    async def _loaded(self, value: Mapping[str, Any], kind: Kind) -> Response:
+        """Answer a request without a question, which loads the model, or unloads it; it stays loaded."""
+        check_parameters(value, ("messages", "prompt", "system", "tools", *_KNOWN))
+        name = await briefly(lambda: self._engine.model_name)
+        self._answers.check_model(taken(value, "model", str, "").removesuffix(_TAG), name)
+        reason = "unload" if value.get("keep_alive") in (0, "0", "0s") else "load"
+        said = OllamaResponse(kind, name or ANY_NAME).begun
+        return JSONResponse(said | {"done": True, "done_reason": reason})
 
     async def tags(self, request: Request) -> Response:
         """`GET /api/tags`: the language model and the embedding model."""
@@ -199,7 +190,7 @@ class Ollama:
         check_names(value, ("model", "name", "verbose", "options", "system", "template"))
         given = (taken(value, "model", str, "") or taken(value, "name", str, "")).removesuffix(_TAG)
         rows, own = await briefly(self._models), self._engine.model_name
-        name = own if given == ANY_NAME else given
+        name = own if given == ANY_NAME or (given and self._answers.any_model) else given
         if (row := next((row for row in rows if name and row["name"] == name + _TAG), None)) is None:
             raise unknown_model(given, own)
         decoder, capabilities = self._engine.decoder, ["completion", "tools"] if name == own else ["embedding"]
@@ -220,7 +211,7 @@ class Ollama:
     async def embed(self, request: Request) -> Response:
         """`POST /api/embed`: vectors of the store's own embedding model."""
         value = await body_of(request)
-        check_names(value, ("model", "input", *_IGNORED), {"truncate": (True,), "options": ({},)})
+        check_names(value, ("model", "input", "keep_alive"), {"truncate": (True,), "options": ({},)})
         words = texts(value, "input", LONGEST_TEXT, MOST_NAMES)
         name = taken(value, "model", str, "").removesuffix(_TAG)
         vectors, tokens, known = await self._openai.vectors(words, name)

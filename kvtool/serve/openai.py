@@ -20,10 +20,11 @@ from starlette.responses import JSONResponse, Response
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Trim, about, cached_tokens, unknown_model
-from kvtool.serve.job import Answer, Ask, Call, Turns
-from kvtool.serve.tools import call_message, read_tools
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, briefly, check_names, taken, texts, within
+from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, about, cached_tokens, unknown_model
+from kvtool.serve.job import Answer, Ask, Call, PromptTokens, Turns
+from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, sampling_options
+from kvtool.serve.tools import call_message, read_tools, text_of
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, briefly, taken, texts, within
 
 # ---- requests ----
 
@@ -33,39 +34,7 @@ ALLOWED = (
     *("min_score", "stop_repeats", "cite", "verify", "explain", "defer", "defer_first", "defer_threshold", "slo_ms"),
 )
 _OWN = ("documents", "chunks", "spot", "strict", *ALLOWED)
-# Further parameters of the API, and the values at which they change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "echo": (False,),
-    "suffix": ("",),
-}
-# Parameters about the client and its account only.
-_IGNORED = (
-    *("metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prediction", "verbosity", "reasoning_effort"),
-)
-# Numbers of the API that are options of a question, too.
-_NUMBERS: dict[str, tuple[type, ...]] = {
-    "max_tokens": (int,),
-    "max_completion_tokens": (int,),
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "frequency_penalty": (int, float),
-    "presence_penalty": (int, float),
-    "seed": (int,),
-}
-_USER = ("user", "safety_identifier")  # the older and the newer name of one parameter
-_KNOWN = (
-    *("model", "stream", "stream_options", "logit_bias", "stop"),
-    *_NUMBERS,
-    *_USER,
-)
+_KNOWN = ("kvtool", "model", "stream", "stream_options", "logit_bias", "stop", ENDLESS, *SAMPLING, *USER)
 _OF_CHAT = ("tools", "tool_choice", "response_format", "parallel_tool_calls")
 _TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
@@ -81,9 +50,14 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = Fa
     Refusal, UsageError : it has no question, or asks for something unsupported.
     """
     messages = _messages(taken(value, "messages", list, []))
+    prefill = ""
+    if messages and messages[-1][0] == "assistant" and not value["messages"][-1].get("tool_calls"):
+        prefill, messages = messages[-1][1].rstrip(), messages[:-1]
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
-    return _read(value, "messages", Question(question, messages=messages), options, strict, turns)
+    if prefill:
+        options = replace(options, cite=False)  # citations are of whole sentences
+    return _read(value, "messages", Question(question, messages=messages, prefill=prefill), options, strict, turns)
 
 
 def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
@@ -110,16 +84,18 @@ def _read(
     if asked == "messages" and value.get("logprobs") is True:
         given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
         value = {**value, "logprobs": None, "top_logprobs": None}
-    check_names(value, (asked, "kvtool", *_KNOWN, *_IGNORED, *(_OF_CHAT if turns is not None else ())), _NEUTRAL)
+    check_parameters(value, (asked, *_KNOWN, *(_OF_CHAT if turns is not None else ())))
     given |= _sampling(value)
     tools, grammar = read_tools(value) if turns is not None else ((), "")
     if grammar:  # a text that is cut off, or has citations, follows none
         if own.get("cite"):
             raise Refusal(400, "unsupported", "cite and an answer of a schema exclude each other", param="kvtool.cite")
-        given |= {"grammar": grammar, "stop_repeats": False, "cite": False}
+        if question.prefill:
+            raise Refusal(400, "unsupported", "an answer that is begun cannot follow a schema", param="messages")
+        given |= {"grammar": grammar, "stop_repeats": False, "cite": False, "min_tokens": 0}
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
-        question = Question(question.question, choice.chunks, choice.documents)
+        question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
     stream = taken(value, "stream_options", dict, {})
     stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     must_find = taken(own, "strict", bool, strict)
@@ -136,17 +112,12 @@ def _read(
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),
-        user=next(filter(None, [taken(value, name, str, "") for name in _USER]), ""),
+        user=next(filter(None, [taken(value, name, str, "") for name in USER]), ""),
     )
 
 
 def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options by which an answer's tokens are chosen. Raises Refusal."""
-    numbers = {name: number for name, kinds in _NUMBERS.items() if (number := taken(value, name, kinds)) is not None}
-    if (most := numbers.pop("max_completion_tokens", None)) is not None:  # the newer name of `max_tokens`
-        numbers["max_tokens"] = most
-    if "seed" in numbers:
-        numbers["seed"] %= 2**63
     biases = taken(value, "logit_bias", dict, {})
     wrong = [
         token
@@ -157,7 +128,7 @@ def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
         what = f"logit_bias has {f'{wrong[0]!r}: {biases[wrong[0]]!r}' if wrong else f'{len(biases):,} tokens'}"
         hint = f"up to {_MAX_BIASES:,} token ids, each with a number from -{_MAX_BIAS} to {_MAX_BIAS}"
         raise Refusal(400, "wrong_type", what, hint, "logit_bias")
-    return numbers | {"logit_bias": tuple(f"{token}={float(bias):f}" for token, bias in biases.items())}
+    return sampling_options(value) | {"logit_bias": tuple(f"{token}={float(bias):f}" for token, bias in biases.items())}
 
 
 def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
@@ -182,7 +153,8 @@ def _conversation(said: Sequence[tuple[str, str]]) -> tuple[str, Turns, str]:
     system = "\n\n".join(text for role, text in said if role == "system")
     spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
     if not spoken or spoken[-1][0] != "user":
-        raise Refusal(400, "no_question", "the last message has to be the user's", param="messages")
+        what = "a message of the user has to come last, or before the beginning of an answer"
+        raise Refusal(400, "no_question", what if said else "messages is missing or empty", param="messages")
     if not spoken[-1][1]:
         raise UsageError("the question is empty", "ask something")
     return system, *_turns(spoken)
@@ -210,11 +182,8 @@ def _message(message: Any, number: int) -> tuple[str, str]:
         text = f"{where} has the role {reprlib.repr(role)}"
         raise Refusal(400, "unsupported", text, "user, assistant or system", f"{where}.role")
     content = message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(word, str) for word in words):
-        raise Refusal(400, "unsupported", f"{where} holds something else than text", param=f"{where}.content")
-    return role, within("\n".join(map(str, words)), f"{where}.content", LONGEST_TEXT)
+    text = "" if content is None and role == "assistant" else text_of(content, where)
+    return role, within(text, f"{where}.content", LONGEST_TEXT)
 
 
 # ---- responses ----
@@ -234,28 +203,27 @@ class OpenAIResponse:
     chat: bool
     model: str
     with_usage: bool = False
+    with_tools: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
-    _trim: Trim = field(default_factory=Trim)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
         said = {"message": message} if self.chat else {"text": answer.text}
         kind = "chat.completion" if self.chat else "text_completion"
         return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
-    def beginning(self) -> Iterator[str]:
+    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
         """Yield the event before the first piece."""
         if self.chat:
-            yield _event(self._chunk({"role": "assistant", "content": ""}))
+            yield _event(self._chunk({"role": "assistant", "content": None if self.with_tools else ""}))
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the events of a piece of text."""
-        if shown := self._trim.piece(text):
-            yield _event(self._chunk({"content": shown} if self.chat else shown))
+        yield _event(self._chunk({"content": text} if self.chat else text))
 
     def waiting(self) -> str:
         """Return an event that changes nothing."""
@@ -285,8 +253,8 @@ class OpenAIResponse:
         end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
         if answer is not None:
             end = {
-                "finish_reason": "tool_calls" if answer.calls else answer.finish,
-                "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
+                "finish_reason": "tool_calls" if answer.calls and answer.finish == "stop" else answer.finish,
+                "logprobs": None if answer.logprobs is None else {"content": answer.logprobs, "refusal": None},
             }
         choice = {"index": 0, **said, **end}
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
@@ -311,6 +279,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 _MAX_TEXTS = 2048  # of embeddings
 _EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
 _FORMATS = ("float", "base64")
+_MADE = "1970-01-01T00:00:00Z"  # Anthropic's API has it so where the date is not known
 
 
 class OpenAI:
@@ -323,7 +292,9 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         return await self._answers.answered(
-            request, read_chat, lambda asked, model: OpenAIResponse(True, model, asked.usage)
+            request,
+            read_chat,
+            lambda asked, model: OpenAIResponse(True, model, asked.usage, bool(asked.ask.tools)),
         )
 
     async def completion(self, request: Request) -> Response:
@@ -333,14 +304,21 @@ class OpenAI:
         )
 
     async def models(self, request: Request) -> Response:
-        """`GET /v1/models`."""
+        """`GET /v1/models`, also in the form of Anthropic, whose clients send the version of its API."""
         names = [name for name in (self._engine.model_name, self._engine.embedder_name) if name]
+        if "anthropic-version" in request.headers:
+            own = [{"type": "model", "id": name, "display_name": name, "created_at": _MADE} for name in names]
+            ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
+            return JSONResponse({"data": own, "has_more": False, **ends})
         return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/ID`."""
         name, own = request.path_params["name"], self._engine.model_name
-        if name not in filter(None, (own, own and ANY_NAME, self._engine.embedder_name)):
+        if (
+            name not in filter(None, (own, own and ANY_NAME, self._engine.embedder_name))
+            and not self._answers.any_model
+        ):
             raise unknown_model(name, own)
         return JSONResponse(_model(name))
 

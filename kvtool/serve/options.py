@@ -101,6 +101,12 @@ class ServeOptions(Options, sections=("serve",)):
         flag="--spot/--no-spot",
         setting="serve_spot",
     )
+    any_model: bool = option(
+        False,
+        "Answer to every model name that a client sends.",
+        group=ACCESS,
+        setting="serve_any_model",
+    )
     strict: bool = option(
         False,
         "Refuse a question for which no passage is found, instead of answering without passages.",

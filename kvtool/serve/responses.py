@@ -7,60 +7,68 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, Trim, about, cached_tokens
-from kvtool.serve.job import Answer, Call
+from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens
+from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import read_chat
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, taken
+from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters
+from kvtool.serve.tools import text_of
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, check_names, taken, texts
 
-# Parameters as in OpenAI's chat.
-_SAME = (*("model", "stream", "temperature", "top_p", "kvtool", "user", "safety_identifier", "parallel_tool_calls"),)
+_SAME = ("model", "stream", "kvtool", "parallel_tool_calls", ENDLESS, *SAMPLING, *USER)  # as in OpenAI's chat
 _TOOLS = ("tools", "tool_choice", "text")
-_KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "store", *_TOOLS, *_SAME)
-# Parameters about the client, its account and the server only.
-_IGNORED = (
-    *("metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prompt_cache_options", "reasoning", "max_tool_calls", "stream_options"),
-)
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "truncation": ("disabled", "auto"),
-    "include": ([],),
-    "background": (False,),
-    "top_logprobs": (0,),
-}
+_KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "include", *_TOOLS, *_SAME)
+_FOREIGN = ("reasoning.encrypted_content",)  # of other models, which kvtool never has
 _TEXTS = ("input_text", "output_text", "text")  # types of a part of a message
+_ECHOED = (
+    *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key"),
+    *("reasoning", "max_tool_calls"),
+)
+_SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_TOOL = {"description": None, "parameters": None, "strict": None}
+_FORMAT = {"name": "answer", "description": None, "schema": None, "strict": False}
 _MOST_BYTES = 64 << 20  # of remembered conversations, all together
 
 Message = dict[str, Any]
 """A message as in OpenAI's chat."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A response that is remembered: the messages up to it and its own, the items of its input, and its object."""
+
+    messages: list[Message]
+    input: list[dict[str, Any]]
+    response: dict[str, Any]
+
+
 class Remembered:
-    """Conversations by the name of their last response, the latest ones up to some bytes; each owner has its own."""
+    """Responses by name, the latest ones up to some bytes; each owner has its own."""
 
     def __init__(self, limit: int = _MOST_BYTES) -> None:
         self._limit, self._bytes = limit, 0
         self._held: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def keep(self, owner: str, name: str, messages: list[Message]) -> None:
-        """Remember the messages up to a response, and its own."""
-        self._held[owner, name] = text = json.dumps(messages)
+    def keep(self, owner: str, name: str, exchange: Exchange) -> None:
+        """Remember a response."""
+        self._held[owner, name] = text = json.dumps(asdict(exchange))
         self._bytes += len(text)
         while self._bytes > self._limit:
             self._bytes -= len(self._held.popitem(last=False)[1])
 
-    def messages(self, owner: str, name: str) -> list[Message]:
-        """Return the messages up to a response. Raises Refusal for one that is not remembered."""
+    def exchange(self, owner: str, name: str) -> Exchange:
+        """Return a response. Raises Refusal for one that is not remembered."""
         if (text := self._held.get((owner, name))) is None:
             raise _unknown(name)
         self._held.move_to_end((owner, name))
-        return list(json.loads(text))
+        return Exchange(**json.loads(text))
 
     def forget(self, owner: str, name: str) -> None:
         """Forget a response. Raises Refusal if it is not remembered."""
@@ -76,10 +84,20 @@ def _unknown(name: str) -> Refusal:
 
 def input_messages(value: Mapping[str, Any]) -> list[Message]:
     """Return the messages of `input`. Raises Refusal for parts that are no text."""
+    given = _items(value)
+    if not given:
+        raise Refusal(400, "missing", "input is missing or empty", "a text, or a list of messages", "input")
+    # Only the model reads `reasoning` that has written it.
+    return [
+        _message(item, f"input.{number}")
+        for number, item in enumerate(given)
+        if not isinstance(item, dict) or item.get("type") != "reasoning"
+    ]
+
+
+def _items(value: Mapping[str, Any]) -> list[Any]:
     given = taken(value, "input", (str, list), "", LONGEST_TEXT)
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    return [_message(item, f"input.{number}") for number, item in enumerate(given)]
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _message(item: Any, where: str) -> Message:
@@ -94,6 +112,16 @@ def _message(item: Any, where: str) -> Message:
             400, "unsupported", f"{where} is no message", "messages with text, calls and their results", where
         )
     return {"role": item.get("role"), "content": _texts(item.get("content"))}
+
+
+def _item(item: Any, name: str) -> dict[str, Any]:
+    """Return an item of the input as the API lists it."""
+    if item.get("type", "message") != "message":
+        return {"id": f"in_{name}", **item}
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    content = item.get("content")
+    parts = content if isinstance(content, list) else [{"type": kind, "text": content or ""}]
+    return {"type": "message", "id": f"msg_{name}", "status": "completed", **item, "content": parts}
 
 
 def _texts(content: Any) -> Any:
@@ -114,14 +142,9 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
         else tool
         for tool in taken(value, "tools", list, [])
     ]
-    choice, form = value.get("tool_choice"), taken(value, "text", dict, {})
+    form = taken(value, "text", dict, {})
     check_names(form, ("format", "verbosity"))
-    form = form.get("format")
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": form}
-    return {"tools": tools, "tool_choice": choice, "response_format": form}
+    return {"tools": tools, "tool_choice": value.get("tool_choice"), "response_format": form.get("format")}
 
 
 @dataclass(slots=True)
@@ -130,41 +153,43 @@ class ResponsesResponse:
 
     Attributes
     ----------
-    asked : the body of the request. `keep`: called with the answer, if the response is to be remembered.
+    asked : the body of the request. `options`: of its question.
+    keep : called with the answer and the response's object, if that is to be remembered.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
     asked: Mapping[str, Any]
+    options: QueryOptions
     model: str
     id: str
-    keep: Callable[[Answer], None]
-    created: float = field(default_factory=time.time)
-    _trim: Trim = field(default_factory=Trim)
+    keep: Callable[[Answer, dict[str, Any]], None]
+    created: int = field(default_factory=lambda: int(time.time()))
     _said: str = ""
     _number: int = 0
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
-        self.keep(answer)
         cut = answer.finish == "length"
         said = [self._item(answer.text, cut)] if answer.text or self._is_open or not answer.calls else []
-        output = said + [_call(call, call.json, "completed") for call in answer.calls]
+        output = said + [_call(call, call.json, _status(call)) for call in answer.calls]
         own = self._object("incomplete" if cut else "completed", output)
+        own["completed_at"] = None if cut else int(time.time())
         reason = {"reason": "max_output_tokens"} if cut else None
-        return own | {"incomplete_details": reason, "usage": _usage(answer), "kvtool": about(answer)}
+        own |= {"incomplete_details": reason, "usage": _usage(answer), "kvtool": about(answer)}
+        self.keep(answer, own)
+        return own
 
-    def beginning(self) -> Iterator[str]:
+    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
         """Yield the events before the first piece."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._object("in_progress", []))
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the event of a piece of text."""
-        if shown := self._trim.piece(text):
-            yield from self._open()
-            self._said += shown
-            yield self._event("response.output_text.delta", **self._place, delta=shown, logprobs=[])
+        yield from self._open()
+        self._said += text
+        yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
 
     def waiting(self) -> str:
         """Return an event that changes nothing."""
@@ -182,7 +207,7 @@ class ResponsesResponse:
         for index, call in enumerate(answer.calls, int(self._is_open)):
             begun, done, at = (
                 _call(call, "", "in_progress"),
-                _call(call, call.json, "completed"),
+                _call(call, call.json, _status(call)),
                 {"output_index": index},
             )
             yield self._event("response.output_item.added", **at, item=begun)
@@ -221,12 +246,8 @@ class ResponsesResponse:
         return own | {"content": [_part(text)]}
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        echoed = {
-            name: self.asked.get(name)
-            for name in (
-                *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user"),
-            )
-        }
+        echoed = {name: self.asked.get(name) for name in _ECHOED}
+        echoed |= {name: getattr(self.options, name) for name in _SAMPLED}
         own = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created, "status": status}
         return {
             **own,
@@ -234,16 +255,29 @@ class ResponsesResponse:
             "model": self.model,
             "output": output,
             "error": None,
+            "completed_at": None,
             "incomplete_details": None,
+            "background": False,
+            "service_tier": "default",
+            "top_logprobs": 0,
             "metadata": self.asked.get("metadata") or {},
             "parallel_tool_calls": self.asked.get("parallel_tool_calls") is not False,
             "store": self.asked.get("store") is not False,
-            "text": {"format": {"type": "text"}} | (self.asked.get("text") or {}),
+            "text": (self.asked.get("text") or {}) | {"format": self._format},
             "tool_choice": self.asked.get("tool_choice") or "auto",
-            "tools": self.asked.get("tools") or [],
+            "tools": [_TOOL | tool for tool in self.asked.get("tools") or []],
             "truncation": "disabled",
             "usage": None,
         }
+
+    @property
+    def _format(self) -> dict[str, Any]:
+        form = (self.asked.get("text") or {}).get("format") or {"type": "text"}
+        return _FORMAT | form if form["type"] == "json_schema" else form
+
+
+def _status(call: Call) -> str:
+    return "completed" if call.partial is None else "incomplete"
 
 
 def _call(call: Call, arguments: str, status: str) -> dict[str, Any]:
@@ -275,30 +309,77 @@ class Responses:
     async def create(self, request: Request) -> Response:
         """`POST /v1/responses`."""
         owner, name = self._answers.owner(request), secrets.token_hex(16)
-        asked: dict[str, Any] = {}
+        value = await body_of(request)
         messages: list[Message] = []
 
-        def read(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-            check_names(value, (*_KNOWN, *_IGNORED), _NEUTRAL)
-            asked.update(value)
-            taken(value, "store", bool)
-            before = taken(value, "previous_response_id", str)
-            messages.extend(self._remembered.messages(owner, before) if before else [])
-            messages.extend(input_messages(value))
-            chat = {each: value.get(each) for each in _SAME} | {"max_tokens": value.get("max_output_tokens")}
-            system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
-            said = [{"role": "system", "content": system}] if system else []
-            return read_chat(chat | {"messages": [*said, *messages]} | _tools(value), options, strict)
-
-        def keep(answer: Answer) -> None:
-            if asked.get("store") is not False:
+        def keep(answer: Answer, response: dict[str, Any]) -> None:
+            if value.get("store") is not False:
                 said: Message = {"role": "assistant", "content": answer.text}
-                if answer.calls:
-                    calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+                if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):  # it was continued
+                    said["content"] = text_of(messages.pop()["content"], "input") + answer.text
+                if calls := [{"name": call.name, "arguments": call.arguments} for call in answer.calls]:
                     said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-                self._remembered.keep(owner, f"resp_{name}", [*messages, said])
+                items = [_item(item, f"{number}_{name}") for number, item in enumerate(_items(value))]
+                self._remembered.keep(owner, f"resp_{name}", Exchange([*messages, said], items, response))
 
-        return await self._answers.answered(request, read, lambda _, model: ResponsesResponse(asked, model, name, keep))
+        return await self._answers.answered(
+            request,
+            partial(self._read, owner, messages),
+            lambda asked, model: ResponsesResponse(value, asked.ask.options, model, name, keep),
+            value,
+        )
+
+    def _read(
+        self, owner: str, messages: list[Message], value: Mapping[str, Any], options: QueryOptions, strict: bool
+    ) -> ChatRequest:
+        """Parse a body of `/v1/responses`, whose messages with those before are added to `messages`."""
+        check_parameters(value, _KNOWN)
+        taken(value, "store", bool)
+        if unknown := [name for name in texts(value, "include") if name not in _FOREIGN]:
+            raise Refusal(400, "unsupported", f"include cannot have {unknown[0]!r}", "leave it out", "include")
+        before = taken(value, "previous_response_id", str)
+        messages += self._remembered.exchange(owner, before).messages if before else []
+        messages += input_messages(value)
+        chat = {each: value.get(each) for each in _SAME}
+        if value.get("max_output_tokens") is not None:
+            chat["max_completion_tokens"] = value["max_output_tokens"]
+        system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
+        said = [{"role": "system", "content": system}] if system else []
+        return read_chat(chat | {"messages": [*said, *messages]} | _tools(value), options, strict)
+
+    async def count(self, request: Request) -> Response:
+        """`POST /v1/responses/input_tokens`: of the messages with their instruction and tools, without passages."""
+        value, owner = await body_of(request), self._answers.owner(request)
+        tokens = await self._answers.count(value, partial(self._read, owner, []))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    def _exchange(self, request: Request) -> Exchange:
+        return self._remembered.exchange(self._answers.owner(request), request.path_params["name"])
+
+    async def show(self, request: Request) -> Response:
+        """`GET /v1/responses/ID`."""
+        if request.query_params.get("stream", "false") != "false":
+            raise Refusal(
+                400, "unsupported", "a response that has ended cannot be streamed", "ask without it", "stream"
+            )
+        return JSONResponse(self._exchange(request).response)
+
+    async def items(self, request: Request) -> Response:
+        """`GET /v1/responses/ID/input_items`, the last one first unless `order` is `asc`."""
+        asked = request.query_params
+        items = self._exchange(request).input[:: 1 if asked.get("order") == "asc" else -1]
+        ids = [item["id"] for item in items]
+        first = ids.index(asked["after"]) + 1 if asked.get("after") in ids else 0
+        limit = int(given) if (given := asked.get("limit", "20")).isdecimal() and len(given) < 4 else 20
+        page = items[first : first + limit]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return JSONResponse({"object": "list", "data": page, "has_more": first + limit < len(items), **ends})
+
+    async def cancel(self, request: Request) -> Response:
+        """`POST /v1/responses/ID/cancel`, which no response allows: only those in the background can be cancelled."""
+        self._exchange(request)
+        hint = "close the connection to end an answer"
+        raise Refusal(400, "not_background", "only a response in the background can be cancelled", hint)
 
     async def forget(self, request: Request) -> Response:
         """`DELETE /v1/responses/ID`."""

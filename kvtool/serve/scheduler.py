@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from kvtool.serve.job import (
     FairQueue,
     Job,
     LeftError,
+    PromptTokens,
     Tell,
     as_error,
 )
@@ -129,6 +130,29 @@ class LoadedModel:
             raise
         self._session = session
         return session
+
+    def count(self, ask: Ask) -> int:
+        """Return the tokens of a question with its turns, instruction and tools, without passages; in any thread.
+
+        Raises
+        ------
+        ModelError : no model is loaded, or its template knows no second turn.
+        """
+        from kvtool.core.model.prompt import question_tokens, said_tokens, turn_header
+        from kvtool.core.query.prompt import parts_for
+
+        if (session := self._session) is None:
+            raise ModelError("no model is loaded, so there is no tokenizer", "ingest a document first")
+        ask, tokenizer = _told(ask, session), session.tokenizer
+        parts = parts_for(session, ask.options)
+        pieces: list[Sequence[int]] = [
+            parts.prefix,
+            question_tokens(tokenizer, ask.request.question, parts, ask.request.prefill),
+        ]
+        for question, answer in ask.turns or ():
+            pieces += [question_tokens(tokenizer, question, parts), said_tokens(tokenizer, answer)]
+        between = len(turn_header(tokenizer)) * len(ask.turns) if ask.turns else 0
+        return sum(map(len, pieces)) + between
 
     def exists(self) -> bool:
         """Return True if the store exists."""
@@ -388,7 +412,9 @@ class Scheduler:
                 job.aside = time.monotonic()
                 self._aside.append(job)
                 return
-            cache, decoder = begun.outcome.fused.cache, begun.session.decoder
+            cache, decoder, counts = begun.outcome.fused.cache, begun.session.decoder, begun.outcome.fused.tokens
+            kept = 0 if job.cached is None else min(job.cached.kept, counts.resident)
+            job.tokens = PromptTokens(counts.prompt, counts.reused + kept)
             tell = partial(self._tell, job)
             job.sequence = AnswerSequence(decoder, cache, begun.known, _sampling_of(job, begun), tell)
             batch.add(job.sequence)

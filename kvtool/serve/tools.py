@@ -40,9 +40,15 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     if len(tools) > _MOST:
         raise Refusal(400, "too_many", f"there are {len(tools)} tools", f"at most {_MOST}", "tools")
     _bounded(tools, "tools")
-    must = _chosen(value.get("tool_choice"), [tool["function"]["name"] for tool in tools])
+    choice, names = value.get("tool_choice"), [tool["function"]["name"] for tool in tools]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = taken(choice, "allowed_tools", dict, choice)  # Responses has its members at the top
+        chosen = [_chosen(each or {}, names) for each in taken(allowed, "tools", list) or [None]]
+        tools = [tool for tool in tools if [tool["function"]["name"]] in chosen]
+        choice = allowed.get("mode", "auto")
+    must = _chosen(choice, [tool["function"]["name"] for tool in tools])
     schema = _schema(value.get("response_format"))
-    if value.get("tool_choice") == "none":
+    if choice == "none":
         tools = []
     forms = [tool["function"] for tool in tools if must is None or tool["function"]["name"] in must]
     if must is None and schema is None:
@@ -51,7 +57,8 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     if not is_installed():
         raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
     _check_work([function["parameters"] for function in forms] + [schema], what)
-    grammar = _grammar(forms, schema if must is None else None)
+    forms = [{**form, "parameters": closed({"type": "object", **form["parameters"]})} for form in forms]
+    grammar = _grammar(forms, closed(schema) if must is None else None)
     try:
         check_grammar(grammar)
     except UsageError as error:
@@ -76,7 +83,7 @@ def _chosen(choice: Any, names: Sequence[str]) -> list[str] | None:
     """Return the names of the tools of which one has to be called; None: the model decides."""
     if choice in (None, "auto", "none"):
         return None
-    own = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    own = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
     named = [name for name in names if choice == "required" or (isinstance(own, dict) and own.get("name") == name)]
     if not named:
         hint = "none, auto, required, or the name of one of the tools"
@@ -89,13 +96,48 @@ def _schema(form: Any) -> dict[str, Any] | None:
     where = "response_format"
     if form is None or form == {"type": "text"}:
         return None
-    if form == {"type": "json_object"}:
-        return {"type": "object"}
-    own = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
-    if not isinstance(own, dict) or not isinstance(own.get("schema"), dict):
+    kind = form.get("type") if isinstance(form, dict) else None
+    own = form.get("json_schema", form) if kind in ("json_object", "json_schema") else None
+    schema = own.get("schema", {"type": "object"} if kind == "json_object" else None) if isinstance(own, dict) else None
+    if not isinstance(schema, dict):
         raise Refusal(400, "unsupported", f"{where} has another form", "text, json_object or json_schema", where)
-    _bounded(own["schema"], where)
-    return dict(own["schema"])
+    _bounded(schema, where)
+    return dict(schema)
+
+
+# Keywords whose value is a schema, or a list of them, and those whose value has schemas by name. Rules that are merged
+# with others of the same object cannot be closed one by one.
+_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "contains")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_MERGING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "propertyNames")
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have no members but those that they name: small models invent others for ever.
+
+    An object that says something of further members keeps it. A schema with rules that are merged stays as it is.
+    """
+    try:
+        return _closed(schema)
+    except ValueError:
+        return schema
+
+
+def _closed(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_closed(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    named = {"properties", "patternProperties"} & part.keys()
+    if any(word in part for word in _MERGING) or (named and {"anyOf", "oneOf", "$ref"} & part.keys()):
+        raise ValueError("its rules are merged")
+    own = {}
+    for word, each in part.items():
+        if word in _BY_NAME and isinstance(each, dict):
+            own[word] = {name: _closed(schema) for name, schema in each.items()}
+        else:
+            own[word] = _closed(each) if word in _SCHEMAS else each
+    return {**own, "additionalProperties": own.get("additionalProperties", False)} if named else own
 
 
 def _bounded(value: Any, name: str) -> None:
@@ -260,24 +302,33 @@ def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | No
 def call_message(message: Mapping[str, Any], where: str) -> str | None:
     """Return the text of a message that calls tools, or has the result of one; None for any other. Raises Refusal."""
     if message.get("role") == "tool":
-        content = message.get("content")
-        text = _text(content) if isinstance(content, list) else content
-        if not isinstance(text, str):
-            raise Refusal(400, "unsupported", f"{where} holds something else than text", param=where)
-        return f"{RESULT}\n{within(text, where, LONGEST_TEXT)}\n{RESULT_END}"
+        return f"{RESULT}\n{within(text_of(message.get('content'), where), where, LONGEST_TEXT)}\n{RESULT_END}"
     if not (calls := message.get("tool_calls")):
         return None
-    said = message.get("content") or ""
-    said = _text(said) if isinstance(said, list) else said
+    said = text_of(message.get("content") or "", where)
     written = [_written(call) for call in calls] if isinstance(calls, list) else [None]
-    if message.get("role") != "assistant" or None in written or not isinstance(said, str):
+    if message.get("role") != "assistant" or None in written:
         raise Refusal(400, "wrong_type", f"{where}.tool_calls are no calls of functions", param=f"{where}.tool_calls")
     return within("\n".join(filter(None, [said, *written])), where, LONGEST_TEXT)
 
 
-def _text(parts: Sequence[Any]) -> str | None:
-    words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    return "\n".join(map(str, words)) if all(isinstance(word, str) for word in words) else None
+# Kinds of content by the types that the dialects have for its parts.
+_KINDS_OF = {"image": "images", "audio": "audio", "file": "files", "document": "files", "video": "video"}
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return the text of a message's content, which is a text or a list of parts. Raises Refusal, which names the kind
+    of what is no text."""
+    words = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = str(part.get("type")) if isinstance(part, dict) else ""
+            what = next((each for word, each in _KINDS_OF.items() if word in kind), "")
+            said = f"{where}: {what} are not supported" if what else f"{where} holds something else than text"
+            raise Refusal(400, "unsupported", said, "send text only", f"{where}.content")
+        words.append(text)
+    return "\n".join(words)
 
 
 def _written(call: Any) -> str | None:
@@ -305,7 +356,10 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
     ----------
     parallel : False: only the first call is kept.
     """
-    said, mark, _ = answer.text.partition(CALL)
+    said, mark, rest = answer.text.partition(CALL)
+    names = [tool["function"]["name"] for tool in tools]
+    if mark and answer.finish == "length" and not rest.rstrip().endswith(CALL_END):
+        return _cut_off(answer, tools, parallel)
     fenced = _FENCED.fullmatch(answer.text.strip())
     bare = fenced[1] if fenced else answer.text.strip().removeprefix(_LIST).removeprefix(_PYTHON)
     try:
@@ -315,11 +369,32 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
     if not mark and isinstance(found[0], list):
         found = found[0]
     calls = [_call(one) if isinstance(one, dict) else None for one in found]
-    names = [tool["function"]["name"] for tool in tools]
     if not calls or any(call is None or call.name not in names for call in calls):
         return answer
     kept = tuple(filter(None, calls))[: None if parallel else 1]
     return replace(answer, text=said.strip() if mark else "", calls=kept)
+
+
+_BEGUN = re.compile(r'\s*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*(.*)', re.DOTALL)
+
+
+def _cut_off(answer: Answer, tools: Tools, parallel: bool) -> Answer:
+    """Return an answer whose last call is cut off: it has the arguments so far, or is dropped if its name is not whole.
+
+    Only the call's end mark may be missing.
+    """
+    said, *whole, last = answer.text.split(CALL)
+    try:
+        _, end = json.JSONDecoder().raw_decode(last.strip())
+        whole, last = [*whole, last.strip()[:end]], ""
+    except (ValueError, RecursionError):
+        pass
+    text = "".join(f"{CALL}{each.partition(CALL_END)[0]}{CALL_END}" for each in whole)
+    calls = with_calls(replace(answer, text=text, finish="stop"), tools).calls
+    begun = _BEGUN.fullmatch(last)
+    if begun is not None and any(tool["function"]["name"] == begun[1] for tool in tools):
+        calls = (*calls, Call(begun[1], {}, partial=begun[2]))
+    return replace(answer, text=said.strip(), calls=calls[: None if parallel else 1])
 
 
 def _call(own: Mapping[str, Any]) -> Call | None:

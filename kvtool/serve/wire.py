@@ -41,6 +41,7 @@ _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^\[\]{}]++")
 # A flag of the command line; a command or a name that is quoted stays as it is.
 _FLAG = re.compile(r"`[^`]*`|(?<!\w)'[^']*'|(?<![\w-])--(no-)?([a-z]+(?:-[a-z]+)*)")
+_UNTYPED = ("", "application/x-www-form-urlencoded")
 _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 
 # Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
@@ -149,7 +150,7 @@ def check_names(
         if given is None or name in known:
             continue
         if name not in neutral:
-            raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+            raise Refusal(400, "unknown_parameter", f"unknown parameter: {name!r}", param=name)
         if not any(
             isinstance(given, bool) is isinstance(one, bool) and given == one for one in neutral[name]
         ):  # of `logprobs` 0 is a number
@@ -160,8 +161,11 @@ def check_names(
 async def body_of(request: Request) -> dict[str, Any]:
     """Return the JSON object of a request's body. Raises Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    # Without a type, or with that of a form, a web page could ask unnoticed; programs and `curl -d` name no origin.
+    if kind != "application/json" and (kind not in _UNTYPED or "origin" in request.headers):
         raise Refusal(415, "not_json", "the body has to be JSON", "send Content-Type: application/json")
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise Refusal(415, "encoded", f"a body in {coding[:LONGEST_NAME]} cannot be read", "send it uncompressed")
     data = await request.body()
     return _parsed(data) if len(data) <= _SHORT_BODY else await briefly(lambda: _parsed(data))
 

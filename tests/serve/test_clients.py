@@ -14,7 +14,7 @@ import pytest
 import kvtool
 from kvtool.core.errors import KvtoolError
 from kvtool.serve.answers import Listening
-from kvtool.serve.responses import Remembered
+from kvtool.serve.responses import Exchange, Remembered
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
 from tests.serve.conftest import KEY, PATIENCE, Served, serving
@@ -189,7 +189,7 @@ def test_the_key_and_the_model_are_checked(client: Any, served: Served) -> None:
     with pytest.raises(client.error, match="API key") as wrong:
         client(served, "another").ask([("user", QUESTION)])
     assert wrong.value.status_code == 401
-    with pytest.raises(client.error, match="no model 'other'") as unknown:
+    with pytest.raises(client.error, match="model not found: 'other'") as unknown:
         client(served).ask([("user", QUESTION)], model="other")
     assert unknown.value.status_code == 404
 
@@ -223,21 +223,20 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OfResponses, {"text": {"format": {"type": "grammar"}}}, "response_format"),
     (OfResponses, {"conversation": "c"}, "conversation"),
     (OfResponses, {"background": True}, "background"),
-    (OfResponses, {"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
-    (OfResponses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text"),
+    (OfResponses, {"input": []}, "input"),
+    (OfResponses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "images"),
     (OfAnthropic, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
     (OfAnthropic, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    (OfAnthropic, {"top_k": 5}, "top_k"),
     (OfAnthropic, {"container": "c"}, "container"),
     (OfAnthropic, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}]}, "role"),
-    (OfAnthropic, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text"),
+    (OfAnthropic, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images"),
     (OfAnthropic, {"max_tokens": None}, "max_tokens"),
     (OfOllama, {"format": "xml"}, "format"),
     (OfOllama, {"think": True}, "think"),
     (OfOllama, {"tools": [{"type": "function"}]}, "tools"),
     (OfOllama, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
     (OfOllama, {"options": {"mirostat": 2}}, "mirostat"),
-    (OfOllama, {"options": {"temperature": 0.5, "top_k": 40}}, "top_k"),
+    (OfOllama, {"options": {"typical_p": 0.5}}, "typical_p"),
     (OfOllama, {"options": {"unheard": 1}}, "unheard"),
 ]
 
@@ -294,12 +293,12 @@ def test_responses_are_remembered_for_their_owner(ready: Path) -> None:
 def test_the_oldest_responses_are_forgotten() -> None:
     kept = Remembered(limit=200)
     for number in range(5):
-        kept.keep("me", str(number), [{"role": "user", "content": "x" * 50}])
-    assert kept.messages("me", "4")[0]["content"] == "x" * 50
+        kept.keep("me", str(number), Exchange([{"role": "user", "content": "x" * 50}], [], {}))
+    assert kept.exchange("me", "4").messages[0]["content"] == "x" * 50
     with pytest.raises(Refusal):
-        kept.messages("me", "0")
+        kept.exchange("me", "0")
     with pytest.raises(Refusal):
-        kept.messages("you", "4")
+        kept.exchange("you", "4")
 
 
 def test_ollamas_other_endpoints(served: Served, expected: str) -> None:
@@ -339,7 +338,7 @@ def test_an_editor_finds_the_model_by_ollamas_api(served: Served) -> None:
 
 
 def test_an_unknown_model_is_not_shown(served: Served) -> None:
-    with pytest.raises(ollama.ResponseError, match="no model 'other'") as refused:
+    with pytest.raises(ollama.ResponseError, match="model not found: 'other'") as refused:
         OfOllama(served).client.show("other")
     assert refused.value.status_code == 404
     bodies: list[dict[str, str]] = [{}, {"model": ""}, {"model": ":latest"}]

@@ -176,7 +176,8 @@ def test_a_line_of_a_key_file_is_a_key_a_comment_or_an_error(tmp_path: Path) -> 
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": 2.5}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400),
         ("text/plain", b"{}", 415),
-        ("", b"{}", 415),
+        ("application/x-www-form-urlencoded", b"a=b", 400),
+        ("", b"a=b", 400),
     ],
 )
 def test_a_malformed_body_is_told_what_is_wrong(served: Served, kind: str, data: bytes, status: int) -> None:

@@ -180,7 +180,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     assert client.models.retrieve("kvtool").owned_by == "kvtool"  # requests may name it so
-    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="this server serves 'tiny'"):
         client.models.retrieve("org/another")
 
 
@@ -197,7 +197,7 @@ def test_misses_say_why(store: Path) -> None:
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> None:
-    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="this server serves 'tiny'"):
         client.chat.completions.create(model="gpt-7", messages=ASKED)
     for wrong in ({"fusion": "glue"}, {"topk": 3}, {"chunks": ["00" * 20]}, {"chunks": ["a"], "documents": ["b"]}):
         with pytest.raises(openai.BadRequestError):

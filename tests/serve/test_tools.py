@@ -24,6 +24,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
 from kvtool.serve.anthropic import read_message
+from kvtool.serve.job import PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.responses import ResponsesResponse
 from kvtool.serve.tools import Hold, read_tools, with_calls
@@ -269,8 +270,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"response_format": {"type": "json_object"}, "kvtool": {"cite": True}}, "kvtool.cite"),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, ASKED]}, "messages.1.tool_calls"),
-    ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1"),
-    ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1"),
+    ({"messages": [ASKED, {"role": "tool", "content": [{"type": "image_url"}]}]}, "messages.1.content"),
+    ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": {"a": 1}}]}]}, "messages.1.content"),
     (
         {
             "response_format": {
@@ -361,8 +362,8 @@ def test_events_name_the_items_of_their_response() -> None:
     """Also where full prefill has corrected a draft, of which some text was shown, to a call."""
     facts = {"tokens": {"prompt": 9, "generated": 5, "reused": 0}, "timing_ms": {}}
     answer = with_calls(Answer(CALLED, "stop", (), (), facts, 0, "", 0.0, 0.0), TOOLS)
-    response = ResponsesResponse({}, "tiny", "1", lambda _: None)
-    told = "".join([*response.beginning(), *response.piece("Baker"), *response.end(answer)])
+    response = ResponsesResponse({}, QueryOptions(), "tiny", "1", lambda *_: None)
+    told = "".join([*response.beginning(PromptTokens(9, 0)), *response.piece("Baker"), *response.end(answer)])
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: ")]
     done = [(event["output_index"], event["item"]) for event in events if event["type"] == "response.output_item.done"]
     assert done == [*enumerate(events[-1]["response"]["output"])]

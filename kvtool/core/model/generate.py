@@ -35,11 +35,14 @@ class Sampling:
     ----------
     stop : texts that end the answer, and are no part of it.
     stop_repeats : end it where it repeats itself (`Repeats`), too.
-    top_p, frequency_penalty, presence_penalty, logit_bias : as in OpenAI's API (`nucleus`, `adjusted`); biases by
-        token id.
+    top_p, frequency_penalty, presence_penalty, logit_bias : as in OpenAI's API (`likely`, `adjusted`); biases by token
+        id.
+    top_k, min_p : sample from this number of tokens, and from those with this share of the best one's chance; 0: all.
+    repetition_penalty, repeat_last_n : divisor of the logits of the answer's last tokens; -1: all of them.
+    min_tokens, ends : tokens before which the answer cannot end, and the token ids that end it.
     draw : where its random numbers come from: each answer of a batch has its own.
     top_logprobs : how many of the most likely tokens to note with each token; None: nothing is noted.
-    said : how often each token was chosen so far, where penalties need it.
+    said : the tokens chosen so far.
     noted : each token chosen so far with its log-probability, and those of the most likely ones; biases, penalties and
         the temperature do not change them.
     constraint : rules out tokens; None: none.
@@ -51,19 +54,26 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_repeats: bool = False
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    repeat_last_n: int = -1
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
     top_logprobs: int | None = None
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
-    said: Counter[int] = field(default_factory=Counter, repr=False, compare=False)
+    said: list[int] = field(default_factory=list, repr=False, compare=False)
     noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
     constraint: Constraint | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the model's most likely one."""
-        changed = self.temperature or self.frequency_penalty or self.presence_penalty or self.logit_bias
+        penalty = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        changed = self.temperature or penalty or self.logit_bias or self.min_tokens
         return not changed and self.constraint is None
 
 
@@ -137,8 +147,7 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
         values, ids = log_p.topk(sampling.top_logprobs)
         best = list(zip(ids.tolist(), values.tolist(), strict=True))
         sampling.noted.append(((token, float(log_p[token])), best))
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        sampling.said[token] += 1
+    sampling.said.append(token)
     return token
 
 
@@ -147,17 +156,37 @@ def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
         logit[j] + bias[j] - count[j] * frequency_penalty - (count[j] > 0) * presence_penalty
 
-    `count[j]` is how often the answer has token `j` so far.
+    `count[j]` is how often the answer has token `j` so far. The logits are those after the repetition penalty of Keskar
+    et al. 2019, "CTRL", section 4.1, which divides positive ones and multiplies negative ones; of the answer's tokens
+    only, since an answer should repeat the words of its passages.
     """
     added = dict(sampling.logit_bias)
-    for token, count in sampling.said.items():
-        added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        for token, count in Counter(sampling.said).items():
+            added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
+    if sampling.repetition_penalty != 1 and sampling.said:
+        last = len(sampling.said) if sampling.repeat_last_n < 0 else sampling.repeat_last_n
+        recent = torch.tensor(sampling.said[len(sampling.said) - min(last, len(sampling.said)) :], device=logits.device)
+        logits, penalty = logits.float().clone(), sampling.repetition_penalty
+        logits[recent] = torch.where(logits[recent] > 0, logits[recent] / penalty, logits[recent] * penalty)
+    if len(sampling.said) < sampling.min_tokens:
+        added |= dict.fromkeys(sampling.ends, -math.inf)
     if not added:
         return logits
     if (strange := max(added)) >= len(logits):
         raise UsageError(f"logit_bias names token {strange}, and the model has {len(logits):,}", "ids count from 0")
     ids = torch.tensor([*added], device=logits.device)
     return logits.float().index_add(0, ids, torch.tensor([*added.values()], device=logits.device))
+
+
+def likely(chances: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Zero the chances `[vocabulary]` that `top_k`, `top_p` and `min_p` rule out, in this order; one always stays."""
+    if 0 < sampling.top_k < len(chances):
+        kept, ids = chances.topk(sampling.top_k)
+        chances = torch.zeros_like(chances).index_copy_(0, ids, kept / kept.sum())
+    if sampling.top_p < 1:
+        chances = nucleus(chances, sampling.top_p)
+    return chances * (chances >= sampling.min_p * chances.max()) if sampling.min_p else chances
 
 
 def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -180,8 +209,7 @@ def _chosen(logits: torch.Tensor, sampling: Sampling) -> int:
         )
     if sampling.temperature < _COLD:
         return best
-    chances = torch.softmax((logits - most) / sampling.temperature, -1).cpu()
-    chances = nucleus(chances, sampling.top_p) if sampling.top_p < 1 else chances
+    chances = likely(torch.softmax((logits - most) / sampling.temperature, -1).cpu(), sampling)
     return int(torch.multinomial(chances, 1, generator=sampling.draw))
 
 

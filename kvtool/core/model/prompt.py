@@ -69,11 +69,11 @@ def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
     return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
 
 
-def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
-    """Tokenise the last segment: the question as ordinary text, then the answer's header."""
+def question_tokens(tokenizer: Any, question: str, parts: PromptParts, prefill: str = "") -> Ids:
+    """Tokenise the last segment: the question as ordinary text, the answer's header, and the answer's beginning."""
     text = question.strip()
     text = text if text.startswith(RESULT) else f"{_ASKS} {text}"
-    return (*encode(tokenizer, text), *parts.answer_header)
+    return (*encode(tokenizer, text), *parts.answer_header, *said_tokens(tokenizer, prefill))
 
 
 def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:

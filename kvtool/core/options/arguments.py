@@ -63,6 +63,11 @@ class QueryArguments(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: str | Iterable[str]
+    sampled_tokens: int
+    min_p: float
+    repetition_penalty: float
+    repeat_last_n: int
+    min_tokens: int
     top_logprobs: int | None
     grammar: str
     cite: bool

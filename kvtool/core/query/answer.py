@@ -22,7 +22,7 @@ from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.constraint import Constraint
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding, stop_ids
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
@@ -173,7 +173,7 @@ def begin_answer(
         prepare_decoding(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
-        sampling = sampling_of(options, session.tokenizer)
+        sampling = sampling_of(options, session.tokenizer, stop_ids(session.decoder))
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
@@ -233,8 +233,8 @@ def _fuse(
     return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
 
 
-def sampling_of(options: QueryOptions, tokenizer: Any = None) -> Sampling:
-    """Return how an answer's tokens are chosen. `tokenizer`: needed for a grammar."""
+def sampling_of(options: QueryOptions, tokenizer: Any = None, ends: Collection[int] = ()) -> Sampling:
+    """Return how an answer's tokens are chosen. `tokenizer`, `ends`: needed for a grammar, and for `min_tokens`."""
     biases = (one.partition("=") for one in options.logit_bias)
     return Sampling(
         max_tokens=options.max_tokens,
@@ -242,8 +242,14 @@ def sampling_of(options: QueryOptions, tokenizer: Any = None) -> Sampling:
         seed=options.seed,
         stop_repeats=options.stop_repeats,
         top_p=options.top_p,
+        top_k=options.sampled_tokens,
+        min_p=options.min_p,
         frequency_penalty=options.frequency_penalty,
         presence_penalty=options.presence_penalty,
+        repetition_penalty=options.repetition_penalty,
+        repeat_last_n=options.repeat_last_n,
+        min_tokens=options.min_tokens,
+        ends=tuple(ends),
         logit_bias=tuple((int(token), float(bias)) for token, _, bias in biases),
         top_logprobs=options.top_logprobs,
         constraint=Constraint(options.grammar, tokenizer) if options.grammar else None,
@@ -351,7 +357,7 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
         draft = checked.draft  # which was timed
         said = replace(said, milliseconds=draft.milliseconds, steps=draft.steps, stepper=draft.stepper)
     fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
-    text = said.text.strip()
+    text = said.text.rstrip() if asked.request.prefill else said.text.strip()
     started = time.perf_counter()
     citations = None
     if options.cite:

@@ -162,7 +162,7 @@ class TurnLayout:
         if self.revision == session.store.revision():
             return True
         parts, (*first, question) = parts_for(session, options), self.origins
-        if question[0].ids != question_tokens(session.tokenizer, self.request.question, parts):
+        if question[0].ids != question_tokens(session.tokenizer, self.request.question, parts, self.request.prefill):
             return False
         if self.known is None and first[0][0].ids != parts.prefix:
             return False

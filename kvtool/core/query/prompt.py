@@ -16,7 +16,14 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError, UsageError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
-from kvtool.core.model.prompt import PromptParts, chunk_tokens, message_tokens, prompt_parts, question_tokens
+from kvtool.core.model.prompt import (
+    PromptParts,
+    chunk_tokens,
+    message_tokens,
+    prompt_parts,
+    question_tokens,
+    said_tokens,
+)
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import ORDINARY, QueryOptions
 from kvtool.core.query.reply import OWN_TEXT, Request
@@ -114,7 +121,7 @@ def lay_out(
         session.refresh()
         parts = parts_for(session, options)
         _check_characters(session, len(request.question))
-        question = question_tokens(session.tokenizer, request.question, parts)
+        question = question_tokens(session.tokenizer, request.question, parts, request.prefill)
         length = _Length(session, _least_answer(options, behind is None) if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
         length.check(least)  # before anything is looked for
@@ -382,6 +389,7 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
         ids = message_tokens(session.tokenizer, request.messages)
         if ids is None:
             return None
+        ids += tuple(said_tokens(session.tokenizer, request.prefill))
         if session.is_loaded:
             is_first = all(role != "assistant" for role, _ in request.messages)
             try:

@@ -41,6 +41,7 @@ class Request:
     search : the text to search for instead of the question itself; "": the question.
     messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
         of the store in it are reused where they are, and none is retrieved (query/prompt.py).
+    prefill : the beginning of the answer, which the model continues.
     owner : whose learned passages (session/learned.py) and conversations are reused; None: no learned passages, and
         conversations of no owner.
     """
@@ -54,6 +55,7 @@ class Request:
     made_by: str = ""
     search: str = ""
     messages: tuple[tuple[str, str], ...] = ()
+    prefill: str = ""
     owner: str | None = None
 
 

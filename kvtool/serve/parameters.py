@@ -1,0 +1,117 @@
+"""Parameters of questions that mean the same in all dialects: one table of what clients send.
+
+`SAMPLING` is done, `IGNORED` concerns only the client, its account or the machine, and `NEUTRAL` is accepted at the
+values that change nothing here. Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvtool.serve.wire import check_names, taken
+
+_NUMBER = (int, float)
+# Name of a request, option of a question, and types.
+SAMPLING: dict[str, tuple[str, tuple[type, ...]]] = {
+    "max_tokens": ("max_tokens", (int,)),
+    "n_predict": ("max_tokens", (int,)),  # of llama.cpp
+    "max_completion_tokens": ("max_tokens", (int,)),  # the newer name of OpenAI's, which wins
+    "temperature": ("temperature", _NUMBER),
+    "top_p": ("top_p", _NUMBER),
+    "top_k": ("sampled_tokens", (int,)),
+    "min_p": ("min_p", _NUMBER),
+    "frequency_penalty": ("frequency_penalty", _NUMBER),
+    "presence_penalty": ("presence_penalty", _NUMBER),
+    "repeat_penalty": ("repetition_penalty", _NUMBER),  # of llama.cpp and Ollama
+    "repetition_penalty": ("repetition_penalty", _NUMBER),  # of vLLM
+    "repeat_last_n": ("repeat_last_n", (int,)),
+    "min_tokens": ("min_tokens", (int,)),
+    "seed": ("seed", (int,)),
+}
+ENDLESS = "ignore_eos"
+USER = ("user", "safety_identifier")  # the older and the newer name of one parameter
+
+IGNORED = (
+    # the client and its account
+    *("metadata", "store", "service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id", "provider"),
+    *("session_id", "chat_id", "id", "caching", "timeout", "moderation"),
+    # caches and verbosity of other models
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "prediction"),
+    *("verbosity", "reasoning", "reasoning_effort", "include_reasoning", "max_tool_calls", "stream_options"),
+    # the machine
+    *("keep_alive", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram"),
+    *("f16_kv", "use_mmap", "use_mlock", "draft_num_predict"),
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "n_probs": (0,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "images": ([],),
+    "echo": (False,),
+    "suffix": ("",),
+    "template": ("",),
+    "raw": (False,),
+    "context": ([],),
+    "options": ({},),
+    # thinking
+    "think": (False,),
+    "enable_thinking": (False,),
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+    "chat_template_kwargs": ({}, {"enable_thinking": False}, {"thinking": False}),
+    # how tokens are chosen
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "stop_token_ids": ([],),
+    "typical_p": (1.0,),
+    "tfs_z": (1.0,),
+    "top_a": (0.0,),
+    "mirostat": (0,),
+    "xtc_probability": (0.0,),
+    "dry_multiplier": (0.0,),
+    "dynatemp_range": (0.0,),
+    "penalize_newline": (True,),
+    # how the answer is written
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "cache_prompt": (True,),
+    "timings_per_token": (False,),
+    "return_progress": (False,),
+    # what other servers keep
+    "truncation": ("disabled", "auto"),
+    "background": (False,),
+    "context_management": ([],),
+    "web_search_options": ({},),
+}
+
+
+def check_parameters(value: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse parameters of a question that are neither known to its dialect nor in the tables. Raises Refusal."""
+    check_names(value, (*known, *IGNORED), NEUTRAL)
+
+
+def sampling_options(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a question that `SAMPLING` names, from a request. Raises Refusal."""
+    options = {}
+    for name, (option, kinds) in SAMPLING.items():
+        if (number := taken(value, name, kinds)) is not None:
+            options[option] = number
+    if taken(value, ENDLESS, bool, False):
+        options["min_tokens"] = 2**31 - 1
+    if options.get("max_tokens", 0) == -1:  # of llama.cpp and Ollama: no limit of its own
+        del options["max_tokens"]
+    if options.get("sampled_tokens") == -1:  # of vLLM and Anthropic's clients: all
+        del options["sampled_tokens"]
+    if "seed" in options:
+        options["seed"] %= 2**63
+    if options.get("min_tokens"):
+        options["stop_repeats"] = False  # which would end the answer sooner
+    return options

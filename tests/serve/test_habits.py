@@ -1,0 +1,413 @@
+"""Requests as clients send them by habit: parameters of other servers, beginnings of answers, forms and counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from kvtool.core.model.generate import stop_ids
+from kvtool.core.model.prompt import said_tokens
+from kvtool.core.query.options import QueryOptions
+from kvtool.serve.job import Answer, Call
+from kvtool.serve.openai import read_chat
+from kvtool.serve.parameters import IGNORED, NEUTRAL, SAMPLING
+from kvtool.serve.tools import closed, with_calls
+from kvtool.serve.wire import Refusal
+from tests.cli.working import QUESTION
+from tests.serve.conftest import KEY, Served, serving
+
+ASKED = [{"role": "user", "content": QUESTION}]
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": ASKED},
+    MESSAGES: {"messages": ASKED, "max_tokens": 8},
+    RESPONSES: {"input": ASKED},
+    "/api/chat": {"messages": ASKED, "stream": False},
+    "/api/generate": {"prompt": QUESTION, "stream": False},
+}
+
+
+def text_of(path: str, answer: dict[str, Any]) -> str:
+    """The text of an answer of any dialect."""
+    read: dict[str, Callable[[], str]] = {
+        CHAT: lambda: answer["choices"][0]["message"]["content"],
+        MESSAGES: lambda: answer["content"][0]["text"],
+        RESPONSES: lambda: answer["output"][0]["content"][0]["text"],
+        "/api/chat": lambda: answer["message"]["content"],
+        "/api/generate": lambda: answer["response"],
+    }
+    return read[path]()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+# ---- parameters ----
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_neutral_and_ignored_parameters_change_no_answer(path: str, served: Served) -> None:
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if name not in BODIES[path]}
+    ignored = dict.fromkeys(["keep_alive", "num_ctx", "session_id", "timeout", "provider", "service_tier"], 7)
+    assert ignored.keys() <= set(IGNORED)
+    with served.client as client:
+        plain = client.post(path, json=BODIES[path])
+        habitual = client.post(path, json=neutral | ignored | BODIES[path])
+    assert habitual.status_code == 200, habitual.text
+    assert text_of(path, habitual.json()) == text_of(path, plain.json())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_other_values_are_refused_by_name(path: str, served: Served) -> None:
+    wrong = {"n": 2, "use_beam_search": True, "think": True, "suffix": "x", "guided_json": {}, "stop_token_ids": [3]}
+    with served.client as client:
+        for name, value in wrong.items():
+            refused = client.post(path, json=BODIES[path] | {name: value})
+            assert refused.status_code == 400
+            assert name in refused.text
+
+
+def test_sampling_parameters_are_options_of_the_question() -> None:
+    given = {name: 1 for name in SAMPLING if "max" not in name and name != "n_predict"} | {"max_completion_tokens": 5}
+    options = read_chat({"messages": ASKED, "max_tokens": 9, **given}, QueryOptions()).ask.options
+    assert (options.max_tokens, options.sampled_tokens, options.min_p) == (5, 1, 1)
+    assert (options.repetition_penalty, options.repeat_last_n, options.min_tokens) == (1, 1, 1)
+    endless = read_chat({"messages": ASKED, "ignore_eos": True, "top_k": -1, "n_predict": -1}, QueryOptions())
+    assert endless.ask.options.min_tokens > 10**9
+    assert not endless.ask.options.stop_repeats
+    assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, QueryOptions().max_tokens)
+
+
+def test_sampling_from_one_token_is_greedy(served: Served) -> None:
+    with served.client as client:
+        plain = client.post(CHAT, json=BODIES[CHAT]).json()
+        for only in ({"top_k": 1}, {"min_p": 1.0}):
+            drawn = client.post(CHAT, json=BODIES[CHAT] | {"temperature": 2.0, "seed": 5} | only).json()
+            assert text_of(CHAT, drawn) == text_of(CHAT, plain)
+
+
+@pytest.mark.parametrize("more", [{"min_tokens": 6}, {"ignore_eos": True}])
+def test_an_answer_of_a_minimum_length_has_it(more: dict[str, Any], served: Served) -> None:
+    decoder = served.engine.decoder
+    assert decoder is not None
+    ended = BODIES[CHAT] | {"logit_bias": {str(token): 100 for token in stop_ids(decoder)}}
+    with served.client as client:
+        assert client.post(CHAT, json=ended).json()["usage"]["completion_tokens"] == 0
+        long = client.post(CHAT, json=ended | more).json()["usage"]["completion_tokens"]
+    assert long == more.get("min_tokens", 8)
+
+
+def test_any_model_name_is_answered_if_the_server_allows_it(ready: Path) -> None:
+    with serving(ready, any_model=True) as served, served.client as client:
+        for path, body in BODIES.items():
+            assert client.post(path, json=body | {"model": "gpt-4o"}).status_code == 200
+        assert client.get("/v1/models/gpt-4o").status_code == 200
+        assert client.post("/api/show", json={"model": "llama3"}).json()["name"] == "tiny:latest"
+
+
+# ---- bodies ----
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_a_body_without_a_type_is_json_unless_a_page_sends_it(kind: str | None, served: Served) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"} | ({} if kind is None else {"Content-Type": kind})
+    with httpx2.Client(base_url=served.url, timeout=60) as client:
+        assert client.post("/api/chat", content=json.dumps(BODIES["/api/chat"]), headers=headers).status_code == 200
+        page = headers | {"Origin": served.url}
+        assert client.post("/api/chat", content=json.dumps(BODIES["/api/chat"]), headers=page).status_code == 415
+
+
+def test_a_compressed_body_is_refused(served: Served) -> None:
+    with served.client as client:
+        assert client.post(CHAT, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"}).status_code == 415
+
+
+# ---- messages ----
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/api/chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_beginning_of_an_answer_is_continued(
+    path: str, stream: bool, served: Served, says: Callable[[str], None]
+) -> None:
+    says(" was the baker.")
+    begun = [*ASKED, {"role": "assistant", "content": "It "}]
+    with served.client as client:
+        said = client.post(path, json=BODIES[path] | {"messages": begun, "stream": stream})
+    assert said.status_code == 200, said.text
+    if not stream:
+        text = text_of(path, said.json())
+    elif path == "/api/chat":
+        text = "".join(json.loads(line)["message"]["content"] for line in said.text.splitlines())
+    else:
+        steps = [event.get("choices", [event])[0].get("delta", {}) for event in events_of(said.text)]
+        text = "".join(step.get("text") or step.get("content") or "" for step in steps)
+    assert text == " was the baker."
+
+
+def test_the_beginning_of_an_answer_ends_the_prompt(served: Served) -> None:
+    """Both where passages are found, and where the client brings its own."""
+    passage = "The third mill was built in 1762 by baker A. It grinds flour.\n\n" * 8
+    for question in (QUESTION, f"{passage}{QUESTION}"):
+        asked = [{"role": "user", "content": question}]
+        with served.client as client:
+            first = client.post(CHAT, json={"messages": asked}).json()
+            begun = [*asked, {"role": "assistant", "content": "It was Baker"}]
+            later = client.post(CHAT, json={"messages": begun}).json()
+        tokens = len(said_tokens(served.engine.scheduler._model.session().tokenizer, "It was Baker"))
+        assert later["usage"]["prompt_tokens"] - first["usage"]["prompt_tokens"] == tokens
+
+
+def test_a_continued_answer_is_no_cached_conversation(ready: Path) -> None:
+    later = {"role": "user", "content": "And the other?"}
+    with serving(ready) as served, served.client as client:
+        begun = [*ASKED, {"role": "assistant", "content": "It was"}]
+        said = text_of(CHAT, client.post(CHAT, json={"messages": begun}).json())
+        assert client.get("/health").json()["conversations"] == 0
+        messages = [*ASKED, {"role": "assistant", "content": f"It was{said}"}, later]
+        assert client.post(CHAT, json={"messages": messages}).json()["kvtool"]["turn"]["kept"] == 0
+
+
+def test_an_empty_answer_at_the_end_changes_nothing() -> None:
+    asked = read_chat({"messages": [*ASKED, {"role": "assistant", "content": None}]}, QueryOptions()).ask
+    assert (asked.request.question, asked.request.prefill, asked.turns) == (QUESTION, "", ())
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "images"),
+        ({"type": "input_audio"}, "audio"),
+        ({"type": "file"}, "files"),
+    ],
+)
+def test_content_that_is_no_text_is_named(part: dict[str, Any], kind: str) -> None:
+    with pytest.raises(Refusal, match=f"messages.0: {kind} are not supported"):
+        read_chat({"messages": [{"role": "user", "content": [part]}]}, QueryOptions())
+
+
+def test_thinking_of_other_models_is_dropped(served: Served) -> None:
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
+    bare = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
+    with served.client as client:
+        counts = [
+            client.post(f"{MESSAGES}/count_tokens", json={"messages": [*ASKED, one, *ASKED]}).json()
+            for one in (said, bare)
+        ]
+        assert counts[0] == counts[1]
+        reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+        body = {"input": [*ASKED, reasoning, *ASKED], "include": ["reasoning.encrypted_content"]}
+        assert client.post(RESPONSES, json=body).status_code == 200
+
+
+# ---- tools and schemas ----
+
+
+def test_objects_have_only_the_members_that_they_name() -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}}
+    shut = inner | {"additionalProperties": False}
+    assert closed({"properties": {"x": inner, "y": {"items": inner}}})["properties"] == {
+        "x": shut,
+        "y": {"items": shut},
+    }
+    assert closed({"$defs": {"a": inner}, "$ref": "#/$defs/a"})["$defs"] == {"a": shut}
+    assert closed({"anyOf": [inner, {"type": "null"}]}) == {"anyOf": [shut, {"type": "null"}]}
+    for kept in ({"type": "object"}, inner | {"additionalProperties": True}, {"enum": [{"properties": {"a": 1}}]}):
+        assert closed(kept) == kept
+    for merged in ({"allOf": [inner]}, inner | {"anyOf": [{"required": ["a"]}]}, {"properties": {"x": {"not": {}}}}):
+        assert closed(merged) == merged
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}]
+CUT = [
+    ('<tool_call>\n{"name": "weather", "arguments": {"city": "Hal', '{"city": "Hal', ""),
+    ('It is so.\n<tool_call>\n{"name": "weather", "arguments": ', "", "It is so."),
+    ('<tool_call>\n{"name": "weather", "arguments": {"city": "Halden"}}\n</tool', '{"city": "Halden"}', ""),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments", "said"), CUT)
+def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, arguments: str, said: str) -> None:
+    answer = with_calls(Answer(text, "length", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
+    assert [(call.name, call.json) for call in answer.calls] == [("weather", arguments)]
+    assert (answer.text, answer.finish) == (said, "length")
+
+
+def test_a_call_without_a_whole_name_is_no_text() -> None:
+    answer = with_calls(Answer('<tool_call>\n{"name": "wea', "length", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
+    assert (answer.text, answer.calls) == ("", ())
+
+
+def test_calls_before_the_one_that_is_cut_off_stay() -> None:
+    text = (
+        '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>' * 2 + '<tool_call>\n{"name": "weather", "arg'
+    )
+    calls = with_calls(Answer(text, "length", (), (), {}, 0, "", 0.0, 0.0), TOOLS).calls
+    assert [call.partial for call in calls] == [None, None]
+    assert isinstance(calls[0], Call)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "b"}]},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "b"}}]},
+        },
+    ],
+)
+def test_only_allowed_tools_are_offered(choice: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    asked = read_chat({"messages": ASKED, "tools": tools, "tool_choice": choice}, QueryOptions()).ask
+    assert [tool["function"]["name"] for tool in asked.tools] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        (CHAT, lambda schema: {"response_format": {"type": "json_object", "schema": schema}}),
+        (CHAT, lambda schema: {"response_format": {"type": "json_schema", "schema": schema}}),
+        (MESSAGES, lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+    ],
+)
+def test_a_schema_has_several_forms(path: str, form: Any, served: Served) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    with served.client as client:
+        said = client.post(path, json=BODIES[path] | {"max_tokens": 20} | form(schema))
+    assert json.loads(text_of(path, said.json())).keys() == {"ok"}
+
+
+def test_a_forced_call_in_a_stream_has_no_empty_content(served: Served) -> None:
+    parameters = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    body = BODIES[CHAT] | {"tools": tools, "tool_choice": "required", "stream": True, "max_tokens": 60}
+    with served.client as client:
+        events = events_of(client.post(CHAT, json=body).text)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "" not in [delta.get("content") for delta in deltas]
+    (call,) = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert json.loads(call["function"]["arguments"]).keys() == {"ok"}
+
+
+# ---- counts and states ----
+
+
+def test_counted_tokens_are_those_of_a_prompt_without_passages(ready: Path) -> None:
+    asked = [{"role": "user", "content": "Zounds?"}]  # which no document has
+    turns = [*asked, {"role": "assistant", "content": "Baker."}, {"role": "user", "content": "Gadzooks?"}]
+    with serving(ready) as served, served.client as client:
+        for messages in (asked, turns):
+            counts = [
+                client.post(f"{MESSAGES}/count_tokens", json={"messages": messages, "system": "Be brief."}),
+                client.post(f"{RESPONSES}/input_tokens", json={"input": messages, "instructions": "Be brief."}),
+            ]
+            body = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 1}
+            used = client.post(CHAT, json=body).json()["usage"]
+            assert [count.json()["input_tokens"] for count in counts] == [used["prompt_tokens"]] * 2
+
+
+def test_a_stream_of_messages_begins_with_the_count_of_its_end(served: Served) -> None:
+    with served.client as client:
+        events = events_of(client.post(MESSAGES, json=BODIES[MESSAGES] | {"stream": True}).text)
+    begun, ended = events[0]["message"]["usage"], events[-2]["usage"]
+    assert begun["input_tokens"] > 0
+    assert begun == ended | {"output_tokens": 0}
+
+
+def test_models_are_listed_as_each_client_expects(served: Served) -> None:
+    with served.client as client:
+        assert client.get("/v1/models/").json()["object"] == "list"
+        listed = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert [(model["type"], model["id"]) for model in listed["data"]] == [("model", "tiny")]
+    assert not listed["has_more"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/api/generate", {}, "load"),
+        ("/api/generate", {"prompt": "", "keep_alive": 0}, "unload"),
+        ("/api/chat", {"messages": []}, "load"),
+        ("/api/chat", {"messages": [], "keep_alive": "0s"}, "unload"),
+    ],
+)
+def test_ollamas_requests_without_a_question_name_what_they_ask_for(
+    path: str, body: dict[str, Any], reason: str, served: Served
+) -> None:
+    with served.client as client:
+        said = client.post(path, json=body | {"model": "tiny"}).json()
+        assert client.post(path, json=body | {"model": "other"}).status_code == 404
+    assert (said["done"], said["done_reason"]) == (True, reason)
+
+
+# ---- responses ----
+
+# Required members of Open Responses' `ResponseResource` (openresponses.org, 2026-04-24), with the types they may have.
+TEXT, NUMBER, MAYBE = (str,), (int, float), (type(None),)
+RESOURCE: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("id", "object", "status", "model", "truncation", "service_tier"), TEXT),
+    **dict.fromkeys(("created_at", "top_logprobs"), (int,)),
+    **dict.fromkeys(("completed_at", "max_output_tokens", "max_tool_calls"), (int, *MAYBE)),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), NUMBER),
+    **dict.fromkeys(("parallel_tool_calls", "store", "background"), (bool,)),
+    **dict.fromkeys(("previous_response_id", "user", "safety_identifier", "prompt_cache_key"), (str, *MAYBE)),
+    **dict.fromkeys(("incomplete_details", "error", "reasoning", "usage"), (dict, *MAYBE)),
+    **dict.fromkeys(("output", "tools"), (list,)),
+    **{"instructions": (str, list, *MAYBE), "tool_choice": (str, dict), "text": (dict,), "metadata": (dict,)},
+}
+
+
+def is_resource(response: dict[str, Any]) -> bool:
+    wrong = {
+        name: response.get(name, "missing")
+        for name, types in RESOURCE.items()
+        if type(response.get(name)) not in types or name not in response
+    }
+    assert not wrong
+    for tool in response["tools"]:
+        assert {"type", "name", "description", "parameters", "strict"} <= tool.keys()
+    form = response["text"]["format"]
+    assert form["type"] != "json_schema" or {"name", "description", "schema", "strict"} <= form.keys()
+    return True
+
+
+def test_a_response_has_every_member_of_its_schema(served: Served) -> None:
+    tool = {"type": "function", "name": "look"}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}}
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"tools": [tool]},
+        {"text": form},
+        {"reasoning": {"effort": "low"}, "max_output_tokens": 1},
+    ]
+    with served.client as client:
+        for body in bodies:
+            assert is_resource(client.post(RESPONSES, json=BODIES[RESPONSES] | body).json())
+            told = events_of(client.post(RESPONSES, json=BODIES[RESPONSES] | body | {"stream": True}).text)
+            assert all(is_resource(event["response"]) for event in told if "response" in event)
+            assert {"response.created", "response.in_progress"} <= {event["type"] for event in told}
+
+
+def test_a_remembered_response_can_be_read(served: Served) -> None:
+    with served.client as client:
+        made = client.post(RESPONSES, json={"input": [{"role": "user", "content": "Hello"}, *ASKED]}).json()
+        place = f"{RESPONSES}/{made['id']}"
+        assert client.get(place).json() == made
+        items = client.get(f"{place}/input_items").json()
+        assert [item["content"][0]["text"] for item in items["data"]] == [QUESTION, "Hello"]
+        later = client.get(f"{place}/input_items", params={"order": "asc", "limit": 1}).json()
+        assert (later["data"][0], later["has_more"]) == (items["data"][1], True)
+        rest = client.get(f"{place}/input_items", params={"order": "asc", "after": later["last_id"]}).json()
+        assert (rest["data"], rest["has_more"]) == ([items["data"][0]], False)
+        assert client.post(f"{place}/cancel").json()["error"]["code"] == "not_background"
+        for missing in ("", "/input_items"):
+            assert client.get(f"{RESPONSES}/resp_none{missing}").status_code == 404
+        assert client.get(place, headers={"Authorization": f"Bearer {KEY}x"}).status_code == 401
