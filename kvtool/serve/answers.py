@@ -141,7 +141,7 @@ class Answers:
 
     async def count(self, value: Mapping[str, Any], read: Read) -> int:
         """Count the tokens of a request's messages, instruction and tools, without passages. Raises Refusal."""
-        asked = read(value, self._options, self._serving.strict)
+        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)
         self.check_model(asked.model, self.engine.model_name)
         return await asyncio.to_thread(self.engine.count, asked.ask)
 
@@ -149,7 +149,8 @@ class Answers:
         self, request: Request, read: Read, begin: Begin, value: Mapping[str, Any] | None = None
     ) -> Response:
         """Answer a request: an object, or a stream of events. `value`: its body, if it is parsed already."""
-        asked = read(await body_of(request) if value is None else value, self._options, self._serving.strict)
+        value = await body_of(request) if value is None else value
+        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
         name = self.engine.model_name
         self.check_model(asked.model, name)
         address = request.client.host if request.client else ""

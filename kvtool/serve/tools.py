@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote
 
 from kvtool.core.errors import UsageError
 from kvtool.core.model.constraint import INSTALL, check_grammar, is_installed
@@ -19,11 +16,6 @@ from kvtool.serve.job import Answer, Call
 from kvtool.serve.wire import LONGEST_TEXT, Refusal, check_names, check_shape, taken, within
 
 _MOST, _LONGEST = 128, 1 << 16  # tools, and characters of their JSON or of a schema
-_PATTERNS = 10
-# Of schemas: brackets in brackets through all references, beyond which llguidance has no stack and the process ends;
-# parts of merged references; the states of `multipleOf`; and pairs of alternatives that have to hold together.
-_DEEPEST, _MERGED, _MULTIPLE, _PAIRS = 500, 4000, 10_000, 2000
-_WORK = 500_000  # parts that are looked at to find these
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 _LIST, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"  # of Mistral, and of Llama
@@ -56,7 +48,6 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     what = "response_format" if must is None else "tool_choice"
     if not is_installed():
         raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
-    _check_work([function["parameters"] for function in forms] + [schema], what)
     forms = [{**form, "parameters": closed({"type": "object", **form["parameters"]})} for form in forms]
     grammar = _grammar(forms, closed(schema) if must is None else None)
     try:
@@ -143,146 +134,6 @@ def _closed(part: Any) -> Any:
 def _bounded(value: Any, name: str) -> None:
     if (length := len(json.dumps(value, ensure_ascii=False))) > _LONGEST:
         raise Refusal(400, "too_long", f"{name} has {length:,} characters of JSON", f"at most {_LONGEST:,}", name)
-
-
-def _check_work(schemas: Sequence[Any], what: str) -> None:
-    """Refuse schemas whose grammar would take long, or end the process: llguidance does not limit these itself."""
-    for schema in schemas:
-        if (count := _patterns(schema)) > _PATTERNS:
-            hint = f"at most {_PATTERNS} of pattern, format and patternProperties"
-            raise Refusal(400, "too_many", f"a schema has {count} patterns", hint, what)
-    if (states := math.lcm(*_multiples(schemas))) > _MULTIPLE:
-        hint = f"its digits, and the least common multiple of several, are at most {_MULTIPLE:,}"
-        raise Refusal(400, "too_many", f"multipleOf takes {states:,} states", hint, what)
-    try:
-        merged, work = sum(map(_merged, schemas)), iter(range(_WORK))
-        pairs = sum([_pairs(schema, schema, work) for schema in schemas]) if merged <= _MERGED else 0
-    except (LookupError, ValueError, TypeError) as error:
-        hint = f"paths such as #/$defs/NAME, $id at the beginning only, and at most {_DEEPEST} brackets in brackets"
-        raise Refusal(400, "unsupported", "the schema's references lead out of it, or too deep", hint, what) from error
-    if merged > _MERGED:
-        hint = f"references in allOf, or next to other rules, may amount to {_MERGED:,} parts"
-        raise Refusal(400, "too_many", "merged references make the schema too large", hint, what)
-    if pairs > _PAIRS:
-        hint = f"at most {_PAIRS:,} of enum, anyOf, oneOf and type in allOf, or next to each other"
-        raise Refusal(400, "too_many", f"a schema has {pairs:,} pairs of alternatives", hint, what)
-
-
-def _multiples(schema: Any) -> Iterator[int]:
-    """Yield the digits of each `multipleOf`, without zeros at the end: as many states has its automaton."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _multiples(each)
-    elif isinstance(schema, dict):
-        if isinstance(step := schema.get("multipleOf"), (int, float)):
-            yield int("".join(map(str, Decimal(str(abs(step))).normalize().as_tuple().digits))) or 1
-        yield from _multiples([*schema.values()])
-
-
-def _merged(schema: Any) -> int:
-    """Count the parts that references add where they are merged: each time anew, so that their number may double from
-    one to the next. Raises LookupError, ValueError, TypeError: a reference leads elsewhere, or the schema is too deep.
-    """
-    found = {id(schema): _references(schema, schema)}
-    sizes, rest, deep = {id(schema): 0}, [schema], 0
-    while rest:
-        part = rest.pop()
-        if (deep := deep + _depth(part)) > _DEEPEST:
-            raise ValueError("the schema is too deep")
-        for target, _ in found[id(part)]:
-            if id(target) not in found:
-                found[id(target)] = _references(target, schema, True)
-                sizes[id(target)] = json.dumps(target).count("{")
-                rest.append(target)
-    known: dict[int, int] = {}
-
-    def total(key: int) -> int:
-        if key not in known:
-            known[key] = 0  # of a circle
-            count = sizes[key]
-            for target, is_merged in found[key]:  # a comprehension would take twice the frames
-                count += total(id(target)) if is_merged else 0
-            known[key] = count
-        return known[key]
-
-    return total(id(schema))
-
-
-def _references(part: Any, root: Any, is_member: bool = False) -> list[tuple[Any, bool]]:
-    """Return the target of each reference in a part of a schema, and whether it is merged with other rules."""
-    found = []
-    for name, each in part.items() if isinstance(part, dict) else [("", one) for one in part or ()]:
-        if name == "$ref" and isinstance(each, str):
-            found.append((_target(root, each), is_member or len(part) > 1))
-        elif name == "$id" and isinstance(each, str) and part is not root:
-            raise ValueError("references below it begin there")
-        elif isinstance(each, (dict, list)):
-            found += _references(each, root, name == "allOf" or (isinstance(part, list) and is_member))
-    return found
-
-
-def _target(root: Any, reference: str) -> Any:
-    """Return what a reference such as `#/$defs/mill` leads to."""
-    file, _, path = unquote(reference).partition("#")
-    first, *names = path.split("/")
-    if file or first:
-        raise ValueError("it leads out of the schema")
-    for name in names:
-        name = name.replace("~1", "/").replace("~0", "~")
-        root = root[int(name)] if isinstance(root, list) else root[name]
-    return root
-
-
-def _pairs(part: Any, root: Any, work: Iterator[int]) -> int:
-    """Count the combinations of alternatives that have to hold together: each is tried. `work` ends it (ValueError)."""
-    count = 0
-    if isinstance(part, dict):
-        apart = {name: each for name, each in part.items() if name in ("anyOf", "oneOf", "enum", "$ref")}
-        rest = {name: each for name, each in part.items() if name not in ("allOf", "$defs", *apart)}
-        groups = [rest, *({name: each} for name, each in apart.items())]
-        groups += part["allOf"] if isinstance(part.get("allOf"), list) else []
-        groups = [group for group in groups if group]
-        many = [_alternatives(group, root, set(), work) for group in groups] if len(groups) > 1 else []
-        count = math.prod(1 + each for each in many) if sum(map(bool, many)) > 1 else 0
-    for each in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        count += _pairs(each, root, work)
-    return count
-
-
-def _alternatives(part: Any, root: Any, known: set[int], work: Iterator[int]) -> int:
-    """Count the alternatives in a part of a schema and in all that it refers to, once each."""
-    if not isinstance(part, (dict, list)) or id(part) in known:
-        return 0
-    known.add(id(part))
-    if next(work, None) is None:
-        raise ValueError("the references lead to too much")
-    if isinstance(part, list):
-        count = 0
-        for each in part:
-            count += _alternatives(each, root, known, work)
-        return count
-    count = sum([len(part[name]) for name in ("enum", "anyOf", "oneOf", "type") if isinstance(part.get(name), list)])
-    for name, each in part.items():
-        inner = _target(root, each) if name == "$ref" and isinstance(each, str) else each
-        count += _alternatives(inner, root, known, work)
-    return count
-
-
-def _depth(part: Any) -> int:
-    """Return the number of brackets in brackets."""
-    inner = [*part.values()] if isinstance(part, dict) else part if isinstance(part, list) else None
-    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
-
-
-def _patterns(schema: Any) -> int:
-    """Count the patterns of a schema: to hold an answer to n of them at once takes a time of 2ⁿ."""
-    if isinstance(schema, list):
-        return sum(map(_patterns, schema))
-    if not isinstance(schema, dict):
-        return 0
-    many = schema.get("patternProperties")
-    own = sum(name in schema for name in ("pattern", "format")) + (len(many) if isinstance(many, dict) else 0)
-    return own + sum(map(_patterns, schema.values()))
 
 
 def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | None) -> str:

@@ -13,7 +13,7 @@ import pytest
 from mcp.client.client import Client
 from mcp.shared.exceptions import MCPError
 
-from kvtool.core.agent.server import LISTED, StoreServer, uri_of
+from kvtool.core.agent.server import LISTED, server_of, uri_of
 from kvtool.core.agent.tools import Tools
 from kvtool.core.cache.store import Store
 from kvtool.core.model.options import ModelOptions
@@ -28,7 +28,7 @@ def talk(place: Path, say: Talk, *roots: Path) -> None:
     """Let a client talk to a server of this store."""
 
     async def main() -> None:
-        async with Client(StoreServer(tools, "test")) as client:
+        async with Client(server_of(tools, "test")) as client:
             await say(client)
 
     options = QueryOptions(top_k=2, max_tokens=4)
@@ -210,6 +210,43 @@ def test_a_resource_is_a_name_in_the_store_and_never_a_path(store: Path, tmp_pat
         for source in (str(secret), "../secret.md", f"{store}/../secret.md"):
             with pytest.raises(MCPError, match="is not in the store"):
                 await client.read_resource(uri_of(source))
+
+    talk(store, say)
+
+
+def test_errors_have_the_codes_of_the_protocol(store: Path) -> None:
+    async def say(client: Client) -> None:
+        with pytest.raises(MCPError, match="unknown tool: look") as unknown:
+            await client.call_tool("look", {})
+        assert unknown.value.error.code == -32602
+        for uri in (uri_of("nowhere.md"), "file:///etc/passwd"):
+            with pytest.raises(MCPError, match="not in the store") as missing:
+                await client.read_resource(uri)
+            assert missing.value.error.code in (-32602, -32002)
+        with pytest.raises(MCPError) as prompts:
+            await client.list_prompts()
+        assert prompts.value.error.code == -32601
+        assert await refused(client, "search") == "question: Field required"
+        assert "`kvtool" not in await refused(client, "read", chunk="00" * 20)
+
+    talk(store, say)
+
+
+def test_an_answer_is_shown_as_it_grows(store: Path) -> None:
+    async def say(client: Client) -> None:
+        pieces: list[str] = []
+        numbers: list[float] = []
+
+        async def show(progress: float, total: float | None, message: str | None) -> None:
+            numbers.append(progress)
+            pieces.append(message or "")
+
+        result = await client.call_tool("answer", {"question": QUESTION}, progress_callback=show)
+        assert isinstance(result.structured_content, dict)
+        assert "".join(pieces).strip() == result.structured_content["answer"]
+        assert numbers == sorted(set(numbers))
+        (schema,) = [tool.input_schema for tool in (await client.list_tools()).tools if tool.name == "answer"]
+        assert not {"stream", "kvtool_context"} & schema["properties"].keys()
 
     talk(store, say)
 

@@ -23,6 +23,7 @@ from kvtool.core.model.generate import (
     first_token,
     generate,
     greedy_prefix,
+    likely,
     next_token,
     nucleus,
     stop_ids,
@@ -280,6 +281,37 @@ def test_biases_and_penalties_are_those_of_the_equation() -> None:
     first_token(logits, sampling)  # of another answer, which begins anew
     assert len(sampling.said) == 1
     assert logits.tolist() == [1.0, 0.5, 0.25, 0.0]
+
+
+def test_a_repetition_penalty_counts_the_last_tokens_of_the_answer() -> None:
+    logits = torch.tensor([2.0, -1.0, 1.0, 0.5])
+    for last, wanted in ((-1, [1.0, -2.0, 1.0, 0.5]), (1, [2.0, -2.0, 1.0, 0.5]), (0, [2.0, -1.0, 1.0, 0.5])):
+        sampling = Sampling(repetition_penalty=2.0, repeat_last_n=last)
+        sampling.said.extend([0, 1])
+        assert adjusted(logits, sampling).tolist() == pytest.approx(wanted)
+        assert not sampling.is_greedy
+    assert logits.tolist() == [2.0, -1.0, 1.0, 0.5]
+
+
+def test_no_end_is_chosen_before_the_minimum_length() -> None:
+    logits, sampling = torch.tensor([0.0, 9.0, 1.0]), Sampling(min_tokens=2, ends=(1,))
+    assert [first_token(logits, sampling), *(next_token(logits, sampling) for _ in range(2))] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"min_p": 0.5}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 3, "top_p": 0.77}, [1, 3]),  # of the chances of three tokens
+    ],
+)
+def test_unlikely_tokens_are_not_drawn(options: dict[str, Any], kept: list[int]) -> None:
+    chances = likely(torch.tensor([0.05, 0.45, 0.2, 0.3]), Sampling(temperature=1.0, **options))
+    assert chances.nonzero().flatten().tolist() == kept
 
 
 def test_a_bias_of_no_token_is_refused() -> None:

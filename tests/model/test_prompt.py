@@ -218,8 +218,8 @@ def test_a_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtool.core.model import template
 
     begun: list[object] = []
-    start = template.started
-    monkeypatch.setattr(template, "started", lambda *words, **pipes: begun.append(words) or start(*words, **pipes))
+    run = template.output_of
+    monkeypatch.setattr(template, "output_of", lambda *given: begun.append(given) or run(*given))
     tokenizer = with_template(CHATML + "{# of this test alone #}")
     assert len({prompt_parts(tokenizer, f"Be {word}.").prefix for word in ("brief", "kind", "exact")}) == 3
     assert len(begun) == 1

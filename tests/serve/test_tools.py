@@ -227,7 +227,6 @@ def linked(count: int, *between: dict[str, Any]) -> dict[str, Any]:
 HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more stack than a process has
     linked(1000, {"$ref": "NEXT"}),
     linked(30, {"$ref": "NEXT", "minProperties": 0}, {"$ref": "NEXT", "minProperties": 0}),
-    linked(30, {"allOf": [{"$ref": "NEXT"}]}, {"allOf": [{"$ref": "NEXT"}, {"type": "object"}]}),
     {"type": "integer", "multipleOf": 999_983},
     {"allOf": [{"type": "integer", "multipleOf": 997}, {"type": "integer", "multipleOf": 1009}]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a/", "allOf": [{"$ref": "#"}, {"type": "object"}]}}},
@@ -239,6 +238,7 @@ HARD: list[dict[str, Any]] = [  # what llguidance takes minutes for, or more sta
 USUAL: list[dict[str, Any]] = [
     linked(30, {"$ref": "NEXT"}, {"type": "array", "items": {"$ref": "NEXT"}}),
     linked(5, {"allOf": [{"$ref": "NEXT"}], "description": "x"}),
+    linked(30, {"allOf": [{"$ref": "NEXT"}]}, {"allOf": [{"$ref": "NEXT"}, {"type": "object"}]}),
     {"type": "object", "properties": {"under": {"type": "array", "items": {"$ref": "#"}}}},
     {"type": "string", "enum": [f"{n}" for n in range(3000)]},
     {"anyOf": [{"properties": {"a": {"enum": [n]}}, "required": ["a"]} for n in range(300)]},
@@ -251,7 +251,7 @@ USUAL: list[dict[str, Any]] = [
     {"$id": "https://a/b", "properties": {"$ref": {"$ref": "#/%24defs/a~1b"}}, "$defs": {"a/b": {"type": "string"}}},
     {
         "$ref": "#/$defs/0",
-        "$defs": {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(450)} | {"450": {}},
+        "$defs": {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(200)} | {"200": {}},
     },
 ]
 

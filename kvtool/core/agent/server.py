@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import logging
 import socket
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import uvicorn
 from mcp.server.auth.provider import AccessToken
 from mcp.server.auth.settings import AuthSettings
-from mcp.server.mcpserver import MCPServer
-from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError
-from mcp.server.mcpserver.resources import ResourceSecurity
+from mcp.server.context import ServerRequestContext
+from mcp.server.lowlevel import Server
+from mcp.server.mcpserver.context import Context
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.tools import Tool
+from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
-from mcp_types import INVALID_PARAMS, ListResourcesResult, PaginatedRequestParams, Resource, ToolAnnotations
-from pydantic import AnyHttpUrl
+from mcp_types import (
+    INVALID_PARAMS,
+    CallToolRequestParams,
+    CallToolResult,
+    ListResourcesResult,
+    ListResourceTemplatesResult,
+    ListToolsResult,
+    PaginatedRequestParams,
+    ReadResourceRequestParams,
+    ReadResourceResult,
+    Resource,
+    ResourceTemplate,
+    TextContent,
+    TextResourceContents,
+    ToolAnnotations,
+)
+from mcp_types import Tool as ToolRow
+from pydantic import AnyHttpUrl, ValidationError
 
 from kvtool.core.agent.options import AgentOptions, key_of
 from kvtool.core.agent.tools import Tools
@@ -34,36 +56,73 @@ _ABOUT = """\
 A store of the user's own documents. `search` finds passages and `read` shows the chunks around one; `answer` lets a \
 local model answer from them, which takes longer. Cite the `place` of what you use. Documents are resources: \
 kvtool://document/ and the path, percent-encoded."""
+_CONTEXT, STREAM = "kvtool_context", "stream"  # parameters of a tool that clients do not see
+_RESOURCE_NOT_FOUND = -32002  # until the protocol's revision that has no code of its own for it
+_NO_CODE_OF_ITS_OWN = "2026-07-28"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class StoreServer(MCPServer[Any]):
-    """Server whose resources are the documents of the store at the time of a request."""
+class StoreServer:
+    """Handlers of a server whose resources are the documents of the store at the time of a request."""
 
-    def __init__(self, tools: Tools, version: str, **security: Any) -> None:
-        super().__init__("kvtool", instructions=_ABOUT, version=version, log_level="ERROR", **security)
-        self._tools = tools
+    def __init__(self, tools: Tools) -> None:
+        self._store = tools
         reading = ToolAnnotations(read_only_hint=True, open_world_hint=False)
-        for tool in (tools.search, tools.read, tools.answer, tools.status):
-            self._add(tool, reading)
-        if tools.roots:
-            changing = ToolAnnotations(
-                read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+        changing = ToolAnnotations(
+            read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+        )
+        hints: list[tuple[Callable[..., Any], ToolAnnotations]] = [
+            *((each, reading) for each in (tools.search, tools.read, tools.answer, tools.status)),
+            *([(tools.ingest, changing)] if tools.roots else []),
+        ]
+        made = [
+            Tool.from_function(
+                _explained(each),
+                description=inspect.getdoc(each),
+                annotations=hint,
+                structured_output=True,
+                context_kwarg=_CONTEXT,
             )
-            self._add(tools.ingest, changing)
-        by_name = ResourceSecurity(exempt_params={"source"})  # a name in the store, never opened as a path
-        # the library's own handler has no pages
-        self._lowlevel_server.add_request_handler("resources/list", PaginatedRequestParams, self._listed)
-        self.resource(_TEMPLATE, name="document", description="The text of a document.", security=by_name)(self._text)
+            for each, hint in hints
+        ]
+        self._tools = {tool.name: tool for tool in made}
 
-    def _add(self, tool: Callable[..., Any], hints: ToolAnnotations) -> None:
-        self.add_tool(_explained(tool), description=inspect.getdoc(tool), annotations=hints, structured_output=True)
+    async def list_tools(self, context: Any, params: Any) -> ListToolsResult:
+        """`tools/list`."""
+        return ListToolsResult(
+            tools=[
+                ToolRow(
+                    name=tool.name,
+                    description=tool.description,
+                    input_schema=tool.parameters,
+                    output_schema=tool.output_schema,
+                    annotations=tool.annotations,
+                )
+                for tool in self._tools.values()
+            ]
+        )
 
-    async def _listed(self, context: Any, params: PaginatedRequestParams) -> ListResourcesResult:
-        """Return a page of documents by name. Its cursor is the last name, so no change of the store shifts a page."""
-        after = _name_of(params.cursor) if params.cursor is not None else ""
+    async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+        """`tools/call`. Raises MCPError for a tool that there is not; the model reads all other errors."""
+        if (tool := self._tools.get(params.name)) is None:
+            raise MCPError(INVALID_PARAMS, f"unknown tool: {params.name}")
         try:
-            sources = await anyio.to_thread.run_sync(self._tools.sources, after, LISTED + 1)
+            result = await tool.run(params.arguments or {}, Context(request_context=context), convert_result=True)
+        except ToolError as error:
+            text = str(error)
+            if isinstance(cause := error.__cause__, ValidationError):
+                text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in cause.errors())
+            return CallToolResult(content=[TextContent(text=text)], is_error=True)
+        assert isinstance(result, CallToolResult)
+        return result
+
+    async def list_documents(self, context: Any, params: PaginatedRequestParams | None) -> ListResourcesResult:
+        """`resources/list`: a page of documents by name. Its cursor is the last name, so no change of the store shifts
+        a page."""
+        cursor = None if params is None else params.cursor
+        after = _name_of(cursor) if cursor is not None else ""
+        try:
+            sources = await anyio.to_thread.run_sync(self._store.sources, after, LISTED + 1)
         except KvtoolError:  # no store yet
             sources = []
         page = sources[:LISTED]
@@ -72,11 +131,40 @@ class StoreServer(MCPServer[Any]):
             next_cursor=_cursor_of(page[-1]) if len(sources) > LISTED else None,
         )
 
-    def _text(self, source: str) -> str:
+    async def list_templates(self, context: Any, params: Any) -> ListResourceTemplatesResult:
+        """`resources/templates/list`."""
+        row = ResourceTemplate(name="document", uri_template=_TEMPLATE, description="The text of a document.")
+        return ListResourceTemplatesResult(resource_templates=[row])
+
+    async def read_document(
+        self, context: ServerRequestContext[Any], params: ReadResourceRequestParams
+    ) -> ReadResourceResult:
+        """`resources/read`. Raises MCPError for a document that there is not."""
+        start, uri = _TEMPLATE.partition("{")[0], str(params.uri)
         try:
-            return self._tools.text(source)
+            if not uri.startswith(start):
+                raise UsageError(f"{uri} is not in the store", "")
+            text = await anyio.to_thread.run_sync(self._store.text, unquote(uri.removeprefix(start)))
         except KvtoolError as error:
-            raise ResourceNotFoundError(_words(error)) from error
+            code = INVALID_PARAMS if context.protocol_version >= _NO_CODE_OF_ITS_OWN else _RESOURCE_NOT_FOUND
+            raise MCPError(code, _words(error), {"uri": uri}) from error
+        return ReadResourceResult(contents=[TextResourceContents(uri=params.uri, text=text, mime_type="text/plain")])
+
+
+def server_of(tools: Tools, version: str) -> Server[Any]:
+    """Make the server of a store. Its library logs errors only."""
+    logging.getLogger("mcp").setLevel(logging.ERROR)
+    own = StoreServer(tools)
+    return Server(
+        "kvtool",
+        version=version,
+        instructions=_ABOUT,
+        on_list_tools=own.list_tools,
+        on_call_tool=own.call_tool,
+        on_list_resources=own.list_documents,
+        on_list_resource_templates=own.list_templates,
+        on_read_resource=own.read_document,
+    )
 
 
 def uri_of(source: str) -> str:
@@ -98,21 +186,33 @@ def _name_of(cursor: str) -> str:
 
 
 def _explained(tool: F) -> F:
-    """Wrap a tool: the model reads the message and hint of an error."""
+    """Wrap a tool: the model reads the message and hint of an error, and a client sees the answer grow."""
+    signature = inspect.signature(tool, eval_str=True)
 
     @functools.wraps(tool)
-    def call(**arguments: Any) -> Any:
+    def call(kvtool_context: Context[Any], **arguments: Any) -> Any:
+        count = itertools.count(1)
+
+        def show(text: str) -> None:
+            anyio.from_thread.run(kvtool_context.report_progress, next(count), None, text)
+
+        if STREAM in signature.parameters:
+            arguments[STREAM] = show
         try:
             return tool(**arguments)
         except KvtoolError as error:
             raise ToolError(_words(error)) from error
 
-    call.__signature__ = inspect.signature(tool, eval_str=True)  # type: ignore[attr-defined]
+    context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=Context[Any])
+    seen = [each for name, each in signature.parameters.items() if name != STREAM]
+    call.__signature__ = signature.replace(parameters=[*seen, context])  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
 def _words(error: KvtoolError) -> str:
-    return f"{error.message} ({error.hint})" if error.hint else error.message
+    """Return an error as an agent reads it: without a hint at a command line, which it may not have."""
+    is_command = "`kvtool" in error.hint or "--" in error.hint
+    return f"{error.message} ({error.hint})" if error.hint and not is_command else error.message
 
 
 PATH = "/mcp"
@@ -122,7 +222,13 @@ _GRACE_S = 5  # for calls that run when the server is ended
 
 def serve_stdio(tools: Tools, version: str) -> None:
     """Serve one client over stdin and stdout until it closes them. Other writers to stdout go to stderr meanwhile."""
-    anyio.run(StoreServer(tools, version).run_stdio_async)
+
+    async def serve() -> None:
+        server = server_of(tools, version)
+        async with stdio_server() as (reading, writing):
+            await server.run(reading, writing, server.create_initialization_options())
+
+    anyio.run(serve)
 
 
 def serve_http(
@@ -140,13 +246,12 @@ def serve_http(
     with closing(_listening(options.host, options.port)) as listener:
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{host}:{listener.getsockname()[1]}"
-        server = StoreServer(
-            tools,
-            version,
+        app = server_of(tools, version).streamable_http_app(
+            streamable_http_path=PATH,
+            transport_security=_security(host, options),
             token_verifier=_Keys(keys),
             auth=AuthSettings(issuer_url=AnyHttpUrl(url), resource_server_url=None),
         )
-        app = server.streamable_http_app(streamable_http_path=PATH, transport_security=_security(host, options))
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -190,6 +190,7 @@ class Tools:
         source: list[str] | None = None,
         chunks: list[str] | None = None,
         documents: list[str] | None = None,
+        stream: Callable[[str], None] | None = None,
     ) -> Answer:
         """Let the store's own local model answer a question from the documents; takes seconds, the first one longer.
 
@@ -206,7 +207,7 @@ class Tools:
         options = {name: value for name, value in options.items() if name not in own}
         options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
         options["source"] = tuple(source or self._options.source)
-        reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
+        reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), stream=stream, **options)
         return Answer(
             answer=reply.answer,
             finish=reply.finish,

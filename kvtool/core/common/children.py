@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+_PATIENCE = 120.0  # seconds for a busy machine to start a process and to end it
 HOME = Path(__file__).absolute().parents[3]  # where this kvtool is imported from
 
 
@@ -63,6 +66,41 @@ def started(
         os.close(reading)
     weakref.finalize(process, os.close, writing)
     return process
+
+
+def output_of(program: str, request: bytes, seconds: int, memory: int) -> bytes:
+    """Run a Python program that reads a request on stdin; return what it has written to stdout at its end.
+
+    Parameters
+    ----------
+    seconds, memory : of a processor, and bytes of address space: `sys.argv[1:]`, for `limit_process`.
+    """
+    process = started(
+        python(program, str(seconds), str(memory)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        output, _ = process.communicate(request, timeout=seconds + _PATIENCE)
+    except subprocess.TimeoutExpired:
+        output = b""
+    finally:
+        process.kill()
+        process.communicate()
+    return output
+
+
+def limit_process(seconds: int, memory: int) -> None:
+    """Let the system end this process after so many further seconds of a processor, or bytes of address space."""
+    with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))
 
 
 def _kill_with(reading: int, group: int) -> None:

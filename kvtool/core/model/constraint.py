@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
+import time
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtool.core.common.children import limit_process, output_of
 from kvtool.core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 _SPELLED = re.compile(r'^(\w+): "(<[\w/|]+>)"$', re.MULTILINE)
+_SECONDS, _MEMORY = 1, 2 * 10**9  # of a processor, and bytes of address space
+_STACK = 1 << 20  # bytes, no more than a thread of the server has on any system
+_PROGRAM = "from kvtool.core.model.constraint import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
 INSTALL = "pip install 'kvtool[structured]'"
 
 
@@ -24,11 +31,42 @@ def is_installed() -> bool:
 
 
 def check_grammar(grammar: str) -> None:
-    """Refuse a grammar in llguidance's Lark that is wrong, or asks for what llguidance lacks. Raises UsageError."""
-    from llguidance import LLMatcher
+    """Refuse a grammar in llguidance's Lark that is wrong, or takes too much. Raises UsageError."""
+    if reason := _reason_against(grammar):
+        raise UsageError(f"the answer cannot be held to this schema: {reason}", "simplify the schema")
 
-    if error := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)):
-        raise UsageError(f"the answer cannot be held to this schema: {error.splitlines()[0]}", "simplify the schema")
+
+@lru_cache(maxsize=256)
+def _reason_against(grammar: str) -> str:
+    """Return why a grammar cannot be used; "" if it can.
+
+    It is compiled in a process of its own first: llguidance bounds neither its time nor its stack, and references that
+    are merged double the work from one to the next.
+    """
+    output = output_of(_PROGRAM, grammar.encode("utf-8", "replace"), _SECONDS, _MEMORY)
+    lost = f"it takes over {_SECONDS} s, {_MEMORY / 1e9:.0f} GB of memory, or too many levels of references"
+    return output.decode().removesuffix("\n") if output.endswith(b"\n") else lost
+
+
+def main(seconds: int, memory: int) -> None:
+    """Compile the grammar on stdin, and write a line with the reason against it; in the process of its own."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    limit_process(seconds, memory)
+
+    def compile_grammar() -> None:
+        started = time.process_time()
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(sys.stdin.buffer.read().decode()))
+        matcher.compute_bitmask()
+        reason = matcher.get_error().splitlines()[0] if matcher.is_error() else ""
+        if time.process_time() - started <= seconds:
+            sys.stdout.write(f"{reason}\n")
+            sys.stdout.flush()
+
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=compile_grammar)
+    thread.start()
+    thread.join()
 
 
 class Constraint:

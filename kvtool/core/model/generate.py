@@ -166,7 +166,9 @@ def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
             added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
     if sampling.repetition_penalty != 1 and sampling.said:
         last = len(sampling.said) if sampling.repeat_last_n < 0 else sampling.repeat_last_n
-        recent = torch.tensor(sampling.said[len(sampling.said) - min(last, len(sampling.said)) :], device=logits.device)
+        recent = torch.tensor(
+            sampling.said[len(sampling.said) - min(last, len(sampling.said)) :], dtype=torch.long, device=logits.device
+        )
         logits, penalty = logits.float().clone(), sampling.repetition_penalty
         logits[recent] = torch.where(logits[recent] > 0, logits[recent] / penalty, logits[recent] * penalty)
     if len(sampling.said) < sampling.min_tokens:

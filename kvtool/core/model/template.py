@@ -10,23 +10,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from typing import Any
 
-from kvtool.core.common.children import python, started
+from kvtool.core.common.children import limit_process, output_of
 
 Conversation = Sequence[dict[str, str]]
 Tools = Sequence[Mapping[str, Any]]
 """Functions that a model may call, as in OpenAI's API."""
 SECONDS = 10  # of a processor; a template takes milliseconds
 _MEMORY = 2 * 10**9  # bytes of address space
-_PATIENCE = 120.0  # seconds for a busy machine to start the process and to end it
 _PROGRAM = "from kvtool.core.model.template import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
 _OWN = "transformers.tokenization_utils_base"
 _HOW = {"add_generation_prompt": True, "enable_thinking": False}
@@ -73,20 +69,7 @@ def _in_place(method: Any, conversation: Conversation, tools: Tools | None) -> s
 @lru_cache(maxsize=32)
 def _answer(request: str, day: str, seconds: int) -> list[dict[str, str]]:
     """Return the process's answer to one request, an object for each conversation."""
-    process = started(
-        python(_PROGRAM, str(seconds), str(_MEMORY)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-    )
-    try:
-        output, _ = process.communicate(request.encode("ascii"), timeout=seconds + _PATIENCE)
-    except subprocess.TimeoutExpired:
-        output = b""
-    finally:
-        process.kill()
-        process.communicate()
+    output = output_of(_PROGRAM, request.encode("ascii"), seconds, _MEMORY)
     rows = [json.loads(line) for line in output.splitlines() if line.endswith(b"}")]
     lost = {"error": f"it takes over {seconds} s, or {_MEMORY / 1e9:.0f} GB of memory"}
     return rows + [lost] * (len(json.loads(request)["conversations"]) - len(rows))
@@ -106,7 +89,7 @@ def main(seconds: int, memory: int) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # output of libraries is written to stderr, which is not read
     for conversation in request["conversations"]:
-        _limit(seconds, memory)
+        limit_process(seconds, memory)
         answers.write(json.dumps(_rendered(render, request, conversation)) + "\n")
         answers.flush()
 
@@ -136,13 +119,3 @@ def _rendered(render: Any, request: dict[str, Any], conversation: list[dict[str,
     except Exception as error:
         return {"error": reason_of(error)[:500]}
     return {"text": text} if len(text) <= _LONGEST else {"error": f"it writes more than {_LONGEST:,} characters"}
-
-
-def _limit(seconds: int, memory: int) -> None:
-    with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))
