@@ -75,32 +75,14 @@ class StoreServer:
             *((each, reading) for each in (tools.search, tools.read, tools.answer, tools.status)),
             *([(tools.ingest, changing)] if tools.roots else []),
         ]
-        made = [
-            Tool.from_function(
-                _explained(each),
-                description=inspect.getdoc(each),
-                annotations=hint,
-                structured_output=True,
-                context_kwarg=_CONTEXT,
-            )
-            for each, hint in hints
-        ]
-        self._tools = {tool.name: tool for tool in made}
+        self._tools = {each.__name__: _tool(each, hint) for each, hint in hints}
 
     async def list_tools(self, context: Any, params: Any) -> ListToolsResult:
         """`tools/list`."""
-        return ListToolsResult(
-            tools=[
-                ToolRow(
-                    name=tool.name,
-                    description=tool.description,
-                    input_schema=tool.parameters,
-                    output_schema=tool.output_schema,
-                    annotations=tool.annotations,
-                )
-                for tool in self._tools.values()
-            ]
-        )
+        same = ("name", "description", "output_schema", "annotations")
+        rows = [{name: getattr(tool, name) for name in same} for tool in self._tools.values()]
+        tools = zip(rows, self._tools.values(), strict=True)
+        return ListToolsResult(tools=[ToolRow(input_schema=tool.parameters, **row) for row, tool in tools])
 
     async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
         """`tools/call`. Raises MCPError for a tool that there is not; the model reads all other errors."""
@@ -183,6 +165,13 @@ def _name_of(cursor: str) -> str:
     except ValueError:
         pass
     raise MCPError(INVALID_PARAMS, "this cursor is of no page", {"cursor": cursor})
+
+
+def _tool(tool: Callable[..., Any], hints: ToolAnnotations) -> Tool:
+    about, call = inspect.getdoc(tool), _explained(tool)
+    return Tool.from_function(
+        call, description=about, annotations=hints, structured_output=True, context_kwarg=_CONTEXT
+    )
 
 
 def _explained(tool: F) -> F:

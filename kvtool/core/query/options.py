@@ -68,38 +68,16 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         pattern=r"\d{1,9}=[-+]?\d{1,9}(\.\d*)?(e[-+]?\d\d?)?",
     )
     sampled_tokens: int = option(
-        0,
-        "Sample from this number of the most likely tokens; 0: all.",
-        group=ANSWER,
-        flag=None,
-        setting=False,
-        lowest=0,
+        0, "Sample from this number of the likeliest tokens; 0: all.", group=ANSWER, flag=None, setting=False, lowest=0
     )
     min_p: float = option(
-        0.0,
-        "Sample from the tokens with this share of the best one's probability.",
-        group=ANSWER,
-        flag=None,
-        setting=False,
-        lowest=0,
-        highest=1,
+        0.0, "Minimum share of the best token's chance.", group=ANSWER, flag=None, setting=False, lowest=0, highest=1
     )
     repetition_penalty: float = option(
-        1.0,
-        "Divide the logits of the answer's tokens by this.",
-        group=ANSWER,
-        flag=None,
-        setting=False,
-        lowest=0.01,
-        highest=10,
+        1.0, "Divisor of the answer's own tokens.", group=ANSWER, flag=None, setting=False, lowest=0.01, highest=10
     )
     repeat_last_n: int = option(
-        -1,
-        "Number of last tokens that the repetition penalty counts; -1: all.",
-        group=ANSWER,
-        flag=None,
-        setting=False,
-        lowest=-1,
+        -1, "Last tokens that the repetition penalty counts.", group=ANSWER, flag=None, setting=False, lowest=-1
     )
     min_tokens: int = option(0, "Minimum tokens of the answer.", group=ANSWER, flag=None, setting=False, lowest=0)
     top_logprobs: int | None = option(
