@@ -21,7 +21,11 @@ VLLM   := .vllm/.ready
 WHEELS ?= --extra-index-url https://download.pytorch.org/whl/cpu
 export KVTOOL_TEST_VLLM ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $(VLLM)))
 
-.PHONY: demo test test-all test-arm test-vllm nightly bench fmt lint type docs clean
+# Clients of others, which the server is tried with, need other versions of packages than the other tests, and Node.
+CLIENTS := .clients/.ready
+export KVTOOL_TEST_CLIENTS ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $(CLIENTS)))
+
+.PHONY: demo test test-all test-arm test-clients test-vllm nightly bench fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -47,6 +51,16 @@ test-all: lint type
 # As root, on x86 Linux: the kernels' own tests in an emulated arm64 Debian, which is made in .arm.
 test-arm: $(READY)
 	.ci/arm $(TESTS)
+
+$(CLIENTS): tests/clients/requirements.txt tests/clients/package-lock.json
+	test -x .clients/bin/python || $(PYTHON) -m venv .clients
+	.clients/bin/python -m pip install -r tests/clients/requirements.txt
+	cp tests/clients/package*.json .clients
+	cd .clients && PATH="$(CURDIR)/.clients/bin:$$PATH" npm ci --no-audit --no-fund
+	touch $@
+
+test-clients: $(READY) $(CLIENTS)
+	KVTOOL_TEST_CLIENTS=$(CURDIR)/.clients/bin/python $(BIN)/python -m pytest tests/clients
 
 # Without requirements.lock: the numba that vLLM takes has another llvmlite. Models of text need no torchvision, and one
 # that was built for CUDA fails at the import beside a torch for CPUs.

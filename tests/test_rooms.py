@@ -41,7 +41,7 @@ KNOWN: set[tuple[str, str]] = set()
 # Lines of each room (`python samples/tools/lines.py --budgets` prints them). A commit that makes a room larger by more
 # than a tenth has to change its number, and its message says why.
 LINES = {
-    "agent": 589,
+    "agent": 640,
     "api": 431,
     "cache": 5861,
     "checkpoint": 2643,
