@@ -64,7 +64,7 @@ def counts() -> Iterator[Counter[str]]:
     told = {
         name.strip(): int(count) for name, count in re.findall(r"^\| ([^|]+) \| (\d+) of \d+ \|", page, re.MULTILINE)
     }
-    assert found == told | {name: found[name] for name in told.keys() - found.keys()}
+    assert found == Counter(told | {name: found[name] for name in told.keys() - found.keys()})
 
 
 def passed(rows: list[dict[str, str]], counts: Counter[str]) -> None:
