@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvtool.core.common.marks import place_of
+from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import archive, file_of, is_archive, kind_of, read_documents
 from kvtool.core.corpus.readers.document import BinaryFile, Document, UnreadableFile
+from kvtool.core.corpus.reading import Reading
 from tests.support.office.facts import facts
 from tests.support.office.writers import WRITERS
 
@@ -156,3 +159,21 @@ def test_an_archive_without_a_document_is_refused() -> None:
         read(b"PK\3\4 cut off")
     assert is_archive(Path("a.zip"))
     assert kind_of(Path("a.zip")) == "archive"
+
+
+def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are read once it is there: the settings of the archive are others then."""
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    (document,) = read(packed({"a.md": b"A text.\n", "b.pdf": b"%PDF-1.4\n"}))
+    assert document.notes == ("b.pdf: pypdfium2 is not installed (pip install 'kvtool[documents]')",)
+    whole = [Reading().settings(Path(name)) for name in ("a.zip", "a.eml", "a.md")]
+    monkeypatch.setattr(readers, "library_of", lambda path: "no pypdfium2" if path.suffix == ".pdf" else "")
+    later = [Reading().settings(Path(name)) for name in ("a.zip", "a.eml", "a.md")]
+    assert [one == other for one, other in zip(whole, later, strict=True)] == [False, False, True]
+
+
+def test_a_changed_reader_reads_files_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Reading().settings(Path("a.csv")), Reading().means(Path("a.csv"))
+    monkeypatch.setattr(readers, "REVISION", "another")
+    assert Reading().settings(Path("a.csv")) != before[0]
+    assert Reading().means(Path("a.csv")) != before[1]

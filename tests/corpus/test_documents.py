@@ -136,7 +136,8 @@ def test_a_command_reads_a_format(tmp_path: Path) -> None:
     by = Reading({".djvu": _python(r'import sys; print("first\fsecond", sys.argv[1])')})
     assert by.takes(path)
     assert not by.refuses(path)
-    assert by.settings(path) != Reading({".djvu": "cat {}"}).settings(path) != by.settings(Path("a.txt")) == ""
+    assert by.settings(path) != Reading({".djvu": "cat {}"}).settings(path) != by.settings(Path("a.txt"))
+    assert by.settings(Path("a.txt")) == Reading().settings(Path("a.txt"))
     (document,) = by.documents(path, b"")
     assert document.text.split() == ["first", "second", *str(path).split()]
     assert document.marks == (Mark(0, "p. 1"), Mark(7, "p. 2"))

@@ -191,3 +191,11 @@ def test_rows_of_word_tables_adjoin_and_repeat_their_header(tmp_path: Path) -> N
     assert len(chunks) > 6
     assert all(text.startswith(("Quay | crates\n", "Quay | boats\n")) for text in chunks)
     assert all("boats" not in text for text in chunks if text.startswith("Quay | crates") and "crates\n\n" not in text)
+
+
+@pytest.mark.parametrize("stray", ['5" pipe', 'a "b'])
+def test_a_quotation_mark_inside_of_a_cell_opens_none(stray: str) -> None:
+    rows = [f'row{n},{stray if n == 3 else n},"n{n}\nsecond"\n' for n in range(120)]
+    chunks = _chunks(_read("a.csv", "name,size,note\n" + "".join(rows)))
+    assert len(chunks) > 10
+    assert all(text.startswith("name,size,note\nrow") for text, _ in chunks[1:])

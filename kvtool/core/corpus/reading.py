@@ -91,13 +91,13 @@ class Reading:
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath) -> str:
-        """Return a digest of the command or plugin that reads a file and of the encoding, or "" without any: a file's
-        documents depend on them besides the bytes."""
+        """Return a digest of what a file's documents depend on besides the bytes: the readers, the command or plugin
+        that reads it, the encoding, and libraries that are missing where files are inside of it."""
         command = self.commands.get(ending_of(path))
         if command is None and (plugin := readers.plugin_of(path)) is not None:
             command = str(plugin)
-        given = "\0".join(filter(None, (command, self.encoding)))
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest() if given else ""
+        given = "\0".join([readers.REVISION, command or "", self.encoding or "", *readers.missing_inside(path)])
+        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
 
     def means(self, path: PurePath) -> str:
         """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
@@ -140,7 +140,7 @@ class Reading:
         except _Ended as ended:
             self._end()
             if child.files == 1 or ended.late:
-                raise (UnreadableFile if ended.late else PassingFailure)(*ended.why) from ended
+                raise (UnreadableFile if ended.lasts else PassingFailure)(*ended.why) from ended
         except BaseException:
             self._end()
             raise
@@ -181,13 +181,14 @@ class _Ended(Exception):
     Attributes
     ----------
     why : what happened, and a hint.
-    late : it took too long.
+    late : it took too long. `lasts`: another try would end so, too.
     """
 
-    def __init__(self, why: tuple[str, str], late: bool = False) -> None:
+    def __init__(self, why: tuple[str, str], late: bool = False, lasts: bool = False) -> None:
         super().__init__(*why)
         self.why = why
         self.late = late
+        self.lasts = late or lasts
 
 
 class Child:
@@ -227,7 +228,7 @@ class Child:
         answer = json.loads(self._line())
         if answer.get("error") == "MemoryError":
             why = f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read"
-            raise _Ended((why, "`--read-memory 8GB` allows more"))
+            raise _Ended((why, "`--read-memory 8GB` allows more"), lasts=True)
         return dict(answer)
 
     def end(self) -> None:

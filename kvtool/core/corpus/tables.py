@@ -22,6 +22,7 @@ from kvtool.core.corpus.split import CountTokens, Span, SplitSettings, split
 _LINE = re.compile(r"[^\n]*+\n?")
 _ROW = re.compile(r"[ \t]*\||[^|\n]*[^|\s][ \t]\|")
 _RULE = re.compile(r"\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?")
+_QUOTED = re.compile(r'(?:\A|(?<=[,;\t|\n]))"(?:[^"]++|"")*+"(?=[,;\t|\r\n]|\Z)')
 _CELL = re.compile(r"(?<!\\)\|")
 _NUMBER = re.compile(r"[-+−]?[ $€£¥]*+\d[\d.,' ]*+[ %€$£¥]*+")
 _DIGITS = re.compile(r"\d+")
@@ -87,17 +88,26 @@ def _narrowed(
 
 def _at_records(text: str, spans: Sequence[Span], fits: Callable[[str], bool]) -> list[Span]:
     """Move starts inside of a quoted cell to the start or the end of its row, where the chunks still fit."""
-    starts, quotes = [span.start for span in spans], 0
+    starts, quoted = [span.start for span in spans], _quoted(text)
     for number, span in enumerate(spans):
-        if quotes % 2:  # the open quote begins in the row
-            row = text.rfind("\n", 0, text.rfind('"', 0, span.start)) + 1
-            end = text.find("\n", text.find('"', span.start)) + 1
+        if (cell := _cell_at(quoted, span.start)) is not None:
+            row, end = text.rfind("\n", 0, cell.start) + 1, text.find("\n", cell.end) + 1
             if starts[number - 1] < row and fits(text[row : span.end]):
                 starts[number] = row
             elif span.start < end < span.end and fits(text[starts[number - 1] : end]):
                 starts[number] = end
-        quotes += text.count('"', span.start, span.end)
     return [Span(start, end) for start, end in pairwise([*starts, len(text)])]
+
+
+def _quoted(text: str) -> list[Span]:
+    """Return the quoted cells that hold line ends. A quote inside of a cell, as in `5" pipe`, opens none."""
+    return [Span(found.start(), found.end()) for found in _QUOTED.finditer(text) if "\n" in found[0]]
+
+
+def _cell_at(quoted: Sequence[Span], at: int) -> Span | None:
+    """Return the quoted cell that a place is inside of."""
+    number = bisect_left(quoted, at, key=lambda cell: cell.start) - 1
+    return quoted[number] if number >= 0 and at < quoted[number].end else None
 
 
 def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
@@ -119,13 +129,12 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
 
 def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
     """Yield where the first line of each chunk begins, or −1 if the chunk begins inside of a line or a quoted cell."""
-    text, quotes = document.text, 0
+    text = document.text
+    quoted = _quoted(text) if document.kind == "table" else []
     for span in spans:
         part = text[span.start : span.end]
         at = span.start + len(part) - len(part.lstrip())
-        is_inside = document.kind == "table" and quotes % 2 == 1
-        quotes += part.count('"')
-        yield -1 if is_inside or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
+        yield -1 if _cell_at(quoted, at) or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
 
 
 def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:

@@ -143,6 +143,7 @@ _BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
 READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
 """File ending, or name of a file without one → reader."""
 _SEVERAL = (jsonl.read, _read_mail, _read_outlook, _read_archive)  # of files that may hold several documents
+REVISION = "2"  # of all readers and of the tables of chunks; another one reads every file again
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
@@ -167,6 +168,13 @@ def library_of(path: PurePath) -> str:
         return f"{library} {version(library)}"
     except PackageNotFoundError:
         return f"no {library}"
+
+
+def missing_inside(path: PurePath) -> list[str]:
+    """Return the libraries that are not installed and that files inside of this one may need."""
+    is_container = ending_of(without_gz(path)) in (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft", ".mhtml", ".mht")
+    found = {library_of(PurePath(f"a{ending}")) for ending in READERS} if is_container else set[str]()
+    return sorted(library for library in found if library.startswith("no "))
 
 
 def is_bounded(path: PurePath, size: int) -> bool:

@@ -12,7 +12,15 @@ from zipfile import ZipFile, ZipInfo
 
 from kvtool.core.corpus.ignoring import is_hidden, is_lock, is_secret
 from kvtool.core.corpus.readers.containers import LOCKED, checked, member
-from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile, shortened, unread_note
+from kvtool.core.corpus.readers.document import (
+    BinaryFile,
+    Document,
+    EmptyFile,
+    MissingPackage,
+    UnreadableFile,
+    shortened,
+    unread_note,
+)
 
 _MOST_TEXT = 1 << 26  # characters; an archive with more is a release of code, or a backup
 _MOST_FILES = 2000
@@ -45,7 +53,8 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
             except EmptyFile:
                 continue
             except UnreadableFile as error:
-                failures.append(f"{name}: {error.message}")
+                hint = f" ({error.hint})" if isinstance(error, MissingPackage) else ""
+                failures.append(f"{name}: {error.message}{hint}")
             if len(members) > _MOST_FILES or sum(len(document.text) for document in documents) > _MOST_TEXT:
                 raise BinaryFile(f"archive of {len(members):,} files with much text: unpack it, and name the folder")
     notes = (*unread_note(unread), *shortened(failures))

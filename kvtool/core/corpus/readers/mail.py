@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers import unknown
-from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, UnreadableFile, unread_note
+from kvtool.core.corpus.readers.document import Document, EmptyFile, MissingPackage, Parts, UnreadableFile, unread_note
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import document_of, marked, page_text, visible
 
@@ -98,7 +98,7 @@ def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], 
     if not made:
         raise error
     notes = unread_note({"messages": lost, "attachments": attachments.unread})
-    return [replace(made[0], notes=notes + made[0].notes), *made[1:]]
+    return [replace(made[0], notes=(*notes, *attachments.missing, *made[0].notes)), *made[1:]]
 
 
 def read_page(source: str, data: bytes) -> list[Document]:
@@ -213,6 +213,7 @@ class _Attachments:
 
     def __init__(self, registry: Registry) -> None:
         self.unread = 0  # that may hold text
+        self.missing: dict[str, None] = {}  # packages that attachments need, as notes
         self._registry = registry
         self._files, self._bytes = _MOST_FILES, _MOST_BYTES
 
@@ -226,6 +227,10 @@ class _Attachments:
             base = prefix + path.name
             try:
                 found = [] if data in seen else self._documents(path, base, kind, data)
+            except MissingPackage as error:
+                self.missing[f"{error.message} ({error.hint})"] = None
+                shown["Attachments, not read"].append(name or path.name)
+                continue
             except Exception:  # whatever a library raises over it: the message is sound
                 kinds = (kind, _ENDINGS.guess_type(path.name)[0] or "")
                 may_hold_text = not any(each.startswith((*_MEDIA, *_SIGNATURES)) for each in kinds)
