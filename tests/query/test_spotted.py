@@ -133,13 +133,13 @@ def test_no_process_is_started_for_messages_without_passages_nor_for_every_turn_
     session: Session, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
-    start = template.started
+    start = template.output_of
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         started.append(args)
         return start(*args, **kwargs)
 
-    monkeypatch.setattr(template, "started", counted)
+    monkeypatch.setattr(template, "output_of", counted)
     template._answer.cache_clear()
     plain = Request(QUESTION, messages=(("user", "Hello."), ("assistant", "Hello!"), ("user", QUESTION)))
     assert lay_out_messages(session, plain, QueryOptions()) is None
