@@ -13,7 +13,7 @@ import pytest
 from kvtool.core.common.marks import place_of
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import archive, file_of, is_archive, kind_of, read_documents
-from kvtool.core.corpus.readers.document import BinaryFile, Document, UnreadableFile
+from kvtool.core.corpus.readers.document import BinaryFile, Document, MissingPackage, UnreadableFile
 from kvtool.core.corpus.reading import Reading
 from tests.support.office.facts import facts
 from tests.support.office.writers import WRITERS
@@ -166,10 +166,13 @@ def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     (document,) = read(packed({"a.md": b"A text.\n", "b.pdf": b"%PDF-1.4\n"}))
     assert document.notes == ("b.pdf: pypdfium2 is not installed (pip install 'kvtool[documents]')",)
+    with pytest.raises(MissingPackage):
+        read(packed({"b.pdf": b"%PDF-1.4\n"}))
     whole = [Reading().settings(Path(name)) for name in ("a.zip", "a.eml", "a.md")]
     monkeypatch.setattr(readers, "library_of", lambda path: "no pypdfium2" if path.suffix == ".pdf" else "")
     later = [Reading().settings(Path(name)) for name in ("a.zip", "a.eml", "a.md")]
     assert [one == other for one, other in zip(whole, later, strict=True)] == [False, False, True]
+    assert Reading().settings(Path("a.zip"), is_whole=True) == whole[0]  # what was read before stays valid
 
 
 def test_a_changed_reader_reads_files_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,3 +199,10 @@ def test_a_quotation_mark_inside_of_a_cell_opens_none(stray: str) -> None:
     chunks = _chunks(_read("a.csv", "name,size,note\n" + "".join(rows)))
     assert len(chunks) > 10
     assert all(text.startswith("name,size,note\nrow") for text, _ in chunks[1:])
+
+
+def test_a_row_with_two_cells_of_several_lines_is_not_cut() -> None:
+    rows = "".join(f'Quay {n},"first line\nsecond {n}","third {n}\nlast"\n' for n in range(60))
+    chunks = _chunks(_read("a.csv", f"quay,note,more\n{rows}"), most=40)
+    assert len(chunks) > 5
+    assert all(text.startswith("quay,note,more\nQuay") for text, _ in chunks)

@@ -90,13 +90,15 @@ class Reading:
         """Return True if the name says that the file holds no text, and no command or reader reads it."""
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
-    def settings(self, path: PurePath) -> str:
+    def settings(self, path: PurePath, is_whole: bool = False) -> str:
         """Return a digest of what a file's documents depend on besides the bytes: the readers, the command or plugin
-        that reads it, the encoding, and libraries that are missing where files are inside of it."""
+        that reads it, the encoding, and libraries that are missing where files are inside of it; `is_whole`: as if none
+        were."""
         command = self.commands.get(ending_of(path))
         if command is None and (plugin := readers.plugin_of(path)) is not None:
             command = str(plugin)
-        given = "\0".join([readers.REVISION, command or "", self.encoding or "", *readers.missing_inside(path)])
+        missing = [] if is_whole else readers.missing_inside(path)
+        given = "\0".join([readers.REVISION, command or "", self.encoding or "", *missing])
         return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
 
     def means(self, path: PurePath) -> str:

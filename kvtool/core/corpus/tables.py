@@ -87,27 +87,33 @@ def _narrowed(
 
 
 def _at_records(text: str, spans: Sequence[Span], fits: Callable[[str], bool]) -> list[Span]:
-    """Move starts inside of a quoted cell to the start or the end of its row, where the chunks still fit."""
-    starts, quoted = [span.start for span in spans], _quoted(text)
+    """Move starts inside of a row of several lines to its start or its end, where the chunks still fit."""
+    starts, rows = [span.start for span in spans], _long_rows(text)
     for number, span in enumerate(spans):
-        if (cell := _cell_at(quoted, span.start)) is not None:
-            row, end = text.rfind("\n", 0, cell.start) + 1, text.find("\n", cell.end) + 1
-            if starts[number - 1] < row and fits(text[row : span.end]):
-                starts[number] = row
-            elif span.start < end < span.end and fits(text[starts[number - 1] : end]):
-                starts[number] = end
+        if (row := _row_at(rows, span.start)) is not None:
+            if starts[number - 1] < row.start and fits(text[row.start : span.end]):
+                starts[number] = row.start
+            elif row.end < span.end and fits(text[starts[number - 1] : row.end]):
+                starts[number] = row.end
     return [Span(start, end) for start, end in pairwise([*starts, len(text)])]
 
 
-def _quoted(text: str) -> list[Span]:
-    """Return the quoted cells that hold line ends. A quote inside of a cell, as in `5" pipe`, opens none."""
-    return [Span(found.start(), found.end()) for found in _QUOTED.finditer(text) if "\n" in found[0]]
+def _long_rows(text: str) -> list[Span]:
+    """Return the rows whose quoted cells hold line ends. A quote inside of a cell, as in `5" pipe`, opens none."""
+    rows: list[Span] = []
+    for cell in _QUOTED.finditer(text):
+        end = text.find("\n", cell.end()) + 1 or len(text)
+        if rows and cell.start() < rows[-1].end:
+            rows[-1] = Span(rows[-1].start, max(end, rows[-1].end))
+        elif "\n" in cell[0]:
+            rows.append(Span(text.rfind("\n", 0, cell.start()) + 1, end))
+    return rows
 
 
-def _cell_at(quoted: Sequence[Span], at: int) -> Span | None:
-    """Return the quoted cell that a place is inside of."""
-    number = bisect_left(quoted, at, key=lambda cell: cell.start) - 1
-    return quoted[number] if number >= 0 and at < quoted[number].end else None
+def _row_at(rows: Sequence[Span], at: int) -> Span | None:
+    """Return the row that a place is inside of."""
+    number = bisect_left(rows, at, key=lambda row: row.start) - 1
+    return rows[number] if number >= 0 and at < rows[number].end else None
 
 
 def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
@@ -130,11 +136,11 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
 def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
     """Yield where the first line of each chunk begins, or −1 if the chunk begins inside of a line or a quoted cell."""
     text = document.text
-    quoted = _quoted(text) if document.kind == "table" else []
+    rows = _long_rows(text) if document.kind == "table" else []
     for span in spans:
         part = text[span.start : span.end]
         at = span.start + len(part) - len(part.lstrip())
-        yield -1 if _cell_at(quoted, at) or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
+        yield -1 if _row_at(rows, at) or text[text.rfind("\n", 0, at) + 1 : at].strip() else at
 
 
 def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:

@@ -69,7 +69,7 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
     path = file.name
     known = store.file(path) if store is not None else None
     try:
-        return _look(file, known, store, settings + reading.settings(file.path), reading, seen)
+        return _look(file, known, store, settings, reading, seen)
     except FileNotFoundError:
         return Skipped(path, Skip.GONE, "gone since the folder was listed")
     except UnreadableFile as error:
@@ -85,10 +85,16 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
 def is_known(file: FoundFile, store: Store, settings: str, reading: Reading, seen: Seen) -> bool:
     """Return True if a stat shows that a file will be surveyed as unchanged."""
     known = store.file(file.name)
-    if known is None or known.settings != settings + reading.settings(file.path) or known.origin.is_foreign:
+    if known is None or not _was_read_so(known, file, settings, reading):
         return False
     is_whole = seen.vouches(store, file.name, known.digest) or _is_whole(known, store)
     return is_whole and seen.is_unchanged(store, file.name, known.digest)
+
+
+def _was_read_so(known: FileEntry, file: FoundFile, settings: str, reading: Reading) -> bool:
+    """Return True if a file would be read as it was, or was read while more libraries were installed than now."""
+    own = {settings + reading.settings(file.path, is_whole=is_whole) for is_whole in (False, True)}
+    return known.settings in own and not known.origin.is_foreign
 
 
 def reason_of(error: Exception) -> str:
@@ -105,7 +111,7 @@ def reason_of(error: Exception) -> str:
 def _look(
     file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading, seen: Seen
 ) -> Outcome:
-    same = store and known and known.settings == settings and not known.origin.is_foreign
+    same = store and known and _was_read_so(known, file, settings, reading)
     if store and known and same and seen.vouches(store, file.name, known.digest):
         return known
     is_stored = store and known and same and _is_whole(known, store)
@@ -132,7 +138,7 @@ def _look(
         documents = reading.documents(file.path, data)
         if file.guessed:
             check_text(documents)
-        return ChangedFile(file, digest, settings, documents, known)
+        return ChangedFile(file, digest, settings + reading.settings(file.path), documents, known)
     except UnreadableFile as error:
         if not isinstance(error, PassingFailure):
             seen.note_failure(file.name, before, means, error)

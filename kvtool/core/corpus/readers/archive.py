@@ -43,6 +43,7 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
     """
     documents: list[Document] = []
     failures: list[str] = []
+    missing: MissingPackage | None = None
     with checked(data, is_archive=True) as archive:
         if ending := next((ending for name, ending in _DISGUISED.items() if name in archive.NameToInfo), ""):
             return read_as(PurePath("a" + ending), source, data)
@@ -53,11 +54,14 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
             except EmptyFile:
                 continue
             except UnreadableFile as error:
+                missing = error if isinstance(error, MissingPackage) else missing
                 hint = f" ({error.hint})" if isinstance(error, MissingPackage) else ""
                 failures.append(f"{name}: {error.message}{hint}")
             if len(members) > _MOST_FILES or sum(len(document.text) for document in documents) > _MOST_TEXT:
                 raise BinaryFile(f"archive of {len(members):,} files with much text: unpack it, and name the folder")
     notes = (*unread_note(unread), *shortened(failures))
+    if not documents and missing is not None:
+        raise missing
     if not documents:
         raise BinaryFile(f"archive without a document that can be read ({'; '.join(notes) or 'empty'})")
     return [replace(documents[0], notes=(*documents[0].notes, *notes)), *documents[1:]]
