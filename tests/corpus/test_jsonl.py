@@ -133,3 +133,17 @@ def test_rows_without_words_are_noted() -> None:
     assert documents[0].notes == tuple(f"line {line} left out: no text" for line in range(2, 9))
     with pytest.raises(UnreadableFile, match="no line has a text: line 1 left out"):
         read({"n": 1})
+
+
+def test_fields_that_are_not_read_are_named() -> None:
+    row = {
+        "id": "a",
+        "text": "The mill is old.",
+        "owner": {"name": "Rosa"},
+        "url": "http://m",
+        "pages": 3,
+        "answer": "Yes",
+    }
+    (document,) = read_documents(Path("/in/a.jsonl"), json.dumps(row).encode())
+    assert document.text == "The mill is old.\n\nAnswer: Yes"
+    assert document.notes == ("fields not read: owner, url",)

@@ -114,6 +114,10 @@ def test_a_label_is_looked_for_at_few_places(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Exception, match="has no"):
         places.of_chunks("my book.xlsx Costs row 9")
     assert tried == ["my", "my book.xlsx"]
+    tried.clear()
+    with pytest.raises(Exception, match="has no"):
+        places.of_chunks("my lease.docx header – ¶ 7")
+    assert tried[0] == "my lease.docx"
 
 
 def test_globs_are_one_pattern() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 
-_LABEL = re.compile(r"(?:p\.|text line|label|slide|cell|ch\.|¶) \d")
+_LABEL = re.compile(r"(?:p\.|text line|label|slide|cell|ch\.|¶) \d|(?:header|footer)(?: –|$)")
 _ROW = re.compile(r" row \d")
 _MOST_DIGITS = 18  # of a line, or a page: Python reads no number of over 4,300
 _MOST_SPLITS = 32  # places of a name at which a label may begin; each costs a look at all sources

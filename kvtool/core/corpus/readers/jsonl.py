@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import (
@@ -41,7 +42,7 @@ _LONGEST_LABEL = 1000  # characters; a longer id names nothing
 def read(source: str, text: str) -> list[Document]:
     """Return one document for each line that holds a text."""
     texts: list[tuple[int, str, str]] = []  # line, id and text
-    notes, embedded = list[str](), 0
+    notes, embedded, unread = list[str](), 0, dict[str, None]()
     for number, line in _rows(text):
         try:
             value = json.loads(line)
@@ -51,6 +52,7 @@ def read(source: str, text: str) -> list[Document]:
         if not full.strip():
             notes.append(f"line {number} left out: {why}")
             continue
+        unread |= dict.fromkeys(_unread(value))
         clean = _without_surrogates(full)
         texts.append((number, _label(value), clean))
         embedded += 0 if EMBEDDED in line else clean.count(EMBEDDED)
@@ -65,7 +67,9 @@ def read(source: str, text: str) -> list[Document]:
             while counts[label] == 1:
                 label = f"line {label}"
         documents.append(Document(f"{source}#{label}", clean, "text", (), (Mark(0, number),)))
-    return [replace(documents[0], notes=shortened(notes) + unread_note({"embedded data": embedded})), *documents[1:]]
+    fields = (_without_surrogates(f"fields not read: {', '.join(shortened([*unread]))}"),) if unread else ()
+    notes = [*shortened(notes), *unread_note({"embedded data": embedded}), *fields]
+    return [replace(documents[0], notes=tuple(notes)), *documents[1:]]
 
 
 def _rows(text: str) -> list[tuple[int, str]]:
@@ -91,9 +95,13 @@ def _is_json(line: str) -> bool:
     return False
 
 
+def _text_key(row: dict[str, Any]) -> str:
+    return next((key for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), "")
+
+
 def _text(value: object) -> str:
     row = value if isinstance(value, dict) else {}
-    name = next((key for key in _TEXT_KEYS if isinstance(row.get(key), str) and row[key].strip()), "")
+    name = _text_key(row)
     if not name:
         return _words(value) if isinstance(value, str) else "\n".join(_lines("", value)) if _has_words(value) else ""
     text, title = _without_data(row[name]), row.get("title")
@@ -102,6 +110,16 @@ def _text(value: object) -> str:
     role = next((row[key] for key in _SPEAKERS if isinstance(row.get(key), str) and row[key].strip()), "")
     text = f"{role[0].upper()}{role[1:]}: {text}" if role else text
     return "\n\n".join(each for each in (title, text, beside) if isinstance(each, str) and each.strip())
+
+
+def _unread(value: object) -> Iterator[str]:
+    """Yield the fields of a row that have words and are not read beside its text."""
+    row = value if isinstance(value, dict) else {}
+    name = _text_key(row)
+    for key, each in row.items() if name else ():
+        is_own = key in (name, "title", *_NAMES, *_SPEAKERS)
+        if not is_own and _has_words(each) and not any(_beside({key: each}, "")):
+            yield key[:_LONGEST_REPEATED]
 
 
 def _beside(row: dict[str, object], text: str) -> Iterator[str]:
