@@ -184,11 +184,11 @@ class Answers:
                     for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
-                stats_of(request).answer = event = with_calls(event, ask.tools, ask.parallel) if ask.tools else event
-                left = None
-                for text in () if event.calls or event.text == "" else _shown(response, trim, hold.rest()):
+                answer = with_calls(event, ask.tools, ask.parallel) if ask.tools else event
+                stats_of(request).answer, left = answer, None
+                for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
                     yield text
-                for text in response.end(event):
+                for text in response.end(answer):
                     yield text
             except KvtoolError as error:
                 left = error
@@ -207,10 +207,10 @@ def _shown(response: Dialect, trim: Trim, text: str) -> Iterator[str]:
 
 def unknown_model(name: str, known: str) -> Refusal:
     """Return the error of a request that names another model."""
-    hint = f"this server serves {known!r}; `kvtool serve --any-model` answers to every name"
-    return Refusal(
-        404, "model_not_found", f"model not found: {name!r}", hint if known else "nothing is ingested yet", "model"
-    )
+    hint = "nothing is ingested yet"
+    if known:
+        hint = f"this server serves {known!r}; `kvtool serve --any-model` answers to every name"
+    return Refusal(404, "model_not_found", f"model not found: {name!r}", hint, "model")
 
 
 # ---- streams ----

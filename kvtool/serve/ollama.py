@@ -160,11 +160,11 @@ class Ollama:
     async def _answered(self, request: Request, kind: Kind) -> Response:
         value = await body_of(request)
         if not value.get("messages" if kind == "message" else "prompt"):
-            return await self._loaded(value, kind)
+            return await self._load(value, kind)
         read = read_ollama_chat if kind == "message" else read_generate
         return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model), value)
 
-    async def _loaded(self, value: Mapping[str, Any], kind: Kind) -> Response:
+    async def _load(self, value: Mapping[str, Any], kind: Kind) -> Response:
         """Answer a request without a question, which loads the model, or unloads it; it stays loaded."""
         check_parameters(value, ("messages", "prompt", "system", "tools", *_KNOWN))
         name = await briefly(lambda: self._engine.model_name)

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, about, cached_tokens, unknown_model
+from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens, unknown_model
 from kvtool.serve.job import Answer, Ask, Call, PromptTokens, Turns
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, sampling_options
 from kvtool.serve.tools import call_message, read_tools, text_of
@@ -55,8 +55,6 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = Fa
         prefill, messages = messages[-1][1].rstrip(), messages[:-1]
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
-    if prefill:
-        options = replace(options, cite=False)  # citations are of whole sentences
     return _read(value, "messages", Question(question, messages=messages, prefill=prefill), options, strict, turns)
 
 
@@ -87,12 +85,15 @@ def _read(
     check_parameters(value, (asked, *_KNOWN, *(_OF_CHAT if turns is not None else ())))
     given |= _sampling(value)
     tools, grammar = read_tools(value) if turns is not None else ((), "")
-    if grammar:  # a text that is cut off, or has citations, follows none
+    if grammar and question.prefill:
+        raise Refusal(400, "unsupported", "a prefilled answer cannot follow a schema", param="messages")
+    if grammar or question.prefill:
         if own.get("cite"):
-            raise Refusal(400, "unsupported", "cite and an answer of a schema exclude each other", param="kvtool.cite")
-        if question.prefill:
-            raise Refusal(400, "unsupported", "an answer that is begun cannot follow a schema", param="messages")
-        given |= {"grammar": grammar, "stop_repeats": False, "cite": False, "min_tokens": 0}
+            what = "cite does not apply to an answer that follows a schema or is prefilled"
+            raise Refusal(400, "unsupported", what, "leave it out", "kvtool.cite")
+        given["cite"] = False
+    if grammar:  # a text that is cut off follows none
+        given |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
@@ -153,7 +154,7 @@ def _conversation(said: Sequence[tuple[str, str]]) -> tuple[str, Turns, str]:
     system = "\n\n".join(text for role, text in said if role == "system")
     spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
     if not spoken or spoken[-1][0] != "user":
-        what = "a message of the user has to come last, or before the beginning of an answer"
+        what = "the last message must be the user's, or an assistant message that begins the answer"
         raise Refusal(400, "no_question", what if said else "messages is missing or empty", param="messages")
     if not spoken[-1][1]:
         raise UsageError("the question is empty", "ask something")
@@ -315,11 +316,10 @@ class OpenAI:
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/ID`."""
         name, own = request.path_params["name"], self._engine.model_name
-        if (
-            name not in filter(None, (own, own and ANY_NAME, self._engine.embedder_name))
-            and not self._answers.any_model
-        ):
-            raise unknown_model(name, own)
+        if name != self._engine.embedder_name:
+            if not own:
+                raise unknown_model(name, own)
+            self._answers.check_model(name, own)
         return JSONResponse(_model(name))
 
     async def vectors(self, words: Sequence[str], name: str) -> tuple[Any, int, str]:

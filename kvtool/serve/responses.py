@@ -316,7 +316,7 @@ class Responses:
             if value.get("store") is not False:
                 said: Message = {"role": "assistant", "content": answer.text}
                 if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):  # it was continued
-                    said["content"] = text_of(messages.pop()["content"], "input") + answer.text
+                    said["content"] = text_of(messages.pop()["content"] or "", "input").rstrip() + answer.text
                 if calls := [{"name": call.name, "arguments": call.arguments} for call in answer.calls]:
                     said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
                 items = [_item(item, f"{number}_{name}") for number, item in enumerate(_items(value))]

@@ -208,7 +208,6 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
     parallel : False: only the first call is kept.
     """
     said, mark, rest = answer.text.partition(CALL)
-    names = [tool["function"]["name"] for tool in tools]
     if mark and answer.finish == "length" and not rest.rstrip().endswith(CALL_END):
         return _cut_off(answer, tools, parallel)
     fenced = _FENCED.fullmatch(answer.text.strip())
@@ -220,6 +219,7 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
     if not mark and isinstance(found[0], list):
         found = found[0]
     calls = [_call(one) if isinstance(one, dict) else None for one in found]
+    names = [tool["function"]["name"] for tool in tools]
     if not calls or any(call is None or call.name not in names for call in calls):
         return answer
     kept = tuple(filter(None, calls))[: None if parallel else 1]

@@ -165,7 +165,7 @@ async def body_of(request: Request) -> dict[str, Any]:
     if kind != "application/json" and (kind not in _UNTYPED or "origin" in request.headers):
         raise Refusal(415, "not_json", "the body has to be JSON", "send Content-Type: application/json")
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise Refusal(415, "encoded", f"a body in {coding[:LONGEST_NAME]} cannot be read", "send it uncompressed")
+        raise Refusal(415, "encoded", f"unsupported Content-Encoding: {coding[:LONGEST_NAME]}", "send it uncompressed")
     data = await request.body()
     return _parsed(data) if len(data) <= _SHORT_BODY else await briefly(lambda: _parsed(data))
 

@@ -30,7 +30,6 @@ SCENARIOS = (
     *("server-initialize", "ping", "tools-list", "resources-list", "server-sse-multiple-streams"),
     "dns-rebinding-protection",
 )
-pytestmark = pytest.mark.xdist_group("clients")
 others = pytest.mark.skipif(not PYTHON, reason="`make test-clients` installs the clients of others")
 
 
@@ -55,38 +54,36 @@ def served(ready: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def counts() -> Iterator[Counter[str]]:
-    """Passed checks by suite; at the end the table of the documentation has them."""
-    found = Counter[str]()
-    yield found
+def expected(*suites: str) -> Counter[str]:
+    """Checks of these suites, as the documentation counts them."""
     page = (ROOT / "kvtool" / "docs" / "server.md").read_text(encoding="utf-8")
-    told = {
-        name.strip(): int(count) for name, count in re.findall(r"^\| ([^|]+) \| (\d+) of \d+ \|", page, re.MULTILINE)
+    counts = {
+        name.strip(): int(count) for name, count in re.findall(r"^\| ([^|]+) \| (\d+) of \2 \|", page, re.MULTILINE)
     }
-    assert found == Counter(told | {name: found[name] for name in told.keys() - found.keys()})
+    return Counter({name: counts[name] for name in suites})
 
 
-def passed(rows: list[dict[str, str]], counts: Counter[str]) -> None:
+def check(rows: list[dict[str, str]], *suites: str) -> None:
     assert [row for row in rows if row["reason"]] == []
-    counts.update(row["suite"] for row in rows)
+    assert Counter(row["suite"] for row in rows) == expected(*suites)
 
 
 @others
-def test_the_frameworks_of_python(served: Served, counts: Counter[str]) -> None:
+def test_the_frameworks_of_python(served: Served) -> None:
     rows = rows_of([PYTHON, str(HERE / "suites.py")], served, "litellm", "langchain", "llama_index", "instructor")
-    passed(rows, counts)
+    check(rows, "LiteLLM", "LangChain", "llama-index", "instructor")
 
 
 @others
-def test_the_sdks_of_node(served: Served, counts: Counter[str]) -> None:
+def test_the_sdks_of_node(served: Served) -> None:
     script = Path(PYTHON).parents[1] / "suites.mjs"  # which imports packages beside it
     script.write_bytes((HERE / "suites.mjs").read_bytes())
-    passed(rows_of(["node", str(script)], served), counts)
+    suites = ("openai (Node)", "anthropic (Node)", "ollama (Node)", "ai (Vercel)")
+    check(rows_of(["node", str(script)], served), *suites)
 
 
 @others
-def test_conformance_to_the_model_context_protocol(ready: Path, counts: Counter[str]) -> None:
+def test_conformance_to_the_model_context_protocol(ready: Path) -> None:
     from kvtool.core.agent.server import server_of
     from kvtool.core.agent.tools import Tools
 
@@ -98,16 +95,16 @@ def test_conformance_to_the_model_context_protocol(ready: Path, counts: Counter[
         try:
             wait_until(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
+            assert Counter({"MCP conformance": len(SCENARIOS)}) == expected("MCP conformance")
             for scenario in SCENARIOS:
                 words = ["npx", "conformance", "server", "--url", f"http://127.0.0.1:{port}/mcp"]
                 done = run([*words, "--scenario", scenario])
                 assert done.returncode == 0, done.stdout
-                counts["MCP conformance"] += 1
         finally:
             server.should_exit = True
             thread.join()
 
 
-def test_pydantic_ai(served: Served, counts: Counter[str]) -> None:
+def test_pydantic_ai(served: Served) -> None:
     pytest.importorskip("pydantic_ai")
-    passed(rows_of([sys.executable, str(HERE / "suites.py")], served, "pydantic_ai"), counts)
+    check(rows_of([sys.executable, str(HERE / "suites.py")], served, "pydantic_ai"), "pydantic-ai")

@@ -205,7 +205,7 @@ def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reading_module.os, "fdopen", lambda *given, **more: Answers())
     monkeypatch.setattr(reading_module.os, "dup", lambda number: number)
     monkeypatch.setattr(reading_module.os, "dup2", lambda *numbers: None)
-    monkeypatch.setattr(reading_module, "_limit", lambda memory: None)
+    monkeypatch.setattr(reading_module, "limit_process", lambda memory: None)
     monkeypatch.setattr(reading_module.sys, "stdin", io.TextIOWrapper(asked))
     monkeypatch.setattr(reading_module.signal, "alarm", told.append)
     reading_module.serve(7, 10**9, "")

@@ -12,6 +12,7 @@ import pytest
 
 from kvtool.core.model.generate import stop_ids
 from kvtool.core.model.prompt import said_tokens
+from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import read_chat
@@ -174,6 +175,29 @@ def test_a_continued_answer_is_no_cached_conversation(ready: Path) -> None:
         assert client.post(CHAT, json={"messages": messages}).json()["kvtool"]["turn"]["kept"] == 0
 
 
+@pytest.mark.parametrize(
+    "more", [{"kvtool": {"cite": True}}, {"response_format": {"type": "json_object"}}], ids=["cite", "schema"]
+)
+def test_a_prefilled_answer_has_no_citations_and_no_schema(more: dict[str, Any]) -> None:
+    begun = {"messages": [*ASKED, {"role": "assistant", "content": "It"}]}
+    with pytest.raises(Refusal, match="prefilled"):
+        read_chat(begun | more, QueryOptions())
+    assert not read_chat(begun, QueryOptions(cite=True)).ask.options.cite
+
+
+def test_a_response_that_was_continued_is_remembered_whole(served: Served) -> None:
+    for begun in ("It was ", "", None):
+        asked = {"input": [*ASKED, {"role": "assistant", "content": begun}]}
+        with served.client as client:
+            first = client.post(RESPONSES, json=asked)
+            assert first.status_code == 200, first.text
+            later = {"input": ASKED, "previous_response_id": first.json()["id"]}
+            counted = client.post(f"{RESPONSES}/input_tokens", json=later).json()["input_tokens"]
+            said = f"{(begun or '').rstrip()}{text_of(RESPONSES, first.json())}"
+            whole = [*ASKED, {"role": "assistant", "content": said}, *ASKED]
+            assert client.post(f"{RESPONSES}/input_tokens", json={"input": whole}).json()["input_tokens"] == counted
+
+
 def test_an_empty_answer_at_the_end_changes_nothing() -> None:
     asked = read_chat({"messages": [*ASKED, {"role": "assistant", "content": None}]}, QueryOptions()).ask
     assert (asked.request.question, asked.request.prefill, asked.turns) == (QUESTION, "", ())
@@ -243,6 +267,19 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, arguments: s
 def test_a_call_without_a_whole_name_is_no_text() -> None:
     answer = with_calls(Answer('<tool_call>\n{"name": "wea', "length", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
     assert (answer.text, answer.calls) == ("", ())
+
+
+def test_a_stream_shows_no_markup_of_a_call_that_is_cut_off(ready: Path, says: Callable[[str], None]) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    for text, said in (('It is.\n<tool_call>\n{"na', "It is."), ('<tool_call>\n{"name": "we', "")):
+        says(text + "x" * 400)
+        with serving(ready) as served, served.client as client:
+            length = len(encode(served.engine.scheduler._model.session().tokenizer, text))
+            body = {"messages": ASKED, "tools": tools, "max_tokens": length}
+            whole = client.post(CHAT, json=body).json()["choices"][0]
+            events = events_of(client.post(CHAT, json=body | {"stream": True}).text)
+        shown = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+        assert (whole["message"]["content"], whole["finish_reason"], shown) == (said, "length", said)
 
 
 def test_calls_before_the_one_that_is_cut_off_stay() -> None:

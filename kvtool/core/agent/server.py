@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import anyio
 import anyio.from_thread
 import anyio.to_thread
+import mcp_types as types
 import uvicorn
 from mcp.server.auth.provider import AccessToken
 from mcp.server.auth.settings import AuthSettings
@@ -27,23 +28,6 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
-from mcp_types import (
-    INVALID_PARAMS,
-    CallToolRequestParams,
-    CallToolResult,
-    ListResourcesResult,
-    ListResourceTemplatesResult,
-    ListToolsResult,
-    PaginatedRequestParams,
-    ReadResourceRequestParams,
-    ReadResourceResult,
-    Resource,
-    ResourceTemplate,
-    TextContent,
-    TextResourceContents,
-    ToolAnnotations,
-)
-from mcp_types import Tool as ToolRow
 from pydantic import AnyHttpUrl, ValidationError
 
 from kvtool.core.agent.options import AgentOptions, key_of
@@ -56,7 +40,7 @@ _ABOUT = """\
 A store of the user's own documents. `search` finds passages and `read` shows the chunks around one; `answer` lets a \
 local model answer from them, which takes longer. Cite the `place` of what you use. Documents are resources: \
 kvtool://document/ and the path, percent-encoded."""
-_CONTEXT, STREAM = "kvtool_context", "stream"  # parameters of a tool that clients do not see
+_CONTEXT, _STREAM = "kvtool_context", "stream"  # parameters of a tool that clients do not see
 _RESOURCE_NOT_FOUND = -32002  # until the protocol's revision that has no code of its own for it
 _NO_CODE_OF_ITS_OWN = "2026-07-28"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,38 +51,49 @@ class StoreServer:
 
     def __init__(self, tools: Tools) -> None:
         self._store = tools
-        reading = ToolAnnotations(read_only_hint=True, open_world_hint=False)
-        changing = ToolAnnotations(
-            read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
-        )
-        hints: list[tuple[Callable[..., Any], ToolAnnotations]] = [
-            *((each, reading) for each in (tools.search, tools.read, tools.answer, tools.status)),
-            *([(tools.ingest, changing)] if tools.roots else []),
-        ]
-        self._tools = {each.__name__: _tool(each, hint) for each, hint in hints}
+        reading = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
+        readers = (tools.search, tools.read, tools.answer, tools.status)
+        self._tools = {each.__name__: _tool(each, reading) for each in readers}
+        if tools.roots:
+            changing = types.ToolAnnotations(
+                read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False
+            )
+            self._tools["ingest"] = _tool(tools.ingest, changing)
 
-    async def list_tools(self, context: Any, params: Any) -> ListToolsResult:
+    async def list_tools(self, context: Any, params: Any) -> types.ListToolsResult:
         """`tools/list`."""
-        same = ("name", "description", "output_schema", "annotations")
-        rows = [{name: getattr(tool, name) for name in same} for tool in self._tools.values()]
-        tools = zip(rows, self._tools.values(), strict=True)
-        return ListToolsResult(tools=[ToolRow(input_schema=tool.parameters, **row) for row, tool in tools])
+        rows = []
+        for tool in self._tools.values():
+            rows.append(
+                types.Tool(
+                    name=tool.name,
+                    description=tool.description,
+                    annotations=tool.annotations,
+                    input_schema=tool.parameters,
+                    output_schema=tool.output_schema,
+                )
+            )
+        return types.ListToolsResult(tools=rows)
 
-    async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+    async def call_tool(
+        self, context: ServerRequestContext[Any], params: types.CallToolRequestParams
+    ) -> types.CallToolResult:
         """`tools/call`. Raises MCPError for a tool that there is not; the model reads all other errors."""
         if (tool := self._tools.get(params.name)) is None:
-            raise MCPError(INVALID_PARAMS, f"unknown tool: {params.name}")
+            raise MCPError(types.INVALID_PARAMS, f"unknown tool: {params.name}")
         try:
             result = await tool.run(params.arguments or {}, Context(request_context=context), convert_result=True)
         except ToolError as error:
             text = str(error)
             if isinstance(cause := error.__cause__, ValidationError):
                 text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in cause.errors())
-            return CallToolResult(content=[TextContent(text=text)], is_error=True)
-        assert isinstance(result, CallToolResult)
+            return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
+        assert isinstance(result, types.CallToolResult)
         return result
 
-    async def list_documents(self, context: Any, params: PaginatedRequestParams | None) -> ListResourcesResult:
+    async def list_documents(
+        self, context: Any, params: types.PaginatedRequestParams | None
+    ) -> types.ListResourcesResult:
         """`resources/list`: a page of documents by name. Its cursor is the last name, so no change of the store shifts
         a page."""
         cursor = None if params is None else params.cursor
@@ -108,19 +103,19 @@ class StoreServer:
         except KvtoolError:  # no store yet
             sources = []
         page = sources[:LISTED]
-        return ListResourcesResult(
-            resources=[Resource(uri=uri_of(source), name=source, mime_type="text/plain") for source in page],
+        return types.ListResourcesResult(
+            resources=[types.Resource(uri=uri_of(source), name=source, mime_type="text/plain") for source in page],
             next_cursor=_cursor_of(page[-1]) if len(sources) > LISTED else None,
         )
 
-    async def list_templates(self, context: Any, params: Any) -> ListResourceTemplatesResult:
+    async def list_templates(self, context: Any, params: Any) -> types.ListResourceTemplatesResult:
         """`resources/templates/list`."""
-        row = ResourceTemplate(name="document", uri_template=_TEMPLATE, description="The text of a document.")
-        return ListResourceTemplatesResult(resource_templates=[row])
+        row = types.ResourceTemplate(name="document", uri_template=_TEMPLATE, description="The text of a document.")
+        return types.ListResourceTemplatesResult(resource_templates=[row])
 
     async def read_document(
-        self, context: ServerRequestContext[Any], params: ReadResourceRequestParams
-    ) -> ReadResourceResult:
+        self, context: ServerRequestContext[Any], params: types.ReadResourceRequestParams
+    ) -> types.ReadResourceResult:
         """`resources/read`. Raises MCPError for a document that there is not."""
         start, uri = _TEMPLATE.partition("{")[0], str(params.uri)
         try:
@@ -128,9 +123,11 @@ class StoreServer:
                 raise UsageError(f"{uri} is not in the store", "")
             text = await anyio.to_thread.run_sync(self._store.text, unquote(uri.removeprefix(start)))
         except KvtoolError as error:
-            code = INVALID_PARAMS if context.protocol_version >= _NO_CODE_OF_ITS_OWN else _RESOURCE_NOT_FOUND
+            code = types.INVALID_PARAMS if context.protocol_version >= _NO_CODE_OF_ITS_OWN else _RESOURCE_NOT_FOUND
             raise MCPError(code, _words(error), {"uri": uri}) from error
-        return ReadResourceResult(contents=[TextResourceContents(uri=params.uri, text=text, mime_type="text/plain")])
+        return types.ReadResourceResult(
+            contents=[types.TextResourceContents(uri=params.uri, text=text, mime_type="text/plain")]
+        )
 
 
 def server_of(tools: Tools, version: str) -> Server[Any]:
@@ -164,10 +161,10 @@ def _name_of(cursor: str) -> str:
             return name
     except ValueError:
         pass
-    raise MCPError(INVALID_PARAMS, "this cursor is of no page", {"cursor": cursor})
+    raise MCPError(types.INVALID_PARAMS, "this cursor is of no page", {"cursor": cursor})
 
 
-def _tool(tool: Callable[..., Any], hints: ToolAnnotations) -> Tool:
+def _tool(tool: Callable[..., Any], hints: types.ToolAnnotations) -> Tool:
     about, call = inspect.getdoc(tool), _explained(tool)
     return Tool.from_function(
         call, description=about, annotations=hints, structured_output=True, context_kwarg=_CONTEXT
@@ -185,15 +182,15 @@ def _explained(tool: F) -> F:
         def show(text: str) -> None:
             anyio.from_thread.run(kvtool_context.report_progress, next(count), None, text)
 
-        if STREAM in signature.parameters:
-            arguments[STREAM] = show
+        if _STREAM in signature.parameters:
+            arguments[_STREAM] = show
         try:
             return tool(**arguments)
         except KvtoolError as error:
             raise ToolError(_words(error)) from error
 
     context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=Context[Any])
-    seen = [each for name, each in signature.parameters.items() if name != STREAM]
+    seen = [each for name, each in signature.parameters.items() if name != _STREAM]
     call.__signature__ = signature.replace(parameters=[*seen, context])  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 

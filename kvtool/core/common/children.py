@@ -92,15 +92,17 @@ def output_of(program: str, request: bytes, seconds: int, memory: int) -> bytes:
     return output
 
 
-def limit_process(seconds: int, memory: int) -> None:
-    """Let the system end this process after so many further seconds of a processor, or bytes of address space."""
+def limit_process(memory: int, seconds: int | None = None) -> None:
+    """Limit this process to these bytes of address space, and let the system end it after these further seconds of a
+    processor."""
     with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))
+        if seconds is not None:
+            _, most = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))
 
 
 def _kill_with(reading: int, group: int) -> None:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvtool.core import __version__
-from kvtool.core.common.children import python, started
+from kvtool.core.common.children import limit_process, python, started
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.options import PATH
@@ -73,6 +73,7 @@ class Reading:
         self.encoding = encoding and codecs.lookup(encoding).name
         self._child: Child | None = None
         self._means: dict[str, str] = {}  # by what picks the reader
+        self._settings: dict[tuple[str, bool], str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -94,12 +95,15 @@ class Reading:
         """Return a digest of what a file's documents depend on besides the bytes: the readers, the command or plugin
         that reads it, the encoding, and libraries that are missing where files are inside of it; `is_whole`: as if none
         were."""
-        command = self.commands.get(ending_of(path))
-        if command is None and (plugin := readers.plugin_of(path)) is not None:
-            command = str(plugin)
-        missing = [] if is_whole else readers.missing_inside(path)
-        given = "\0".join([readers.REVISION, command or "", self.encoding or "", *missing])
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+        key = ending_of(path), is_whole
+        if key not in self._settings:
+            command = self.commands.get(key[0])
+            if command is None and (plugin := readers.plugin_of(path)) is not None:
+                command = str(plugin)
+            missing = [] if is_whole else readers.missing_inside(path)
+            given = "\0".join([readers.REVISION, command or "", self.encoding or "", *missing])
+            self._settings[key] = hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+        return self._settings[key]
 
     def means(self, path: PurePath) -> str:
         """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
@@ -290,7 +294,7 @@ def serve(seconds: int, memory: int, encoding: str) -> None:
     chosen.set(encoding)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # a library's output is sent to stderr, which is not read
-    _limit(memory)
+    limit_process(memory)
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         data = sys.stdin.buffer.read(asked["size"])
@@ -301,14 +305,6 @@ def serve(seconds: int, memory: int, encoding: str) -> None:
             signal.alarm(0)  # before the answer is written: then it is the next file that is read
         answers.write(answer + "\n")
         answers.flush()
-
-
-def _limit(memory: int) -> None:
-    with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _answer(path: Path, data: bytes, most: int) -> dict[str, Any]:

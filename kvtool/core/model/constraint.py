@@ -52,7 +52,7 @@ def main(seconds: int, memory: int) -> None:
     """Compile the grammar on stdin, and write a line with the reason against it; in the process of its own."""
     from llguidance import LLMatcher, LLTokenizer
 
-    limit_process(seconds, memory)
+    limit_process(memory, seconds)
 
     def compile_grammar() -> None:
         started = time.process_time()
@@ -60,8 +60,8 @@ def main(seconds: int, memory: int) -> None:
         matcher.compute_bitmask()
         reason = matcher.get_error().splitlines()[0] if matcher.is_error() else ""
         if time.process_time() - started <= seconds:
-            sys.stdout.write(f"{reason}\n")
-            sys.stdout.flush()
+            sys.stdout.buffer.write(reason.encode() + b"\n")
+            sys.stdout.buffer.flush()
 
     threading.stack_size(_STACK)
     thread = threading.Thread(target=compile_grammar)

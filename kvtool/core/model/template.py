@@ -89,7 +89,7 @@ def main(seconds: int, memory: int) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # output of libraries is written to stderr, which is not read
     for conversation in request["conversations"]:
-        limit_process(seconds, memory)
+        limit_process(memory, seconds)
         answers.write(json.dumps(_rendered(render, request, conversation)) + "\n")
         answers.flush()
 
