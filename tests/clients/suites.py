@@ -142,6 +142,49 @@ def pydantic_ai_suite() -> None:
         check("pydantic-ai", f"{name} tool", lambda agent=placed: agent.run_sync(QUESTION).output.city is not None)
 
 
+def tool_calls_suite() -> None:
+    """Streamed calls as llama.cpp's tests of tool calls ask for them; needs a model that answers."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+    text = {"type": "string", "description": "The code to run, or the place."}
+    tools = {
+        "test": {"success": {"type": "boolean", "const": True}},
+        "python": {"code": text},
+        "get_current_weather": {"location": text},
+    }
+    questions = (
+        *("Write an example.", "Say hello world with python.", "What is the weather in Istanbul?"),
+        *("Print the sum of 2 and 3.", "Is it warm in Halden?"),
+    )
+
+    def matches(name: str, names: dict[str, Any], choice: Any, question: str) -> bool:
+        parameters = {"type": "object", "properties": names, "required": [*names]}
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                {"role": "system", "content": "You are a coding assistant."},
+                {"role": "user", "content": question},
+            ],
+            tools=[{"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}],
+            tool_choice=choice,
+            max_tokens=512,
+            stream=True,
+        )
+        deltas = [event.choices[0].delta for event in stream if event.choices]
+        assert not any(delta.content for delta in deltas)
+        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        given = json.loads(call.function.arguments)
+        fits = all(isinstance(each, bool if name == "test" else str) for each in given.values())
+        return call.function.name == name and given.keys() == names.keys() and fits
+
+    for name, names in tools.items():
+        for choice in ("required", {"type": "function", "function": {"name": name}}):
+            for question in questions:
+                about = f"{name}, {choice if choice == 'required' else 'by name'}: {question}"
+                check("tool calls", about, lambda given=(name, names, choice, question): matches(*given))
+
+
 if __name__ == "__main__":
     for name in SUITES:
         globals()[f"{name}_suite"]()

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic.types
 import httpx2
+import openai.types.chat
+import openai.types.responses
 import pytest
+from pydantic import TypeAdapter
 
 from kvtool.core.model.generate import stop_ids
 from kvtool.core.model.prompt import said_tokens
@@ -448,3 +452,27 @@ def test_a_remembered_response_can_be_read(served: Served) -> None:
         for missing in ("", "/input_items"):
             assert client.get(f"{RESPONSES}/resp_none{missing}").status_code == 404
         assert client.get(place, headers={"Authorization": f"Bearer {KEY}x"}).status_code == 401
+
+
+# ---- descriptions of the APIs: the types of the official packages, which the packages themselves do not check ----
+
+FORMS: list[tuple[str, dict[str, Any], Any, Any]] = [
+    (CHAT, {"logprobs": True}, openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+    ("/v1/completions", {"prompt": QUESTION}, openai.types.Completion, dict),  # its events have no type of their own
+    (RESPONSES, {}, openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+    (MESSAGES, {}, anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "whole", "event"), FORMS, ids=[form[0] for form in FORMS])
+def test_answers_and_events_are_of_the_types_of_their_api(
+    path: str, more: dict[str, Any], whole: Any, event: Any, served: Served
+) -> None:
+    with served.client as client:
+        body = BODIES.get(path, {}) | more
+        TypeAdapter(whole).validate_python(client.post(path, json=body).json())
+        events = events_of(client.post(path, json=body | {"stream": True}).text)
+    assert len(events) > 3
+    for each in events:
+        if each.get("type") != "ping":  # of Anthropic's API, but not of its types
+            TypeAdapter(event).validate_python(each)
