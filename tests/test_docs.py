@@ -53,8 +53,7 @@ def test_every_page_is_linked_from_the_readme_or_the_concepts() -> None:
     known = {
         (start.parent / link).resolve() for start in (ROOT / "README.md", DOCS / "concepts.md") for link in links(start)
     }
-    assert {*DOCS.glob("*.md")} - known <= {DOCS / "concepts.md", DOCS / "trips.md"}
-    assert DOCS / "trips.md" in {(DOCS / link).resolve() for link in links(DOCS / "design.md")}
+    assert {*DOCS.glob("*.md")} - known <= {DOCS / "concepts.md"}
 
 
 def test_every_page_of_figures_is_linked() -> None:
@@ -72,14 +71,6 @@ def test_the_wheel_holds_every_page_and_picture() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
-
-
-@pytest.mark.parametrize("page", sorted(ROOT.glob("samples/results/*.md")), ids=lambda page: page.stem)
-def test_figures_say_when_and_how_they_were_taken(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert re.search(r"20\d\d-\d\d-\d\d", text)
-    assert re.search(r"\b[0-9a-f]{7}\b", text)
-    assert "kvtool " in text or "samples/" in text
 
 
 def test_the_page_of_covered_defects_names_tests_that_exist() -> None:

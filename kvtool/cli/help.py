@@ -43,7 +43,6 @@ TOPICS = {
     "threat-model": "Security: what is trusted, what is checked, and what is not.",
     "gpu": "Running on a GPU: what is supported, and how to measure it.",
     "design": "For developers: structure of the code, and invariants that tests check.",
-    "trips": "For developers: source files that a question and a document pass through.",
     "store-format": "The format of the store on disk, byte by byte.",
     "codec": "Compression: how KV is encoded at each level.",
     "lmcache": "LMCache's L2 at kvtool's levels: a serde for the KV of vLLM.",
