@@ -1,4 +1,4 @@
-"""kvtool against llama.cpp and plain transformers, machine by machine: measures, and writes the pages and the figure.
+"""kvtool against llama.cpp and plain transformers, machine by machine: measures, and prints a table for each.
 
     python samples/benchmarks/machines.py measure NAME [--minutes 12] [--as avx2]
 
@@ -10,9 +10,9 @@ AVX-512 has, in float32; llama.cpp has to be built so, in the environment that r
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF" \
         pip install --no-binary llama-cpp-python llama-cpp-python
 
-    python samples/benchmarks/machines.py pages
+    python samples/benchmarks/machines.py tables
 
-writes machines.md, peers.md and machines.svg of all such files into samples/results.
+prints the tables of all such files; samples/results/speed.md has them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from samples.benchmarks.machine_pages import Machine, figure, machines_page, peers_page  # noqa: E402
+from samples.benchmarks.machine_tables import Machine, table  # noqa: E402
 
 RESULTS = ROOT / "samples" / "results"
 CONTEXTS = "1000,4000,8000"
@@ -93,30 +93,28 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write_pages(folder: Path) -> None:
+def print_tables(folder: Path) -> None:
     machines = [Machine.read(path) for path in sorted((folder / "machines").glob("*.json"))]
     if not machines:
         raise SystemExit("there are no results: python samples/benchmarks/machines.py measure NAME")
-    for name, made in (("machines.md", machines_page), ("peers.md", peers_page), ("machines.svg", figure)):
-        (folder / name).write_text(made(machines), encoding="utf-8")
-        print(folder / name)
+    print("\n\n".join("\n".join(table(machine)) for machine in machines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where results and pages are")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where results are")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure", help="measure this machine; further options go to `peers.py`")
     measuring.add_argument("name", help="of the file of results")
     measuring.add_argument("--context", default=CONTEXTS, metavar="N,N", help="tokens of the prompts")
     measuring.add_argument("--minutes", type=float, default=12.0, help="no further round is begun that would pass this")
     measuring.add_argument("--as", dest="held", choices=sorted(HELD), help="hold this machine to less than it can")
-    commands.add_parser("pages", help="write the pages and the figure")
+    commands.add_parser("tables", help="print the table of each machine")
     given, more = parser.parse_known_args()
-    if given.command == "pages":
+    if given.command == "tables":
         if more:
             parser.error(f"unknown: {' '.join(more)}")
-        write_pages(given.results)
+        print_tables(given.results)
     else:
         print(measure(given.results / "machines", given, more))
 
