@@ -73,12 +73,6 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
 
 
-def test_the_page_of_covered_defects_names_tests_that_exist() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "samples/results/covered.md").read_text(encoding="utf-8"))
-    assert named
-    assert [each for each in named if f"\ndef {each[1]}(" not in (ROOT / "tests" / each[0]).read_text()] == []
-
-
 def test_comments_point_to_something_that_a_reader_has() -> None:
     cited = re.compile(r"\b(?:STORE|CODEC|DESIGN|CLI|PAPERS|STYLE)\.md\b|\bREADME(?: \(|, \"|\))")
     pages = re.compile(r"\b(?:kvtool/docs|samples/results)/[a-z-]+\.md\b")

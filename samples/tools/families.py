@@ -65,7 +65,7 @@ _HEAD = (
     f"- **`reuse`**, **`union`**: bytes that these modes (`union` with 15 %) read of a prompt of {PROMPT:,} "
     f"tokens in chunks of {CHUNK}, and their share of the prompt. A windowed layer is read as far back as a "
     "row sees; the window is an eighth of the prompt here. `union` may choose any row, so it reads all. "
-    "States are not counted. [Layers](../../samples/results/layers.md) has the numbers of real models.\n"
+    "States are not counted. [Layers](../../samples/results/scale.md) has the numbers of real models.\n"
     "- **tested**: *in full* with every mode in float32 and bfloat16, for families with a kind of layer of "
     "their own; otherwise with the modes that differ in their computation.\n"
     "- **GGUF**: architecture name of the GGUF files that kvtool reads with packed weights. –: kvtool refuses"

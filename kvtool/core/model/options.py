@@ -12,7 +12,7 @@ from kvtool.core.options.option import Options, option
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # for a new store; an existing one remembers its own
 MODEL = "Model"  # the heading of these options
-# The instruction of a new store; an existing one remembers its own. samples/results/instruction.md compares wordings.
+# The instruction of a new store; an existing one remembers its own. samples/results/quality.md compares wordings.
 DEFAULT_SYSTEM = "You are a helpful assistant. Answer from the passages in full sentences. If they do not tell, say so."
 # Stores whose manifest names no instruction were made with this one, which benchmarks still set.
 EARLIER_SYSTEM = (
