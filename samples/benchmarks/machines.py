@@ -111,7 +111,7 @@ class Machine:
     def title(self) -> str:
         """Return its name in tables."""
         host = self.bench["host"]
-        held = ", held to AVX2" if host["held_to"] else ""
+        held = ", limited to AVX2" if host["held_to"] else ""
         cores = "1 core" if self.bench["threads"] == 1 else f"{self.bench['threads']} cores"
         return f"{host['cpu']}{held}, {cores}, {self.bench['resolved']['dtype']}"
 

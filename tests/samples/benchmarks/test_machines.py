@@ -40,7 +40,7 @@ def tables(tmp_path: Path) -> str:
 
 def test_a_table_for_each_machine(tables: str) -> None:
     assert tables.count("### A CPU") == 2
-    assert "held to AVX2" in tables
+    assert "limited to AVX2" in tables
     assert "| decoding, tokens/s | 100 · 200 (**0.50x**) | 100 · 200 (**0.50x**) |" in tables
     assert "| first token: full prefill, ms | 400 · 1,128 (2.8x) | 1,600 · 4,512 (2.8x) |" in tables
 
