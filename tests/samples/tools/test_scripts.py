@@ -108,7 +108,7 @@ def test_the_bytes_of_kinds_of_layers_are_those_that_the_page_has(name: str) -> 
 def test_the_plan_of_scale_is_the_one_that_the_page_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (SAMPLES.parent / "kvtool" / "docs" / "scale.md").read_text("utf-8")
+    page = (SAMPLES.parent / "kvtool" / "docs" / "internals" / "scale.md").read_text("utf-8")
     monkeypatch.setattr(sys, "argv", ["plan_of_scale.py"])
     plan_of_scale.main()
     tables = capsys.readouterr().out.strip().split("\n\n")
