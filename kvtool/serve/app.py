@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import Answers, EventStream, listening, while_there
+from kvtool.serve.answers import Answers, EventStream, Listening, while_there
 from kvtool.serve.anthropic import Anthropic
 from kvtool.serve.auth import OWNER, BodyTimeout, Guard, owner_of
 from kvtool.serve.documents import Documents
@@ -192,7 +193,7 @@ def _ask(value: Mapping[str, Any]) -> Ask:
 
 
 async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerator[str]:
-    async with listening(engine, ask) as heard:
+    with closing(Listening(engine, ask)) as heard:
         begun = False
         ended: KvtoolError | None = LeftError("the shell has left")
         try:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens, unknown_model
+from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens, unknown_model
 from kvtool.serve.job import Answer, Ask, Call, PromptTokens, Turns
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, sampling_options
 from kvtool.serve.tools import call_message, read_tools, text_of
@@ -197,10 +197,9 @@ def _event(value: Any) -> str:
 
 
 @dataclass(slots=True)
-class OpenAIResponse:
+class OpenAIResponse(Dialect):
     """Response of `/v1/chat/completions` (`chat`) or `/v1/completions`: an object, or server-sent events."""
 
-    media_type: ClassVar[str] = "text/event-stream"
     chat: bool
     model: str
     with_usage: bool = False
@@ -209,7 +208,6 @@ class OpenAIResponse:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the object of a complete answer."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
@@ -218,20 +216,13 @@ class OpenAIResponse:
         return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield the event before the first piece."""
         if self.chat:
             yield _event(self._chunk({"role": "assistant", "content": None if self.with_tools else ""}))
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the events of a piece of text."""
         yield _event(self._chunk({"content": text} if self.chat else text))
 
-    def waiting(self) -> str:
-        """Return an event that changes nothing."""
-        return ": waiting\n\n"  # a comment
-
     def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the events after the last piece."""
         for number, call in enumerate(answer.calls):
             yield _event(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
         last = self._chunk({} if self.chat else "", answer)
@@ -241,7 +232,6 @@ class OpenAIResponse:
         yield _DONE
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Yield the events of an error within a stream."""
         yield _event({"error": refusal.to_json()})
         yield _DONE
 

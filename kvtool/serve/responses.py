@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens
+from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
 from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters
@@ -148,7 +148,7 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class ResponsesResponse:
+class ResponsesResponse(Dialect):
     """Response of `/v1/responses`: an object, or server-sent events.
 
     Attributes
@@ -157,7 +157,6 @@ class ResponsesResponse:
     keep : called with the answer and the response's object, if that is to be remembered.
     """
 
-    media_type: ClassVar[str] = "text/event-stream"
     asked: Mapping[str, Any]
     options: QueryOptions
     model: str
@@ -169,7 +168,6 @@ class ResponsesResponse:
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the object of a complete answer."""
         cut = answer.finish == "length"
         said = [self._item(answer.text, cut)] if answer.text or self._is_open or not answer.calls else []
         output = said + [_call(call, call.json, _status(call)) for call in answer.calls]
@@ -181,23 +179,16 @@ class ResponsesResponse:
         return own
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield the events before the first piece."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._object("in_progress", []))
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the event of a piece of text."""
         yield from self._open()
         self._said += text
         yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
 
-    def waiting(self) -> str:
-        """Return an event that changes nothing."""
-        return ": waiting\n\n"  # a comment
-
     def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the events after the last piece. Of a corrected answer the last event has the text."""
-        whole = self.whole(answer)
+        whole = self.whole(answer)  # with the text of a corrected answer, of which the draft was streamed
         if not answer.calls:
             yield from self._open()
         if self._is_open:
@@ -218,7 +209,6 @@ class ResponsesResponse:
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Yield the event of an error within a stream."""
         said = refusal.to_json()
         error = {"code": "server_error", "message": said["message"]}
         yield self._event("response.failed", response=self._object("failed", []) | {"error": error})

@@ -283,14 +283,7 @@ class Hold:
             return ""
         end = self._text.find(CALL)
         if end < 0:
-            end = next(
-                (
-                    at
-                    for at in range(len(self._text) - len(CALL) + 1, len(self._text))
-                    if at >= 0 and CALL.startswith(self._text[at:])
-                ),
-                len(self._text),
-            )
+            end = len(self._text) - max(n for n in range(len(CALL)) if self._text.endswith(CALL[:n]))
         shown = self._text[self._shown : end]
         self._shown = max(end, self._shown)
         return shown
