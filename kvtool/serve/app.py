@@ -68,7 +68,7 @@ def make_app(
     answers = Answers(engine, asking, options)
     openai = OpenAI(answers)
     anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)
-    documents = Documents(engine, ingesting, asking, options.root, options.uploads)
+    documents = Documents(engine, options, ingesting, asking)
 
     async def health(request: Request) -> Response:
         return JSONResponse(await briefly(engine.status))

@@ -170,7 +170,7 @@ class ResponsesResponse(Dialect):
     def whole(self, answer: Answer) -> dict[str, Any]:
         cut = answer.finish == "length"
         said = [self._item(answer.text, cut)] if answer.text or self._is_open or not answer.calls else []
-        output = said + [_call(call, call.json, _status(call)) for call in answer.calls]
+        output = said + [_call(call) for call in answer.calls]
         own = self._object("incomplete" if cut else "completed", output)
         own["completed_at"] = None if cut else int(time.time())
         reason = {"reason": "max_output_tokens"} if cut else None
@@ -196,16 +196,15 @@ class ResponsesResponse(Dialect):
             yield self._event("response.content_part.done", **self._place, part=_part(self._said))
             yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
         for index, call in enumerate(answer.calls, int(self._is_open)):
-            begun, done, at = (
-                _call(call, "", "in_progress"),
-                _call(call, call.json, _status(call)),
-                {"output_index": index},
+            item = _call(call)
+            begun, at = (
+                {**item, "arguments": "", "status": "in_progress"},
+                {"output_index": index, "item_id": item["id"]},
             )
-            yield self._event("response.output_item.added", **at, item=begun)
-            at["item_id"] = done["id"]
+            yield self._event("response.output_item.added", output_index=index, item=begun)
             yield self._event("response.function_call_arguments.delta", **at, delta=call.json)
             yield self._event("response.function_call_arguments.done", **at, name=call.name, arguments=call.json)
-            yield self._event("response.output_item.done", output_index=index, item=done)
+            yield self._event("response.output_item.done", output_index=index, item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
@@ -266,13 +265,9 @@ class ResponsesResponse(Dialect):
         return _FORMAT | form if form["type"] == "json_schema" else form
 
 
-def _status(call: Call) -> str:
-    return "completed" if call.partial is None else "incomplete"
-
-
-def _call(call: Call, arguments: str, status: str) -> dict[str, Any]:
+def _call(call: Call) -> dict[str, Any]:
     own = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
-    return own | {"arguments": arguments, "status": status}
+    return own | {"arguments": call.json, "status": "completed" if call.partial is None else "incomplete"}
 
 
 def _part(text: str) -> dict[str, Any]:

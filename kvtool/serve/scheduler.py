@@ -211,7 +211,6 @@ class Scheduler:
         self._taking, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
 
-
     # ---- from any thread ----
 
     def start(self) -> None:

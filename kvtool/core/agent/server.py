@@ -62,17 +62,16 @@ class StoreServer:
 
     async def list_tools(self, context: Any, params: Any) -> types.ListToolsResult:
         """`tools/list`."""
-        rows = []
-        for tool in self._tools.values():
-            rows.append(
-                types.Tool(
-                    name=tool.name,
-                    description=tool.description,
-                    annotations=tool.annotations,
-                    input_schema=tool.parameters,
-                    output_schema=tool.output_schema,
-                )
+        rows = [
+            types.Tool(
+                name=tool.name,
+                description=tool.description,
+                annotations=tool.annotations,
+                input_schema=tool.parameters,
+                output_schema=tool.output_schema,
             )
+            for tool in self._tools.values()
+        ]
         return types.ListToolsResult(tools=rows)
 
     async def call_tool(

@@ -202,9 +202,8 @@ class Tools:
         chunks : ids of chunks to answer from, instead of a search.
         documents : paths of documents to answer from, instead of a search.
         """
-        own = options_of(ModelOptions)
-        options: dict[str, Any] = {name: getattr(self._options, name) for name in options_of(QueryOptions)}
-        options = {name: value for name, value in options.items() if name not in own}
+        names = [name for name in options_of(QueryOptions) if name not in options_of(ModelOptions)]
+        options: dict[str, Any] = {name: getattr(self._options, name) for name in names}
         options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
         options["source"] = tuple(source or self._options.source)
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), stream=stream, **options)
