@@ -88,7 +88,6 @@ class Trim:
         self._held, self._begun = "", is_begun
 
     def piece(self, text: str) -> str:
-        """Return what can be shown of the text so far, and was not shown."""
         text = self._held + text
         text = text if self._begun else text.lstrip()
         shown = text.rstrip()
@@ -128,7 +127,6 @@ class Answers:
         self.any_model = serving.any_model
 
     def owner(self, request: Request) -> str:
-        """Return the owner of what is kept of a request."""
         return str(request.scope.get(OWNER, EVERYBODY)) if self._serving.isolate else EVERYBODY
 
     def check_model(self, asked: str, name: str) -> None:
@@ -197,13 +195,11 @@ class Answers:
 
 
 def _shown(response: Dialect, trim: Trim, text: str) -> Iterator[str]:
-    """Yield the events of a piece of text."""
     if shown := trim.piece(text):
         yield from response.piece(shown)
 
 
 def unknown_model(name: str, known: str) -> Refusal:
-    """Return the error of a request that names another model."""
     hint = "nothing is ingested yet"
     if known:
         hint = f"this server serves {known!r}; `kvtool serve --any-model` answers to every name"
@@ -281,7 +277,6 @@ class Listening:
         return event
 
     async def whole(self) -> Answer:
-        """Wait for the complete answer."""
         while not isinstance(event := await self.next(_CHECK_EVERY), Answer):
             pass
         return event

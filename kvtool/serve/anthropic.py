@@ -97,8 +97,6 @@ def _result(block: Mapping[str, Any]) -> Any:
 
 @dataclass(slots=True)
 class MessageResponse(Dialect):
-    """Response of `/v1/messages`: an object, or server-sent events."""
-
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _is_open: bool = False
@@ -140,7 +138,6 @@ class MessageResponse(Dialect):
         yield _event(**error_body(refusal, _PATH))
 
     def _open(self) -> Iterator[str]:
-        """Yield the beginning of the text, once."""
         if not self._is_open:
             self._is_open = True
             yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
@@ -174,13 +171,10 @@ def _usage_of(answer: Answer) -> dict[str, int]:
 
 
 class Anthropic:
-    """Endpoints of the messages API."""
-
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
     async def message(self, request: Request) -> Response:
-        """`POST /v1/messages`."""
         return await self._answers.answered(request, read_message, lambda _, model: MessageResponse(model))
 
     async def count(self, request: Request) -> Response:

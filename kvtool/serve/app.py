@@ -128,7 +128,6 @@ def make_app(
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Return the response to an exception of an endpoint."""
     path = request.url.path
     if isinstance(error, Refusal):
         return refused(error, path)

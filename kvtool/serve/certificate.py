@@ -35,7 +35,6 @@ class Certificate:
         self.context.sni_callback = self._met
 
     def _met(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        """Choose the context of a new connection."""
         stamp = self._stamped()
         if stamp != self._stamp:
             self._stamp = stamp

@@ -125,7 +125,6 @@ class ConversationCache:
             self._take(next(iter(self._held)))
 
     def clear(self) -> None:
-        """Remove all conversations."""
         self._held.clear()
         self.nbytes = 0
 
@@ -180,14 +179,11 @@ def _skip_forgotten(
 
 
 class _Clock:
-    """Milliseconds of work with pauses."""
-
     def __init__(self) -> None:
         self._done, self._since = 0.0, time.perf_counter()
 
     @property
     def ms(self) -> float:
-        """Return the time so far, without the pauses."""
         return (self._done + time.perf_counter() - self._since) * 1e3
 
     def paused(self, steps: Iterable[None]) -> Iterator[None]:

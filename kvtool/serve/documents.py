@@ -181,7 +181,6 @@ class Documents:
         return found
 
     def _sent(self, row: Any) -> tuple[Path, bytes]:
-        """Return the path and the bytes of a document that a client sends."""
         if self._uploads is None:
             hint = "its option `uploads` names a folder for them"
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")

@@ -44,7 +44,6 @@ class IngestShutdown:
         self.after_file = self.now = False
 
     def events(self) -> Events:
-        """Return the callbacks for one ingest."""
         kept = 0
 
         def stop() -> None:
@@ -161,7 +160,6 @@ class Engine:
         self._shutdown.now = True
 
     def close(self) -> None:
-        """End, with an error for unanswered questions."""
         self.halt()
         self.scheduler.close()
         self._loaded.close()
@@ -173,7 +171,6 @@ class Engine:
         return self.scheduler.submit(ask, tell)
 
     def count(self, ask: Ask) -> int:
-        """Return the tokens of a question; see `LoadedModel.count`."""
         return self._loaded.count(ask)
 
     # ---- documents ----
@@ -295,7 +292,6 @@ class Engine:
 
     @property
     def decoder(self) -> Decoder | None:
-        """Return the model, if it is loaded."""
         return self._loaded.decoder or self._loaded.spare
 
     def status(self) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class RequestStats:
         self.error, self.status = error, status
 
     def row(self, method: str, path: str, client: str) -> dict[str, Any]:
-        """Return the request's line in the log."""
         row: dict[str, Any] = {
             "type": "request",
             "time": round(self.at, 3),
@@ -81,7 +80,6 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
 
 
 def stats_of(connection: HTTPConnection) -> RequestStats:
-    """Return the statistics of a request."""
     stats = connection.scope.setdefault(_STATS, RequestStats())
     assert isinstance(stats, RequestStats)
     return stats
@@ -124,7 +122,6 @@ class Metrics:
         self._read.labels("store").inc(max(0, answer.facts["bytes_read"] - shared))
 
     def text(self) -> bytes:
-        """Return all metrics."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -136,11 +136,9 @@ class Ollama:
         self._answers, self._openai, self._engine = answers, openai, answers.engine
 
     async def chat(self, request: Request) -> Response:
-        """`POST /api/chat`."""
         return await self._answered(request, "message")
 
     async def generate(self, request: Request) -> Response:
-        """`POST /api/generate`."""
         return await self._answered(request, "response")
 
     async def _answered(self, request: Request, kind: Kind) -> Response:

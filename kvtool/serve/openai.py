@@ -274,14 +274,11 @@ _MADE = "1970-01-01T00:00:00Z"  # Anthropic's API has it so where the date is no
 
 
 class OpenAI:
-    """Endpoints of the OpenAI API, but for responses."""
-
     def __init__(self, answers: Answers) -> None:
         self._answers, self._engine = answers, answers.engine
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
         return await self._answers.answered(
             request,
             read_chat,
@@ -289,7 +286,6 @@ class OpenAI:
         )
 
     async def completion(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
         return await self._answers.answered(
             request, read_completion, lambda asked, model: OpenAIResponse(False, model, asked.usage)
         )
@@ -304,7 +300,6 @@ class OpenAI:
         return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        """`GET /v1/models/ID`."""
         name, own = request.path_params["name"], self._engine.model_name
         if name != self._engine.embedder_name:
             if not own:

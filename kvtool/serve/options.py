@@ -125,12 +125,10 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
 
     @property
     def key_path(self) -> Path:
-        """Return the path of the key's file."""
         return self.key_file or data_dir() / "serve.key"
 
     @property
     def is_local(self) -> bool:
-        """Return True if only this machine can reach it."""
         return is_loopback(self.host)
 
     def check(self) -> None:

@@ -59,7 +59,6 @@ def page_routes(engine: Engine, options: ServeOptions, ingesting: IngestOptions)
 
 
 def _static(name: str, kind: str) -> Any:
-    """Return the endpoint of a file."""
     data = (_FOLDER / name).read_bytes()
     headers = {**_HEADERS, "Content-Type": kind, "ETag": f'"{hashlib.sha256(data).hexdigest()[:16]}"'}
 

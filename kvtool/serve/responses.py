@@ -57,7 +57,6 @@ class Remembered:
         self._held: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def keep(self, owner: str, name: str, exchange: Exchange) -> None:
-        """Remember a response."""
         self._held[owner, name] = text = json.dumps(asdict(exchange))
         self._bytes += len(text)
         while self._bytes > self._limit:
@@ -115,7 +114,6 @@ def _message(item: Any, where: str) -> Message:
 
 
 def _item(item: Any, name: str) -> dict[str, Any]:
-    """Return an item of the input as the API lists it."""
     if item.get("type", "message") != "message":
         return {"id": f"in_{name}", **item}
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -197,10 +195,8 @@ class ResponsesResponse(Dialect):
             yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
         for index, call in enumerate(answer.calls, int(self._is_open)):
             item = _call(call)
-            begun, at = (
-                {**item, "arguments": "", "status": "in_progress"},
-                {"output_index": index, "item_id": item["id"]},
-            )
+            begun = item | {"arguments": "", "status": "in_progress"}
+            at = {"output_index": index, "item_id": item["id"]}
             yield self._event("response.output_item.added", output_index=index, item=begun)
             yield self._event("response.function_call_arguments.delta", **at, delta=call.json)
             yield self._event("response.function_call_arguments.done", **at, name=call.name, arguments=call.json)
@@ -213,7 +209,6 @@ class ResponsesResponse(Dialect):
         yield self._event("response.failed", response=self._object("failed", []) | {"error": error})
 
     def _open(self) -> Iterator[str]:
-        """Yield the beginning of the message, once."""
         if not self._is_open:
             self._is_open = True
             item = self._item("", None) | {"content": []}
@@ -286,13 +281,10 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 class Responses:
-    """Endpoints of the responses API."""
-
     def __init__(self, answers: Answers) -> None:
         self._answers, self._remembered = answers, Remembered()
 
     async def create(self, request: Request) -> Response:
-        """`POST /v1/responses`."""
         owner, name = self._answers.owner(request), secrets.token_hex(16)
         value = await body_of(request)
         messages: list[Message] = []
@@ -342,7 +334,6 @@ class Responses:
         return self._remembered.exchange(self._answers.owner(request), request.path_params["name"])
 
     async def show(self, request: Request) -> Response:
-        """`GET /v1/responses/ID`."""
         if request.query_params.get("stream", "false") != "false":
             raise Refusal(
                 400, "unsupported", "a response that has ended cannot be streamed", "ask without it", "stream"
@@ -367,7 +358,6 @@ class Responses:
         raise Refusal(400, "not_background", "only a response in the background can be cancelled", hint)
 
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/responses/ID`."""
         name = request.path_params["name"]
         self._remembered.forget(self._answers.owner(request), name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})

@@ -73,7 +73,6 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Decoder | None:
-        """Return the model, if it is loaded."""
         return self._session.decoder if self._session is not None else None
 
     def turn(self) -> AbstractContextManager[None]:
@@ -150,7 +149,6 @@ class LoadedModel:
         return count + (len(turn_header(tokenizer)) * len(ask.turns) if ask.turns else 0)
 
     def exists(self) -> bool:
-        """Return True if the store exists."""
         if isinstance(self.place, Path):
             try:
                 read_store_file(self.place)

@@ -53,7 +53,6 @@ class Listener:
     timeout: float = 60.0
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close()
         if self.path is not None:
             leave(self.path)
@@ -74,7 +73,6 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 def address_of(bound: socket.socket, tls: bool) -> str:
-    """Return the URL of a socket."""
     host, port = bound.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -213,12 +211,10 @@ class TimeoutProtocol(H11Protocol):
         self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._await_head()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
         self._await_head()  # before a request that has arrived already
         super().on_response_complete()
 
@@ -228,12 +224,10 @@ class TimeoutProtocol(H11Protocol):
         self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().resume_writing()
         _cancel(self._read_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_lost(exc)
         _cancel(self._head_timer)
         _cancel(self._read_timer)

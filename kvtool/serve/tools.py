@@ -274,7 +274,6 @@ class Hold:
         self._holds, self._text, self._shown = bool(tools), "", 0
 
     def piece(self, text: str) -> str:
-        """Return what can be shown."""
         if not self._holds:
             return text
         self._text += text
@@ -289,5 +288,4 @@ class Hold:
         return shown
 
     def rest(self) -> str:
-        """Return what was not shown."""
         return self._text[self._shown :]

@@ -74,7 +74,6 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, error: KvtoolError) -> Refusal:
-        """Make the response to an error."""
         status, code = next((status, code) for kind, status, code in _MEANINGS if isinstance(error, kind))
         return cls(status, code, error.message, error.hint)
 

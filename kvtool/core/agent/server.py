@@ -61,7 +61,6 @@ class StoreServer:
             self._tools["ingest"] = _tool(tools.ingest, changing)
 
     async def list_tools(self, context: Any, params: Any) -> types.ListToolsResult:
-        """`tools/list`."""
         rows = [
             types.Tool(
                 name=tool.name,
@@ -108,7 +107,6 @@ class StoreServer:
         )
 
     async def list_templates(self, context: Any, params: Any) -> types.ListResourceTemplatesResult:
-        """`resources/templates/list`."""
         row = types.ResourceTemplate(name="document", uri_template=_TEMPLATE, description="The text of a document.")
         return types.ListResourceTemplatesResult(resource_templates=[row])
 
@@ -146,7 +144,6 @@ def server_of(tools: Tools, version: str) -> Server[Any]:
 
 
 def uri_of(source: str) -> str:
-    """Return the URI of a document."""
     return _TEMPLATE.replace("{source}", quote(source, safe=""))
 
 
@@ -245,13 +242,10 @@ def serve_http(
 
 
 class _Keys:
-    """Verifier of the keys that clients send."""
-
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = keys
 
     async def verify_token(self, token: str) -> AccessToken | None:
-        """See `TokenVerifier` of the library."""
         return AccessToken(token=token, client_id="kvtool", scopes=[]) if key_of(token, self._keys) else None
 
 

@@ -143,7 +143,6 @@ class Tools:
         self._open: tuple[Store, Finder] | None = None
 
     def close(self) -> None:
-        """Close the model and the store."""
         self._close_store()
         self._cache.close()
 
