@@ -280,9 +280,7 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         return await self._answers.answered(
-            request,
-            read_chat,
-            lambda asked, model: OpenAIResponse(True, model, asked.usage, bool(asked.ask.tools)),
+            request, read_chat, lambda asked, model: OpenAIResponse(True, model, asked.usage, bool(asked.ask.tools))
         )
 
     async def completion(self, request: Request) -> Response:

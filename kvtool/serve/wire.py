@@ -230,11 +230,7 @@ def check_shape(text: str) -> None:
 
 
 def taken(
-    value: Mapping[str, Any],
-    name: str,
-    kind: type | tuple[type, ...],
-    default: Any = None,
-    longest: int = LONGEST_NAME,
+    value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, longest: int = LONGEST_NAME
 ) -> Any:
     """Return a field of a request; its default if it is missing or null.
 
