@@ -142,11 +142,9 @@ class ConversationCache:
         return Conversation.over(session, key.options, by_text=True), reason
 
     def _take(self, key: _Key) -> Conversation | None:
-        held = self._held.pop(key, None)
-        if held is None:
-            return None
-        self.nbytes -= held[1]
-        return held[0]
+        conversation, size = self._held.pop(key, (None, 0))
+        self.nbytes -= size
+        return conversation
 
 
 def _begun(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:

@@ -46,22 +46,18 @@ class IngestShutdown:
     def events(self) -> Events:
         kept = 0
 
-        def stop() -> None:
-            went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
-            raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
+        def advance(count: float = 0, is_file: bool = False) -> None:
+            if self.now or (self.after_file and is_file):
+                went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
+                raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
+
+        def left(path: str, why: str) -> None:
+            advance(is_file=True)
 
         def took(path: str, what: str, chunks: int) -> None:
             nonlocal kept
             kept += what != "removed"
-            left(path, "")
-
-        def left(path: str, why: str) -> None:
-            if self.after_file or self.now:
-                stop()
-
-        def advance(count: float) -> None:
-            if self.now:
-                stop()
+            advance(is_file=True)
 
         return Events(advance=advance, failed=left, skipped=left, took=took)
 

@@ -35,7 +35,7 @@ ALLOWED = (
 )
 _OWN = ("documents", "chunks", "spot", "strict", *ALLOWED)
 _KNOWN = ("kvtool", "model", "stream", "stream_options", "logit_bias", "stop", ENDLESS, *SAMPLING, *USER)
-_OF_CHAT = ("tools", "tool_choice", "response_format", "parallel_tool_calls")
+_OF_CHAT = ("messages", "tools", "tool_choice", "response_format", "parallel_tool_calls")
 _TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
@@ -55,7 +55,7 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = Fa
         prefill, messages = messages[-1][1].rstrip(), messages[:-1]
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
-    return _read(value, "messages", Question(question, messages=messages, prefill=prefill), options, strict, turns)
+    return _read(value, Question(question, messages=messages, prefill=prefill), options, strict, turns)
 
 
 def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
@@ -63,28 +63,25 @@ def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: boo
     prompts = texts(value, "prompt", LONGEST_TEXT)
     if len(prompts) != 1:
         raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
-    return _read(value, "prompt", Question(prompts[0], messages=(("user", prompts[0]),)), options, strict)
+    return _read(value, Question(prompts[0], messages=(("user", prompts[0]),)), options, strict, None)
 
 
 def _read(
-    value: Mapping[str, Any],
-    asked: str,
-    question: Question,
-    options: QueryOptions,
-    strict: bool,
-    turns: Turns | None = None,
+    value: Mapping[str, Any], question: Question, options: QueryOptions, strict: bool, turns: Turns | None
 ) -> ChatRequest:
+    """Parse what both have. `turns`: those before a question of the chat, None for a prompt."""
+    is_chat = turns is not None
     own = taken(value, "kvtool", dict, {})
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
     given = {name: bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
-    if asked == "messages" and value.get("logprobs") is True:
+    if is_chat and value.get("logprobs") is True:
         given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
         value = {**value, "logprobs": None, "top_logprobs": None}
-    check_parameters(value, (asked, *_KNOWN, *(_OF_CHAT if turns is not None else ())))
+    check_parameters(value, (*_KNOWN, *(_OF_CHAT if is_chat else ("prompt",))))
     given |= _sampling(value)
-    tools, grammar = read_tools(value) if turns is not None else ((), "")
+    tools, grammar = read_tools(value) if is_chat else ((), "")
     if grammar and question.prefill:
         raise Refusal(400, "unsupported", "a prefilled answer cannot follow a schema", param="messages")
     if grammar or question.prefill:
@@ -97,21 +94,19 @@ def _read(
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
-    stream = taken(value, "stream_options", dict, {})
-    stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
-    must_find = taken(own, "strict", bool, strict)
+    ask = Ask(
+        question,
+        replace(options, **given),
+        texts(value, "stop", _MAX_STOP, _MAX_STOPS),
+        turns,
+        must_find=taken(own, "strict", bool, strict),
+        tools=tools,
+        parallel=taken(value, "parallel_tool_calls", bool, True),
+    )
     return ChatRequest(
-        ask=Ask(
-            question,
-            replace(options, **given),
-            stop,
-            turns,
-            must_find=must_find,
-            tools=tools,
-            parallel=taken(value, "parallel_tool_calls", bool, True),
-        ),
+        ask,
         stream=taken(value, "stream", bool, False),
-        usage=taken(stream, "include_usage", bool, False),
+        usage=taken(taken(value, "stream_options", dict, {}), "include_usage", bool, False),
         model=taken(value, "model", str, ""),
         user=next(filter(None, [taken(value, name, str, "") for name in USER]), ""),
     )

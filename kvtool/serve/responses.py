@@ -233,6 +233,8 @@ class ResponsesResponse(Dialect):
         echoed = {name: self.asked.get(name) for name in _ECHOED}
         echoed |= {name: getattr(self.options, name) for name in _SAMPLED}
         own = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created, "status": status}
+        text = self.asked.get("text") or {}
+        form = text.get("format") or {"type": "text"}
         return {
             **own,
             **echoed,
@@ -247,17 +249,12 @@ class ResponsesResponse(Dialect):
             "metadata": self.asked.get("metadata") or {},
             "parallel_tool_calls": self.asked.get("parallel_tool_calls") is not False,
             "store": self.asked.get("store") is not False,
-            "text": (self.asked.get("text") or {}) | {"format": self._format},
+            "text": text | {"format": _FORMAT | form if form["type"] == "json_schema" else form},
             "tool_choice": self.asked.get("tool_choice") or "auto",
             "tools": [_TOOL | tool for tool in self.asked.get("tools") or []],
             "truncation": "disabled",
             "usage": None,
         }
-
-    @property
-    def _format(self) -> dict[str, Any]:
-        form = (self.asked.get("text") or {}).get("format") or {"type": "text"}
-        return _FORMAT | form if form["type"] == "json_schema" else form
 
 
 def _call(call: Call) -> dict[str, Any]:

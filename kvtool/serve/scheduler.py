@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.generate import ContinuousBatch
     from kvtool.core.query.answer import PreparedAnswer
-    from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
 _RETRY_AFTER = (1, 60)  # seconds, at least and at most
@@ -112,8 +111,11 @@ class LoadedModel:
         self.spare = None
         try:
             identity = store_identity(store)
-            if decoder is not None and not _is_of(decoder, identity):
-                decoder = None
+            if decoder is not None and (
+                decoder.loaded.fingerprint != identity.fingerprint
+                or str(decoder.kv_dtype).removeprefix("torch.") != identity.dtype
+            ):
+                decoder = None  # it is not the store's
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
             session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # cached chunks are faster, but must not change the search
@@ -162,12 +164,6 @@ class LoadedModel:
         if session is not None:
             session.close()
         return decoder
-
-
-def _is_of(decoder: Decoder, identity: StoreIdentity) -> bool:
-    """Return True if a store was made with this model."""
-    kept = str(decoder.kv_dtype).removeprefix("torch.")
-    return (decoder.loaded.fingerprint, kept) == (identity.fingerprint, identity.dtype)
 
 
 def _told(ask: Ask, session: Session) -> Ask:
@@ -450,14 +446,10 @@ class Scheduler:
         started = time.monotonic()
         while (begun := next(job.steps)) is None:
             run_pending()
-            if self._others_can_begin and time.monotonic() - started >= _SLICE:
+            others_can_begin = self._aside or (self._waiting and len(self._running) < self._parallel)
+            if others_can_begin and time.monotonic() - started >= _SLICE:
                 return None
         return begun
-
-    @property
-    def _others_can_begin(self) -> bool:
-        """Return True if a waiting question could begin, or another prompt is interrupted."""
-        return bool(self._aside or (self._waiting and len(self._running) < self._parallel))
 
     def _answer(self, job: Job) -> None:
         """End a job with its answer; its chunks are stored afterwards."""

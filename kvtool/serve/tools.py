@@ -184,12 +184,9 @@ def text_of(content: Any, where: str) -> str:
 
 def _written(call: Any) -> str | None:
     own = call.get("function") if isinstance(call, dict) else None
-    found = _call(own) if isinstance(own, dict) else None
-    return (
-        None
-        if found is None
-        else f'{CALL}\n{{"name": {json.dumps(found.name)}, "arguments": {found.json}}}\n{CALL_END}'
-    )
+    if not isinstance(own, dict) or (found := _call(own)) is None:
+        return None
+    return f'{CALL}\n{{"name": {json.dumps(found.name)}, "arguments": {found.json}}}\n{CALL_END}'
 
 
 # ---- answers ----

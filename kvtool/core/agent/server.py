@@ -101,9 +101,12 @@ class StoreServer:
         except KvtoolError:  # no store yet
             sources = []
         page = sources[:LISTED]
+        cursor = (
+            urlsafe_b64encode(page[-1].encode("utf-8", "surrogatepass")).decode() if len(sources) > LISTED else None
+        )
         return types.ListResourcesResult(
             resources=[types.Resource(uri=uri_of(source), name=source, mime_type="text/plain") for source in page],
-            next_cursor=_cursor_of(page[-1]) if len(sources) > LISTED else None,
+            next_cursor=cursor,
         )
 
     async def list_templates(self, context: Any, params: Any) -> types.ListResourceTemplatesResult:
@@ -145,10 +148,6 @@ def server_of(tools: Tools, version: str) -> Server[Any]:
 
 def uri_of(source: str) -> str:
     return _TEMPLATE.replace("{source}", quote(source, safe=""))
-
-
-def _cursor_of(source: str) -> str:
-    return urlsafe_b64encode(source.encode("utf-8", "surrogatepass")).decode()
 
 
 def _name_of(cursor: str) -> str:

@@ -274,20 +274,16 @@ class Tools:
     def _reading(self) -> Iterator[tuple[Store, Finder]]:
         """Read one state of the store. It is opened at its first use, and again where another store has replaced it."""
         with self._lock:
-            store, finder = self._opened()
-            with store.view():
-                yield store, finder
-
-    def _opened(self) -> tuple[Store, Finder]:
-        if self._open is not None:
-            try:
-                self._open[0].follow()
-            except StoreFormatError:  # replaced by another store
-                self._close_store()
-        if self._open is None:
-            store = open_store(self._place, warn=self._warn)
-            self._open = store, Finder(store, self._warn)
-        return self._open
+            if self._open is not None:
+                try:
+                    self._open[0].follow()
+                except StoreFormatError:  # replaced by another store
+                    self._close_store()
+            if self._open is None:
+                store = open_store(self._place, warn=self._warn)
+                self._open = store, Finder(store, self._warn)
+            with self._open[0].view():
+                yield self._open
 
     def _close_store(self) -> None:
         with self._lock:
