@@ -114,13 +114,7 @@ def cached_tokens(answer: Answer) -> int:
 
 
 class Answers:
-    """The way from a request to its answer, the same for all dialects.
-
-    Parameters
-    ----------
-    options : defaults of a question.
-    serving : whether passages in messages are reused and learned, and for whom.
-    """
+    """The way from a request to its answer, the same for all dialects. `options`: defaults of a question."""
 
     def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
         self.engine, self._options, self._serving = engine, replace(options, clamp=True), serving
@@ -238,12 +232,7 @@ _CHECK_EVERY = 10.0  # seconds between two checks whether an answer is still in 
 
 
 class Listening:
-    """A question that was asked, with the queue of its events from the engine's thread to the event loop.
-
-    Raises
-    ------
-    BusyError : the engine takes no more questions.
-    """
+    """A question that was asked, with the queue of its events from the engine's thread. Raises BusyError."""
 
     def __init__(self, engine: Engine, ask: Ask) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
@@ -283,12 +272,7 @@ class Listening:
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Wait for work until the client leaves.
-
-    Raises
-    ------
-    ClientDisconnect : the client has left; the work was cancelled.
-    """
+    """Wait for work until the client leaves: then it is cancelled, and ClientDisconnect raised."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

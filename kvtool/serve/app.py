@@ -58,13 +58,7 @@ def make_app(
     keys: Sequence[str] | None,
     log: AccessLog,
 ) -> ASGIApp:
-    """Make the HTTP application.
-
-    Parameters
-    ----------
-    asking, ingesting : defaults of questions and ingests.
-    keys : of which clients have to send one; None: no key is required.
-    """
+    """Make the HTTP application. `asking`, `ingesting`: defaults. `keys`: None: no key is required."""
     answers = Answers(engine, asking, options)
     openai = OpenAI(answers)
     anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)

@@ -47,7 +47,7 @@ class Guard:
         self._app, self._keys, self._origins = app, keys, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+        if (refusal := self._refusal(scope)) is not None:
             await refused(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -92,9 +92,6 @@ class BodyTimeout:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         reading, late = True, False
 
         async def receiving() -> Message:

@@ -232,13 +232,7 @@ class Uploads:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other requests and servers.
-
-        Raises
-        ------
-        BusyError : another request, or another server with the same folder, has the lock.
-        KvtoolError : the folder cannot be written.
-        """
+        """Lock the folder. Raises BusyError: another request or server has the lock."""
         import filelock
 
         lock = filelock.FileLock(self._notes / "lock", mode=0o600, thread_local=False)

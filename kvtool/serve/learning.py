@@ -103,9 +103,7 @@ class Learner:
     def step(self, opened: Callable[[], Session]) -> None:
         """Compute and store one passage, or look for passages in one request. `opened`: returns the store's session.
 
-        Raises
-        ------
-        KvtoolError : that failed. Where another server is writing, the passage is tried once more.
+        Where another server is writing, the passage is tried once more. Raises KvtoolError if that failed.
         """
         waiting: deque[Any] = self._passages or self._requests
         again = None

@@ -163,9 +163,8 @@ class Ollama:
 
     async def running(self, request: Request) -> Response:
         """`GET /api/ps`: the language model, if it is loaded; it stays loaded."""
-        rows = [
-            row | {"expires_at": "9999-12-31T23:59:59Z"} for row in await briefly(self._models) if "size_vram" in row
-        ]
+        loaded = [row for row in await briefly(self._models) if "size_vram" in row]
+        rows = [row | {"expires_at": "9999-12-31T23:59:59Z"} for row in loaded]
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:

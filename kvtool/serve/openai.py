@@ -43,12 +43,7 @@ _MAX_MESSAGES = 4096
 
 
 def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`. `options`, `strict`: defaults.
-
-    Raises
-    ------
-    Refusal, UsageError : it has no question, or asks for something unsupported.
-    """
+    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults. Raises Refusal or UsageError."""
     messages = _messages(taken(value, "messages", list, []))
     prefill = ""
     if messages and messages[-1][0] == "assistant" and not value["messages"][-1].get("tool_calls"):

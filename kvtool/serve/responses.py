@@ -147,13 +147,7 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ResponsesResponse(Dialect):
-    """Response of `/v1/responses`: an object, or server-sent events.
-
-    Attributes
-    ----------
-    asked : the body of the request. `options`: of its question.
-    keep : called with the answer and the response's object, if that is to be remembered.
-    """
+    """Response to the body `asked`. `keep`: called with the answer and the response's object, to remember it."""
 
     asked: Mapping[str, Any]
     options: QueryOptions

@@ -79,13 +79,7 @@ class LoadedModel:
         return nullcontext() if self._session is None else self._session.decoder.turns.turn()
 
     def session(self) -> Session:
-        """Return the session of the current store.
-
-        Raises
-        ------
-        StoreNotFoundError : the store does not exist, or nothing was ever ingested into it.
-        ModelError : its model cannot be loaded.
-        """
+        """Return the session of the current store. Raises StoreNotFoundError and ModelError."""
         if self._session is not None and not self._is_current(self._session):
             self._open(self.close())
         return self._session or self._open(None)
@@ -132,12 +126,7 @@ class LoadedModel:
         return session
 
     def count(self, ask: Ask) -> int:
-        """Return the tokens of a question with its turns, instruction and tools, without passages; in any thread.
-
-        Raises
-        ------
-        ModelError : no model is loaded, or its template knows no second turn.
-        """
+        """Return the tokens of a question, without passages; in any thread. Raises ModelError if no model is loaded."""
         from kvtool.core.model.prompt import question_tokens, said_tokens, turn_header
         from kvtool.core.query.prompt import parts_for
 
@@ -224,12 +213,7 @@ class Scheduler:
         return len(self._learner) if self._learner is not None else 0
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Add a question. If the queue is full, the newest one of the client with the most is refused.
-
-        Raises
-        ------
-        BusyError : this one is refused, or the server is shutting down.
-        """
+        """Add a question. If the queue is full, the newest of the client with the most is refused. Raises BusyError."""
         job = Job(ask, tell, self._timeout)
         with self._changed:
             if not self._taking:
@@ -331,12 +315,7 @@ class Scheduler:
         self._step_took = self._stepped - started
 
     def _run_others(self, batch: ContinuousBatch, job: Job | None = None) -> None:
-        """Decode tokens of other answers between two layers of a job's prompt, if it is time.
-
-        Raises
-        ------
-        KvtoolError : the job is abandoned.
-        """
+        """Decode tokens of other answers between two layers, if it is time. Raises KvtoolError to abandon the job."""
         if job is not None and self._stopped:
             raise BusyError(_ENDED, _RETRY_AFTER[0])
         if job is not None and (lost := job.lost) is not None:

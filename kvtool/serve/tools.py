@@ -196,13 +196,9 @@ _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
 def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
-    """Return an answer with the calls of these tools that its text has; only a text that is well formed has any.
+    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any.
 
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
-
-    Parameters
-    ----------
-    parallel : False: only the first call is kept.
     """
     said, mark, rest = answer.text.partition(CALL)
     if mark and answer.finish == "length" and not rest.rstrip().endswith(CALL_END):
