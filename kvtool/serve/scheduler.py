@@ -396,7 +396,7 @@ class Scheduler:
         except (ModelError, StoreFormatError):
             if is_again or session is self._model.session():
                 raise
-            return self._begun(job, is_again=True)
+        return self._begun(job, is_again=True)
 
     def _steps_of(self, job: Job, session: Session) -> Generator[PreparedAnswer | None]:
         """Bring a job to its first token. Yields None between two turns of its conversation, at last the prompt."""
