@@ -225,9 +225,6 @@ def run() -> NoReturn:
 
     Nothing is left to be done then: stores are closed and files are written where they are used.
     """
-    from kvtool.core.model.understudies import cast
-
-    cast()
     code = _run(None)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or nobody reads it

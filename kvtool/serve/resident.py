@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvtool.core.cache.layout import read_store_file
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.model.understudies import cast
 from kvtool.serve.app import local_app
 from kvtool.serve.engine import Engine
 from kvtool.serve.kept_engine import KeptEngine
@@ -136,7 +135,6 @@ def main() -> None:
     Options: `store`, `model` (of `ModelOptions`), `memory_cache`, `keep_alive` in seconds, `log`, and `lock`, the
     descriptor of the held lock, which lives as long as the process.
     """
-    cast()
     wanted: Mapping[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(wanted["lock"], False)
     record = KeptEngine(store=wanted["store"], pid=os.getpid(), log=wanted["log"])
