@@ -19,13 +19,14 @@ class KeepOptions(Options, sections=("query",)):
     """The option of an engine that stays after a question."""
 
     keep_alive: float = option(
-        0.0,
-        "Keep the model loaded in the background for so long after the last question; 0 does not.",
+        300.0,
+        "Keep the model loaded after the last question; 0 does not.",
         group="Answer",
         unit="duration",
         lowest=0,
         highest=7 * 86400,
         own=True,
+        instead="5m on a terminal",
     )
 
 
