@@ -14,7 +14,6 @@ from kvtool.cli.options import ManyValues, Run, takes
 from kvtool.cli.terminal import one_line
 from kvtool.cli.transfer import export, import_, pull, push
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
-from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.marks import as_named_here
 from kvtool.core.common.sizes import counted
@@ -248,18 +247,17 @@ def prune(run: Run) -> int | None:
     report = run_prune(run.folder, options if budget is None else replace(options, max_size=size))
     if report.shortfall is not None:
         run.out.warning(report.shortfall.message, report.shortfall.hint, even_quiet=True)
-    _warn_of(run, report.refusal)
+    if report.refusal is not report.shortfall:
+        _warn_of(run, report.refusal)
     if report.spared:
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
-    if report.lossy:
-        run.out.warning(*_what_is_lost(report))
     run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
     return None if report.reached else EXIT_NO_SPACE
 
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
     """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
-    from kvtool.core.upkeep.size_report import budget_of, keep_budget
+    from kvtool.core.upkeep.budget import budget_of, keep_budget
 
     if options.max_size is not None:
         raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")
@@ -272,17 +270,6 @@ def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
         would = "would have" if options.dry_run else "has"
         run.out.report({"budget": None}, human=lambda: run.out.print(f"the store {would} no size budget"))
     return size
-
-
-def _what_is_lost(report: PruneReport) -> tuple[str, str]:
-    left = "would be left" if report.dry_run else "are left"
-    allowed = f"more than the {MAX_LOSS:g} that questions allow"
-    return (
-        f"{counted(report.lossy, 'chunk')} {left} at levels that lose up to {report.worst:.2g} nats a token, {allowed}",
-        "run `kvtool compress --level 2` first for a level that loses less"
-        if report.dry_run
-        else "ingest into a new store for exact records and finer levels",
-    )
 
 
 def _show_prune(run: Run, report: PruneReport) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +15,12 @@ from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.upkeep.inventory import Inventory, inventory_of, kept_always, without_profile
-from kvtool.core.upkeep.plan import UNFINISHED, Drop, Plan, Planner, PruneRequest
+from kvtool.core.upkeep.plan import PROFILE, UNFINISHED, Drop, Plan, plan_forget
 from kvtool.core.upkeep.selectors import named_documents
 
 
 class MuchError(UsageError):
     """Error: more than half of several documents would be removed, without the user's consent."""
-
-
-def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
-    """These documents, and the chunks that only they refer to. Pins are not looked at."""
-    wanted = set(sources)
-    planner = Planner(inventory, PruneRequest())
-    step = planner.documents(lambda document: document.source in wanted)
-    step.sources += sorted(wanted - set(step.sources))  # files without documents
-    return Plan((step,) if step.sources else (), planner.expected)
 
 
 def forget(
@@ -101,7 +92,8 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
         if step.stretches:
             writer.drop_stretches(step.stretches)
         if step.profiles:
-            writer.drop_profiles(step.profiles, without_profile(store.codec_state()))
+            state = without_profile(store.codec_state()) if step.name == PROFILE else None
+            writer.drop_profiles(step.profiles, state)
         if step.sources:
             writer.remove_documents(step.sources)
         if step.name == UNFINISHED:

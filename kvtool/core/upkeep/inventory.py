@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +52,12 @@ class ChunkHolding:
 
 @dataclass(frozen=True, slots=True)
 class DocumentHolding:
-    """A document with the chunks that are its own; a shared one belongs to the most used document.
+    """A document.
 
     Attributes
     ----------
     used, added : seconds, of the chunk that was used or that came last.
-    chunks : its own.
-    refs : all that it refers to.
+    refs : the chunks that it refers to.
     size : bytes that are dropped with it besides KV.
     """
 
@@ -66,8 +65,7 @@ class DocumentHolding:
     used: int
     added: int
     pinned: bool
-    chunks: tuple[bytes, ...]
-    refs: tuple[bytes, ...] = ()
+    refs: tuple[bytes, ...]
     size: int = 0
 
 
@@ -87,6 +85,7 @@ class Inventory:
     unfinished : chunks that only unfinished files refer to.
     beginning : the chunk before every prompt's first, which stays.
     profile : digest and bytes of the codec's current profile; None: none is stored, or it is not looked at.
+    old_profiles : of the profiles that no record names any more.
     """
 
     documents: tuple[DocumentHolding, ...]
@@ -100,6 +99,7 @@ class Inventory:
     unfinished: tuple[bytes, ...] = ()
     beginning: bytes = b""
     profile: tuple[bytes, int] | None = None
+    old_profiles: tuple[tuple[bytes, int], ...] = ()
 
 
 def take_inventory(store: Store) -> Inventory:
@@ -144,7 +144,8 @@ def take_inventory(store: Store) -> Inventory:
         _stretches(store, used),
         unfinished=tuple(sorted(unfinished)),
         beginning=_beginning(store),
-        profile=_profile(store),
+        profile=next(iter(_profiles(store, [bytes.fromhex(str(store.codec_state().get("profile", "")))])), None),
+        old_profiles=_profiles(store, old_profiles(store)),
     )
 
 
@@ -192,11 +193,11 @@ def _beginning(store: Store) -> bytes:
     return identity.prefix_id if identity is not None else b""
 
 
-def _profile(store: Store) -> tuple[bytes, int] | None:
-    digest = bytes.fromhex(str(store.codec_state().get("profile", "")))
+def _profiles(store: Store, digests: Collection[bytes]) -> tuple[tuple[bytes, int], ...]:
+    """Return the digest and the bytes of each of these profiles that is stored."""
     with store.snapshot() as snapshot:
-        sizes = [size for key, size in snapshot.sizes(tables.PROFILES, digest) if key == digest]
-    return (digest, pages(sizes[0])) if sizes else None
+        sizes = {digest: pages(size) for digest, size in snapshot.sizes(tables.PROFILES)}
+    return tuple((digest, sizes[digest]) for digest in digests if digest in sizes)
 
 
 def eviction_order(store: Store) -> dict[bytes, float]:
@@ -238,14 +239,12 @@ def _documents(
     last = {s: max((chunks[c].used for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
     turns = {s: max((chunks[c].turn for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
     order = sorted(refs, key=lambda source: (turns[source], source))
-    owner = {chunk: source for source in order for chunk in refs[source]}
     return tuple(
         DocumentHolding(
             source,
             last[source],
             max((added.get(chunk, 0) for chunk in refs[source]), default=0),
             source in pinned,
-            tuple(dict.fromkeys(chunk for chunk in refs[source] if owner[chunk] == source)),
             tuple(dict.fromkeys(refs[source])),
             texts.get(tables.name_key(source), 0),
         )
