@@ -111,7 +111,7 @@ def test_nothing_says_how_far(tmp_path: Path) -> None:
     assert "would be" in table.out
 
 
-def test_prune_keeps_pinned_documents_and_chunks(tmp_path: Path) -> None:
+def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     kvtool("store", "pin", "f1", id_of("f2.0").hex()[:10], "--store", path).fine()
     done = kvtool("store", "prune", "--store", path, "--max-size", "200kB", "--dry-run", "--json")
