@@ -1,28 +1,21 @@
-"""Encoders of chunks: threads of this process, or workers of Ray. New records depend only on stored records."""
+"""Encoding of a chunk's stored records at other levels."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.record import aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, no_profiles
 from kvtool.core.codec.encode import encode_levels, encode_rows
 from kvtool.core.codec.levels import level_of, whole
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.types import Ids, Warn
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.crew.actor_pool import ActorPool
-from kvtool.core.records.encode import encoder_threads, sealed
-
-BATCH_BYTES = 32 * 2**20  # of exact records that go to a worker at once; more where a single chunk has more
+from kvtool.core.common.types import Ids
+from kvtool.core.records.encode import sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +36,6 @@ class Task:
     levels: tuple[str, ...]
     bases: dict[str, list[Encoded]] = field(default_factory=dict)
     rows: dict[str, Ids] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the exact records."""
-        return sum(len(item.payload) for item in self.exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,142 +108,3 @@ class Plan:
     def sparse(self) -> list[str]:
         """Return the levels that drop rows."""
         return [level for level in self.levels if level_of(level).share < 100]
-
-
-Read = Callable[[Plan], Task]
-Done = Sequence[tuple[Plan, Made]]
-
-
-class LocalEncoder:
-    """Encoder that runs in threads of this process, `together` chunks at a time."""
-
-    workers = 0  # of Ray
-
-    def __init__(self, read: Read, profile: Profile | None, pool: ThreadPoolExecutor, together: int) -> None:
-        self._read, self._profile = read, profile
-        self._pool, self._together = pool, together
-        self._plans: list[Plan] = []
-
-    @property
-    def is_full(self) -> bool:
-        """Return True if a result has to be taken before more work is submitted."""
-        return len(self._plans) >= self._together
-
-    @property
-    def is_busy(self) -> bool:
-        """Return True if results are still to be taken."""
-        return bool(self._plans)
-
-    def submit(self, plan: Plan) -> None:
-        """Have a chunk encoded."""
-        self._plans.append(plan)
-
-    def next(self) -> Done:
-        """Wait for some results, in no order. Raises DamagedError, KvtoolError."""
-        plans, self._plans = self._plans, []
-        return [*zip(plans, self._pool.map(self._made, plans), strict=True)]
-
-    def close(self) -> None:
-        """Give up what was not taken."""
-
-    def _made(self, plan: Plan) -> Made:
-        return make(self._read(plan), self._profile)
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Report of a worker about itself."""
-
-    pid: int
-    threads: int
-
-
-class EncodeWorker:
-    """Encoder in another process: it has a codec profile (bytes, empty for none), but neither a store nor a model.
-
-    It encodes as many chunks at a time as torch has threads.
-    """
-
-    def __init__(self, profile: bytes) -> None:
-        self._profile = Profile.from_bytes(profile) if profile else None
-        self._pool = encoder_threads()
-
-    def facts(self) -> Facts:
-        """Return the facts about this process."""
-        return Facts(os.getpid(), torch.get_num_threads())
-
-    def chunks(self, tasks: Sequence[Task]) -> list[Made]:
-        """Encode some chunks."""
-        return [*self._pool.map(self._made, tasks)]
-
-    def _made(self, task: Task) -> Made:
-        bases = {level: [*map(_own, items)] for level, items in task.bases.items()}
-        return make(replace(task, exact=[*map(_own, task.exact)], bases=bases), self._profile)
-
-
-def _own(item: Encoded) -> Encoded:
-    """Copy a record into aligned memory of this process, out of what Ray shares with others."""
-    payload = aligned(len(item.payload))
-    payload[:] = item.payload
-    return replace(item, payload=payload, base=None if item.base is None else _own(item.base))
-
-
-class RayEncoder:
-    """Encoder that sends chunks to workers of Ray, some megabytes of exact records at once.
-
-    Raises
-    ------
-    KvtoolError, UsageError : see ActorPool, which there is from the first chunk on.
-    """
-
-    def __init__(self, read: Read, profile: Profile | None, options: CompressOptions, warn: Warn) -> None:
-        self._read, self._options, self._warn = read, options, warn
-        self._profile = b"" if profile is None else profile.data
-        self._actors: ActorPool | None = None
-        self._plans: list[Plan] = []
-        self._tasks: list[Task] = []
-
-    @property
-    def workers(self) -> int:
-        """Return the number of Ray workers that encode."""
-        return 0 if self._actors is None else self._actors.size
-
-    @property
-    def is_full(self) -> bool:
-        """Return True if a result has to be taken before more work is submitted."""
-        return self._actors is not None and self._actors.is_full
-
-    @property
-    def is_busy(self) -> bool:
-        """Return True if results are still to be taken."""
-        return self._actors is not None and (self._actors.is_busy or bool(self._plans))
-
-    def submit(self, plan: Plan) -> None:
-        """Have a chunk encoded."""
-        if self._actors is None:
-            self._actors = ActorPool(self._options, EncodeWorker, self._profile, device="cpu", warn=self._warn)
-        self._plans.append(plan)
-        self._tasks.append(self._read(plan))
-        if sum(task.size for task in self._tasks) >= BATCH_BYTES:
-            self._hand_over(self._actors)
-
-    def next(self) -> Done:
-        """Wait for some results, in no order. Raises DamagedError, KvtoolError."""
-        assert self._actors is not None
-        if self._plans and not self._actors.is_full:
-            self._hand_over(self._actors)
-        plans, made = self._actors.next()
-        return [*zip(plans, made, strict=True)]
-
-    def close(self) -> None:
-        """Give up what was not taken."""
-        if self._actors is not None:
-            self._actors.close()
-
-    def _hand_over(self, actors: ActorPool) -> None:
-        plans, tasks = self._plans, self._tasks
-        self._plans, self._tasks = [], []
-        actors.submit("chunks", plans, tasks)
-
-
-Encoder = LocalEncoder | RayEncoder

@@ -119,8 +119,6 @@ class CompressArguments(TypedDict, total=False):
     profile: str | Path | None
     max_size: int | str | None
     lock_wait: float | str
-    ray: str | None
-    ray_workers: int
 
 
 class PushArguments(TypedDict, total=False):
