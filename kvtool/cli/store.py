@@ -197,18 +197,17 @@ def rm(run: Run, targets: Targets) -> None:
 
     options = run.get(ForgetOptions)
     dry_run = options.dry_run
-    plan = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
-    chunks = sum(step.chunks for step in plan.steps)
-    value: dict[str, Any] = {"dry_run": dry_run, "sources": list(plan.sources), "chunks": chunks, "bytes": plan.size}
-    value["refused"] = None if plan.refusal is None else plan.refusal.message
-    _warn_of(run, plan.refusal)
+    done = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
+    value = {"dry_run": dry_run, "sources": list(done.sources), "chunks": done.chunks, "bytes": done.size}
+    value["refused"] = None if done.refusal is None else done.refusal.message
+    _warn_of(run, done.refusal)
 
     def show() -> None:
-        for source in plan.sources:
+        for source in done.sources:
             run.out.print(source.replace("\n", "\\n"))
         what = "would be removed" if dry_run else "removed"
-        count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
-        run.out.print(f"{what}: {count}, {sized(plan.size)}")
+        count = f"{counted(len(done.sources), 'document')}, {counted(done.chunks, 'chunk')}"
+        run.out.print(f"{what}: {count}, {sized(done.size)}")
 
     run.out.report(value, human=show)
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
-from kvtool.core.upkeep.plan import Plan, PruneRequest, Step, plan_forget, plan_prune
+from kvtool.core.upkeep.plan import Plan, PruneRequest, Step, plan_prune
 
 MB = 10**6
 SIZES = {"raw": 16 * MB, "lossless": 11 * MB, "1": 4 * MB, "2": 3 * MB, "3": 2 * MB, "4": MB}
@@ -180,9 +180,9 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
     )  # fmt: skip
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
     assert left(stock, plan) == {"own": [], "shared": ["raw"], "other": ["raw"]}
-    plan = plan_forget(stock, ["old"])
-    assert (plan.steps[0].chunks, plan.steps[0].size) == (1, SIZES["raw"] + 1000)
-    assert plan_forget(stock, ["old", "new"]).steps[0].chunks == 3
+    (step,) = plan_prune(stock, PruneRequest(unused_before=9)).steps
+    assert (step.sources, step.chunks, step.size) == (["old"], 1, SIZES["raw"] + 1000)
+    assert plan_prune(stock, PruneRequest(unused_before=10)).steps[0].chunks == 3
 
 
 def test_what_nobody_refers_to_goes_first() -> None:
@@ -228,7 +228,6 @@ def test_laws_of_any_plan(seed: int) -> None:
 
 
 def test_what_a_prompt_shows_of_a_plan_can_be_read() -> None:
-    """`forget` returns it, and raw ids are nothing to look at."""
     plan = Plan((Step("documents", [(chunk_of("a"), "raw")], ["a.md"], [chunk_of("b")], 5),), 7)
     assert "a.md" in repr(plan)
     assert "b'" not in repr(plan)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Reply
     from kvtool.core.remote.report import TransferReport
     from kvtool.core.upkeep.budget import Budget
-    from kvtool.core.upkeep.plan import Plan
+    from kvtool.core.upkeep.forget import Removal
     from kvtool.core.upkeep.prune import Compacted, PruneReport
 
 
@@ -200,7 +200,7 @@ class Cache(Held):
             return merge(folder, paths, trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
 
     @alone(ForgetOptions)
-    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
+    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Removal:
         """Remove documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
         from kvtool.core.upkeep.forget import forget
 

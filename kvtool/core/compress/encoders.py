@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,76 +16,6 @@ from kvtool.core.codec.levels import level_of, whole
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
 from kvtool.core.records.encode import sealed
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Input of a chunk's new records.
-
-    Attributes
-    ----------
-    exact : its records at the exact level `source`, one a layer.
-    levels : what is to be made.
-    bases : stored records that new ones may refine, one a layer, by their level.
-    rows : those that stay at levels that leave rows out, ascending.
-    """
-
-    chunk: bytes
-    source: str
-    exact: list[Encoded]
-    levels: tuple[str, ...]
-    bases: dict[str, list[Encoded]] = field(default_factory=dict)
-    rows: dict[str, Ids] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """Records of a chunk by level, one a layer, the bytes of the numbers in them, and the seconds of a core."""
-
-    records: dict[str, list[bytes]]
-    raw_bytes: int
-    seconds: float
-
-
-def make(task: Task, profile: Profile | None) -> Made:
-    """Encode a chunk at each of a task's levels.
-
-    Raises
-    ------
-    DamagedError : a record that was given cannot be decoded.
-    """
-    started = time.thread_time()
-    layers = range(len(task.exact))
-    kvs = CODECS[task.source].decode_layers(task.exact)
-    bases = {
-        level: [item.payload for item in stored]
-        for level, stored in task.bases.items()
-        if _is_of(kvs, level, stored, profile)
-    }
-    made = encode_levels(kvs, whole(task.levels), profile, bases)
-    for level, rows in task.rows.items():
-        made[level] = encode_rows(kvs, rows, level, profile)
-    records = {
-        level: [sealed(task.chunk, kvs[layer], level, layer, made[level][layer]) for layer in layers]
-        for level in task.levels
-    }
-    size = sum(side.nbytes for kv in kvs for side in kv)
-    return Made(records, size, time.thread_time() - started)
-
-
-def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
-    """Return True if a stored level encodes just this exact KV. A pulled level may round differently: then only its
-    maker could refine it."""
-
-    def profiles(digest: bytes) -> Profile:
-        return profile if profile is not None and digest == profile.digest else no_profiles(digest)
-
-    for layer, (item, payload) in enumerate(zip(stored, CODECS[level].encode_layers(kvs, profile), strict=True)):
-        made = Encoded(b"".join(payload), item.shape, item.dtype)
-        sides = [CODECS[level].decode([record], layer, profiles)[0] for record in (item, made)]
-        if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
-            return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +38,62 @@ class Plan:
     def sparse(self) -> list[str]:
         """Return the levels that drop rows."""
         return [level for level in self.levels if level_of(level).share < 100]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Records of a chunk by level, one a layer, the bytes of the numbers in them, and the seconds of a core."""
+
+    records: dict[str, list[bytes]]
+    raw_bytes: int
+    seconds: float
+
+
+def make(
+    plan: Plan,
+    exact: Sequence[Encoded],
+    stored: Mapping[str, Sequence[Encoded]],
+    rows: Mapping[str, Ids],
+    profile: Profile | None,
+) -> Made:
+    """Encode a chunk at each of a plan's levels.
+
+    Parameters
+    ----------
+    exact : its records at the level `plan.source`, one a layer.
+    stored : records that new ones may refine, one a layer, by their level.
+    rows : those that stay at levels that leave rows out, ascending.
+
+    Raises
+    ------
+    DamagedError : a record that was given cannot be decoded.
+    """
+    started = time.thread_time()
+    kvs = CODECS[plan.source].decode_layers(exact)
+    bases = {
+        level: [item.payload for item in items] for level, items in stored.items() if _is_of(kvs, level, items, profile)
+    }
+    made = encode_levels(kvs, whole(plan.levels), profile, bases)
+    for level, kept in rows.items():
+        made[level] = encode_rows(kvs, kept, level, profile)
+    records = {
+        level: [sealed(plan.chunk, kv, level, layer, made[level][layer]) for layer, kv in enumerate(kvs)]
+        for level in plan.levels
+    }
+    size = sum(side.nbytes for kv in kvs for side in kv)
+    return Made(records, size, time.thread_time() - started)
+
+
+def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
+    """Return True if a stored level encodes just this exact KV. A pulled level may round differently: then only its
+    maker could refine it."""
+
+    def profiles(digest: bytes) -> Profile:
+        return profile if profile is not None and digest == profile.digest else no_profiles(digest)
+
+    for layer, (item, payload) in enumerate(zip(stored, CODECS[level].encode_layers(kvs, profile), strict=True)):
+        made = Encoded(b"".join(payload), item.shape, item.dtype)
+        sides = [CODECS[level].decode([record], layer, profiles)[0] for record in (item, made)]
+        if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
+            return False
+    return True

@@ -23,7 +23,7 @@ from kvtool.core.codec.row_subset import inner_of
 from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.compress.encoders import Made, Plan, Task, make
+from kvtool.core.compress.encoders import Made, Plan, make
 from kvtool.core.compress.loss import HeavyRows
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport, LevelReport
@@ -80,9 +80,6 @@ class LevelWriter:
         if self._bare:
             text = f"{counted(self._bare, 'chunk')} passed over: no KV is stored, as after `store prune`"
             self._warn(text, "`kvtool ingest` of their documents computes it again; then compress once more")
-
-    def _made(self, plan: Plan) -> Made:
-        return make(self._task(plan), self._profile)
 
     def _warn(self, text: str, hint: str) -> None:
         self._report.warnings.append(text)
@@ -158,21 +155,15 @@ class LevelWriter:
             return False
         return self._profile is not None and coded.profile == self._profile.digest
 
-    def _task(self, plan: Plan) -> Task:
-        """Read what a chunk's records are made of; by any thread."""
+    def _made(self, plan: Plan) -> Made:
+        """Encode a chunk; by any thread."""
         below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if self._profile is not None else ()
         rows = {}
         for level in plan.sparse:
             assert self._heavy is not None
             rows[level] = self._heavy.of(plan.chunk, plan.info.token_ids, level)
-        return Task(
-            plan.chunk,
-            plan.source,
-            self._records(plan, plan.source),
-            plan.levels,
-            {base: self._records(plan, base) for base in plan.kept if base in below},
-            rows,
-        )
+        stored = {base: self._records(plan, base) for base in plan.kept if base in below}
+        return make(plan, self._records(plan, plan.source), stored, rows, self._profile)
 
     def _records(self, plan: Plan, level: str) -> list[Encoded]:
         return [read_records(self._store, [plan.chunk], level, layer)[0] for layer in range(plan.info.layers)]

@@ -86,8 +86,8 @@ class Workers:
             actor = ray.remote(num_cpus=share.cpus, num_gpus=share.gpus, max_restarts=_RESTARTS, max_task_retries=-1)(
                 RemotePrefillWorker
             )
-            shared = ray.put(recipe)  # sent to each machine once
-            actors = [actor.remote(shared, 0 if share.gpus else share.cpus) for _ in range(share.workers)]
+            self._recipe = ray.put(recipe)  # sent to each machine once; a restarted worker takes it, too
+            actors = [actor.remote(self._recipe, 0 if share.gpus else share.cpus) for _ in range(share.workers)]
             self.states = self._states(actors)
             self.pool = ray.util.ActorPool(actors * _AHEAD)
         except BaseException:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtool.core.codec.levels import exact, known, lossy, profiled
-from kvtool.core.errors import UsageError
 from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
 
 UNFINISHED, PROFILE = "unfinished", "profile"  # names of steps
@@ -68,22 +67,15 @@ class Plan:
     Attributes
     ----------
     expected : bytes of the folder afterwards, at most, once it is compacted.
-    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
     """
 
     steps: tuple[Step, ...]
     expected: int
-    refusal: UsageError | None = field(default=None, compare=False)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Documents that are forgotten."""
         return tuple(source for step in self.steps for source in step.sources)
-
-    @property
-    def size(self) -> int:
-        """Bytes that all steps give back."""
-        return sum(step.size for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +135,6 @@ def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
     return planner.plan()
 
 
-def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
-    """These documents, and the chunks that only they refer to. Pins are not looked at."""
-    wanted = set(sources)
-    planner = _Planner(inventory, None)
-    step = planner.drop_documents(lambda document: document.source in wanted)
-    step.sources += sorted(wanted - set(step.sources))  # files without documents
-    return planner.plan()
-
-
 class _Planner:
     """Adds steps, and counts what is expected to be left after each."""
 
@@ -161,7 +144,6 @@ class _Planner:
         self.left = {chunk: dict(held.levels) for chunk, held in inventory.chunks.items()}
         self.expected = inventory.used - inventory.free
         self.referring = Counter(chunk for document in inventory.documents for chunk in document.refs)
-        self.referring.update(inventory.shared)
 
     def plan(self) -> Plan:
         return Plan(tuple(step for step in self.steps if not step.is_empty), self.expected)
@@ -236,7 +218,7 @@ class _Planner:
         levels = self.left[chunk]
         return bool(profiled(levels) if chunk == self.inventory.beginning else levels)
 
-    def drop_documents(self, forgets: Callable[[DocumentHolding], bool], as_needed: bool = False) -> Step:
+    def drop_documents(self, forgets: Callable[[DocumentHolding], bool], as_needed: bool = False) -> None:
         """Remove documents, the least used first, with the chunks that no document refers to then."""
         step = Step("documents")
         self.steps.append(step)
@@ -250,7 +232,6 @@ class _Planner:
             step.loose += loose
             for chunk in loose:
                 self._drop_levels(step, chunk, list(self.left.get(chunk, ())))
-        return step
 
     def _evictable(self) -> list[ChunkHolding]:
         """Chunks of documents that are not pinned, in the order of the documents."""

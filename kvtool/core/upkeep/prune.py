@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.common.sizes import shown_size, size_from
-from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
 from kvtool.core.upkeep.budget import low_water
-from kvtool.core.upkeep.forget import apply, bring_index_up_to_date
-from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, take_inventory
+from kvtool.core.upkeep.forget import bring_index_up_to_date, collect
+from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, take_inventory, without_profile
 from kvtool.core.upkeep.options import PruneOptions
-from kvtool.core.upkeep.plan import Plan, PruneRequest, Step, plan_prune
+from kvtool.core.upkeep.plan import PROFILE, UNFINISHED, Drop, Plan, PruneRequest, Step, plan_prune
 
 _MARGIN = 16 * 1024  # notes of use until the next prune, and tree pages that removing rewrites
 
@@ -134,7 +137,7 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
         raise decision.refusal
     report, plan = decision.report(), decision.plan
     while True:
-        report.spared += len(apply(store, writer, plan))
+        report.spared += len(_apply(store, writer, plan))
         report.steps += plan.steps
         if options.compact and _is_too_large(space.folder_bytes(store.path), report.goal):
             report.compacted += writer.compact()
@@ -149,6 +152,61 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
         holds = f"the store holds {shown_size(report.after)}, over {shown_size(report.limit or 0)}"
         report.shortfall = NoSpaceError(holds, "" if options.compact else "leave out --no-compact")
     return report
+
+
+def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
+    """Drop what the plan says, a batch of chunks a transaction: killed anywhere, the store is whole and smaller.
+
+    Returns
+    -------
+    Chunks whose exact records stay after all: the level that was to replace them is damaged, and dropped.
+    """
+    spared: set[bytes] = set()
+    for step in plan.steps:
+        if step.stretches:
+            writer.drop_stretches(step.stretches)
+        if step.profiles:
+            state = without_profile(store.codec_state()) if step.name == PROFILE else None
+            writer.drop_profiles(step.profiles, state)
+        if step.sources:
+            writer.remove_documents(step.sources)
+        if step.name == UNFINISHED:
+            writer.end_unfinished()
+        if step.sources or step.loose:
+            continue
+        spared |= _drop(store, writer, step.drops)
+    if any(step.sources or step.loose for step in plan.steps):
+        collect(store, writer)
+    return spared
+
+
+def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
+    by_level: dict[str, list[bytes]] = {}
+    for chunk, level in drops:
+        by_level.setdefault(level, []).append(chunk)
+    going: dict[bytes, set[str]] = {}
+    for chunk, level in drops:
+        going.setdefault(chunk, set()).add(level)
+    lossless = {chunk for level in exact(by_level) for chunk in by_level[level]}
+    spared = {chunk for chunk in lossless if not _rest_is_readable(store, chunk, going[chunk])}
+    for level in lossy() if spared else ():  # a level that cannot be read replaces nothing
+        writer.drop_level(spared, level)
+    for level, chunks in by_level.items():
+        writer.drop_level([chunk for chunk in chunks if chunk not in spared], level)
+    return spared
+
+
+def _rest_is_readable(store: Store, chunk: bytes, going: set[str]) -> bool:
+    """Return True if the finest level that stays of a chunk can be read, or none is to stay."""
+    staying = [level for level in store.levels(chunk) if level not in going]
+    if not staying:
+        return True
+    level = next(iter(known(staying)), staying[0])
+    with suppress(DamagedError):
+        info = store.chunk_info(chunk)
+        layers = info.layers if info is not None else 0
+        return all(isinstance(store.read_layer([chunk], level, layer)[0], tuple) for layer in range(layers))
+    return False
 
 
 def _is_too_large(size: int, goal: int | None) -> bool:
