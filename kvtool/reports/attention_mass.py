@@ -69,8 +69,8 @@ class Classes:
         return mass
 
 
-def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS) -> torch.Tensor:
-    """Compute the share of the keys that a row sees that holds `mass` of its attention: float64 `[heads, rows]`.
+def keys_needed(weights: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Compute the share of the keys that a row sees that holds `MASS` of its attention: float64 `[heads, rows]`.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS
     """
     rising = torch.from_numpy(np.sort(weights.numpy(), axis=-1))  # twenty times as fast as torch's sort
     falling = rising.flip(-1).cumsum(-1)
-    enough = mass * falling[..., -1:] - 1e-6
+    enough = MASS * falling[..., -1:] - 1e-6
     return ((falling < enough).sum(-1) + 1).clamp_max(visible).double() / visible
 
 
@@ -135,13 +135,13 @@ def _named(mass: torch.Tensor) -> dict[str, float]:
 # ---- static sparsity ---------------------------------------------------------------------------------------------
 
 
-def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, share: float = HEAVY) -> torch.Tensor:
-    """Find the `share` of the context's positions with most of the question's attention, as bool `[layers, length]`."""
+def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor) -> torch.Tensor:
+    """Find the share `HEAVY` of the context with most of the question's attention, as bool `[layers, length]`."""
     layers = []
     for weights in asked.attention(cache):
         worth = weights.mean((0, 1)).cpu()
         heavy = torch.zeros(len(worth), dtype=torch.bool)
-        heavy[context[worth[context].topk(share_of(share, len(context))).indices]] = True
+        heavy[context[worth[context].topk(share_of(HEAVY, len(context))).indices]] = True
         layers.append(heavy)
     return torch.stack(layers)
 

@@ -173,21 +173,6 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
     assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
 
 
-def test_a_loss_that_was_measured_without_recompute_is_measured_again(
-    fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As earlier versions did; until then it is what the level is read by."""
-    with Store.open(fitted) as store, store.writer() as writer:
-        profile = store.codec_state()["profile"]
-        writer.set_codec_state(store.codec_state() | {"losses": {profile: {"2": {"kl_answer": 0.25}}}})
-    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": 0.25}
-    asked = fixed_losses(monkeypatch)
-    run(fitted, "2", questions=1)
-    run(fitted, "2", questions=1)
-    assert asked == [["2"]]
-    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": LOSSES["2"]}
-
-
 def test_a_loss_that_cannot_be_measured_again_stays(fitted: Path) -> None:
     """Without exact records; no model is loaded for it, and nobody is warned each time."""
     run(fitted, "2", questions=0, keep_raw=False)

@@ -249,20 +249,15 @@ def _entry_seeds() -> list[bytes]:
 
 
 def side_files(data: bytes) -> None:
-    """Read JSON and journals next to the records, with and without a digest that is right."""
+    """Read JSON and notes next to the records, with and without a digest that is right."""
     with Store.open(_store()) as store:
-        for name in ("gate/x.json", "audit/x.jsonl"):
-            path = store.side_file(name)
-            path.write_bytes(data)
+        store.side_file("gate/x.json").write_bytes(data)
         store.read_side("gate/x.json")
-        sides.read_side_log(store, "audit/x.jsonl")
         list(sides.damaged_files(store.path))
-        list(sides.damaged_journals(store.path))
         for log in (layout.ACCESS_FILE, layout.SERVED_FILE):
             (store.path / log).write_bytes(data)
         access_log.read_log(store.path)
         access_log.ServedLog(store.path, True).total()
-    sides.mend_journals(_store())
 
 
 def _side_seeds() -> list[bytes]:

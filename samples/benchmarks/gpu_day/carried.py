@@ -49,7 +49,6 @@ CARRIED = {
     "PyStemmer": "Stemmer",
     "PyYAML": "yaml",
     "rich": "rich",
-    "shellingham": "shellingham",
     "sortedcontainers": "sortedcontainers",
     "tqdm": "tqdm",
     "typer": "typer",
