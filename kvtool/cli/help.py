@@ -25,7 +25,7 @@ TOPICS = {
     "reference": "Every command and every option.",
     "json": "The fields of --json, and what changed from schema 1 to 2.",
     "python": "The Python API.",
-    "plugins": "Readers, embedders, fusion modes, codecs and shared stores of other packages.",
+    "plugins": "Readers, embedders, fusion modes and shared stores of other packages.",
     "conversation": "Chat in a terminal or a pipe: keys, commands, cost, follow-up questions.",
     "agents": "MCP: offer the store to chat programs, editors and agents.",
     "server": "The HTTP server: OpenAI-compatible API, access, limits, faster `kvtool query`.",

@@ -52,7 +52,7 @@ _NOT_OFFERED = ("dev",)  # extras for work on kvtool itself
 # Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
 _REGISTRIES = (
     *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
-    *("kvtool.core.codec.levels", "kvtool.core.remote.blobs"),
+    "kvtool.core.remote.blobs",
 )
 _TELLING = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amxbf16", "asimd", "bf16", "i8mm", "sve")
 _LITTLE_MEMORY = 2 * 10**9
