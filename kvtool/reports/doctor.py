@@ -257,7 +257,7 @@ def check_cpu() -> Iterator[Finding]:
     """Say what the CPU can do, and whether it is free."""
     features = [name for name in _TELLING if name in cpu_features()]
     text = f"{cpu_name()}, {counted(cores(), 'core')}: {' '.join(features) or 'nothing known of what it can do'}"
-    text += f"; kernels for {best_isa() or 'only numpy and torch'}"
+    text += f"; kernels for {best_isa()}"
     if lacks_avx2():
         yield Finding("CPU", "warning", f"{text}; no AVX2", "everything works at about a quarter of the speed")
     else:

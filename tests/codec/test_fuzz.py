@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import DTYPES, Encoded
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.codec.rans import coder
 from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
+from kvtool.core.native import isa as isas
+from kvtool.core.native.isa import runnable
 from tests.codec.synthetic import KV, STEP, Model, encoded, fitted, shelf
 from tests.codec.test_golden_levels import committed
 from tests.codec.test_golden_levels import source as golden
@@ -190,17 +191,17 @@ def test_among_sound_ones() -> None:
         assert (alone is None) == (together is None)
 
 
-@pytest.mark.parametrize("back_end", [name for name in coder.available() if name != coder.available()[0]])
-def test_all_back_ends_are_of_one_mind(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", runnable()[1:])
+def test_all_instruction_sets_are_of_one_mind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(9)
     names = sorted(sources())
     for _ in range(300):
         level, sound = sources()[dice.choice(names)]
         item = mutated_somewhere(sound, dice)
-        monkeypatch.delenv(coder.VARIABLE, raising=False)
         usual = outcome(level, [item])
-        monkeypatch.setenv(coder.VARIABLE, back_end)
-        assert same(outcome(level, [item]), usual)
+        with monkeypatch.context() as patch:
+            patch.setattr(isas, "runnable", lambda: (name,))
+            assert same(outcome(level, [item]), usual)
 
 
 @pytest.mark.parametrize("at", COUNTS[1:])

@@ -30,7 +30,6 @@ from kvtool.core.native.threads import (
     use_pool,
 )
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 TASKS = 1000
 
 

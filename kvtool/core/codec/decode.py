@@ -19,7 +19,7 @@ from kvtool.core.codec.base import DTYPES, NAMES, Encoded
 from kvtool.core.codec.levels import NESTED, check_of
 from kvtool.core.codec.profile import SIDES, Profile
 from kvtool.core.codec.rans import coder
-from kvtool.core.codec.rans.reference import ESCAPE, ZERO, Columns
+from kvtool.core.codec.rans.tables import ESCAPE, ZERO, Columns
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
 from kvtool.core.common.machine import product_dtype
@@ -258,7 +258,7 @@ def sides_of(
     ----------
     numbers : int16, or of the dtype of `out`.
     records : at each layer, the records whose numbers follow one another.
-    by : the kernel that multiplies; None: torch does.
+    by : the kernel that multiplies; None: torch does, which is faster.
     """
     if by is not None and out.numel():
         weights = [transform_kernels.Weights.backward(profile, layer, level, out.dtype, by.tile) for layer in layers]

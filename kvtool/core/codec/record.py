@@ -26,7 +26,7 @@ import torch
 from kvtool.core.codec.base import DTYPES, Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.rans.coder import HELD, Form
-from kvtool.core.codec.rans.reference import LANES, Stream
+from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
 

@@ -108,7 +108,7 @@ def use_pool(threads: int) -> Iterator[ThreadPool | None]:
 
 def _taken(helpers: int) -> ThreadPool | None:
     """Take an unused pool; None if it cannot be compiled, or no thread can start: the caller works without help."""
-    if not _system() or not runnable():
+    if not _system():
         return None
     with contextlib.suppress(IndexError):
         while (pool := _idle.pop()).helpers != helpers:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.codec.rans.reference import (
+from kvtool.core.codec.rans.tables import (
     ALPHABET,
     BLOCK,
     ESCAPE,

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec.rans.reference import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
+from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import DamagedError, KvtoolError
 
