@@ -14,7 +14,6 @@ from kvtool.core.native import jit
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled, keep_code, kept_code, key_of
 
-posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders are kept by other means")
 KEY = key_of("a", "b")
 
 
@@ -83,7 +82,6 @@ def test_names_tell_their_parts_apart() -> None:
     assert len({key_of("a", "b"), key_of("ab"), key_of("", "ab"), key_of("a", "b", "")}) == 4
 
 
-@posix
 @pytest.mark.parametrize("mode", [0o770, 0o702])
 def test_a_folder_that_others_can_write_to_is_left_alone(mode: int) -> None:
     keep_code(KEY, b"code")
@@ -95,14 +93,12 @@ def test_a_folder_that_others_can_write_to_is_left_alone(mode: int) -> None:
     assert len(files()) == 1
 
 
-@posix
 def test_what_belongs_to_somebody_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_code(KEY, b"code")
     monkeypatch.setattr(jit.os, "geteuid", lambda: os.getuid() + 1)
     assert kept_code(KEY) is None
 
 
-@posix
 def test_links_are_not_followed(tmp_path: Path) -> None:
     keep_code(KEY, b"code")
     (path,) = files()
@@ -117,7 +113,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert kept_code(KEY) is None
 
 
-@posix
 def test_only_the_user_can_read_it() -> None:
     keep_code(KEY, b"code")
     assert (cache_dir() / "native").stat().st_mode & 0o777 == 0o700
@@ -159,7 +154,6 @@ def test_a_folder_in_the_cache_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert kept_code(key_of("3"))
 
 
-@posix
 def test_a_pipe_is_not_waited_for() -> None:
     keep_code(KEY, b"code")
     (path,) = files()

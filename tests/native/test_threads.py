@@ -254,14 +254,6 @@ def test_no_thread_to_be_had_is_no_error(helping: list[int], monkeypatch: pytest
     assert comes_to(helping, 0)
 
 
-def test_a_system_without_semaphores_works_alone(helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_system", lambda: {})
-    job = new_job()
-    launch_in_pool(counting(), job, 3)
-    assert list(job[2:]) == [1] * TASKS
-    assert not helping
-
-
 @pytest.mark.slow
 def test_a_helper_that_nobody_waits_for_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()

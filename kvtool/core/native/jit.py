@@ -36,9 +36,7 @@ Kind = Callable[[Isa], str]  # LLVM IR of a function `run(jobs, number of jobs)`
 _MOST_BYTES = 2**22  # of one piece of code
 _MOST_FILES = 256
 _DIGEST = 32
-_FOR_READING = os.O_RDONLY  # follows no link, and does not wait for the other end of a pipe
-for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
-    _FOR_READING |= getattr(os, _flag, 0)
+_FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which does not wait for the other end of a pipe
 
 
 class Function:
@@ -171,9 +169,7 @@ def _folder(make: bool) -> Path | None:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return True if it belongs to this user and no other can write to it. Windows protects folders by other means."""
-    if not hasattr(os, "geteuid"):
-        return True
+    """Return True if it belongs to this user and no other can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
