@@ -350,8 +350,13 @@ def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
 
 
 def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
-    fits = numbers.ndim == 3 and len(numbers) == len(columns) and numbers.strides[2] == numbers.itemsize
-    if not fits or numbers.dtype != np.int16 or max((of.reach for of in columns), default=0) > numbers.shape[2]:
+    fits = numbers.ndim == 3 and len(numbers) == len(columns)
+    if (
+        not fits
+        or (numbers.size and numbers.strides[2] != numbers.itemsize)
+        or numbers.dtype != np.int16
+        or max((of.reach for of in columns), default=0) > numbers.shape[2]
+    ):
         raise ValueError("numbers are int16 [layers, rows, stride], as wide as the columns reach")
 
 
