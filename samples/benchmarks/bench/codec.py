@@ -26,7 +26,6 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import cores
 from kvtool.core.common.types import Events
 from kvtool.core.errors import KvtoolError
-from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.native.isa import best_isa
 from kvtool.core.records.read import exact_level, read_chunk
@@ -71,7 +70,6 @@ def bench_codec(
     identity = store_identity(store)
     profile = ProfileCache(store).current()
     most = threads or cores()
-    keep_freed_memory()  # as loading a model does: two threads would wait for each other's fresh pages
     with _one_torch_thread():
         events.status("read the store's chunks")
         sample = Sample.of(store, tokens, leave_out=identity.prefix_id, decoded=dtype)
