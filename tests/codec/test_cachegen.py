@@ -21,7 +21,7 @@ from kvtool.core.codec.cachegen import shipped
 from kvtool.core.codec.decode import HostBuffer
 from kvtool.core.codec.encode import encode_levels, symbols_of
 from kvtool.core.codec.fit import coarsened
-from kvtool.core.codec.levels import NESTED, NO_PROFILE
+from kvtool.core.codec.levels import NESTED, NO_PROFILE, base_level
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.tables import ESCAPE, ZERO, TableSet, in_order
@@ -325,13 +325,13 @@ def test_which_level_refines_which() -> None:
 
     def bases(levels: list[str], stored: tuple[str, ...] = ()) -> dict[str, str | None]:
         made = encode_nested(*kv, 0, levels, of, bases=dict.fromkeys(stored, b""))
-        return {level: CODECS[level].base_of(b"".join(parts)) for level, parts in made.items()}
+        return {level: base_level(level, b"".join(parts)) for level, parts in made.items()}
 
     assert bases(["1", "3"]) == {"1": None, "3": None}
     assert bases(["2", "3"]) == {"2": "3", "3": None}
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
-    assert [CODECS[level].base_of(b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
+    assert [base_level(level, b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
     made = Record.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left unchanged
     assert (made.profile, made.base) == (NO_PROFILE, 0)
     assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]

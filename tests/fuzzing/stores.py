@@ -24,6 +24,7 @@ from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.tree import DataFile, Tree, check_data_file, damaged_pages
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of
+from kvtool.core.codec.levels import base_level
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.tables import LANES, Stream, TableSet, in_order, quantised
@@ -144,7 +145,7 @@ def record_of(level: str) -> Callable[[bytes], None]:
                 return
             shape = shape_of(header.kv_heads, header.tokens, header.head_dim_k, header.head_dim_v)
             item = Encoded(bytearray(payload), shape, header.dtype, _items()[level].base)
-            CODECS[level].base_of(payload)
+            base_level(level, payload)
             CODECS[level].stated_error(payload)
             if level.startswith("keep"):
                 rows_of(item)

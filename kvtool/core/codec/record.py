@@ -187,12 +187,6 @@ class Record:
         )
 
 
-def base_of(payload: Payload) -> int:
-    """Read the number of the level that a record refines; 0: none. Raises DamagedError."""
-    base: int = _header(payload)[4]
-    return base
-
-
 def _header(payload: Payload) -> tuple[Any, ...]:
     """Read the fields of a header whose format and levels are known."""
     if len(payload) < _HEADER.size:
