@@ -115,10 +115,9 @@ class HostBuffer:
             if refined:
                 held[:] = 0  # a finer level codes more columns than its base
             return cls(torch.from_numpy(held))
-        form = _FLOAT_FORMS.get(NAMES[dtype])
-        if form is not None and not refined and transform_kernels.torch_is_faster(dtype):
-            return cls(torch.empty(shape, dtype=dtype), form)
-        return cls(torch.zeros(shape, dtype=torch.int16))
+        if refined:
+            return cls(torch.zeros(shape, dtype=torch.int16))
+        return cls(torch.empty(shape, dtype=dtype), _FLOAT_FORMS[NAMES[dtype]])
 
     @property
     def _held(self) -> npt.NDArray[Any]:

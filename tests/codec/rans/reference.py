@@ -13,7 +13,6 @@ from kvtool.core.codec.rans.tables import (
     U16,
     Stream,
     TableSet,
-    check_end,
     check_ids,
 )
 from kvtool.core.errors import DamagedError
@@ -76,5 +75,6 @@ def decode(stream: Stream, rows: int, ids: U16, tables: TableSet, contexts: U8 |
                 raise DamagedError("an encoded stream that ends too early")
             states[empty] = (states[empty] << np.uint32(16)) | words
             at += len(empty)
-    check_end(states, at, len(stream.words))
+    if at != len(stream.words) or (states != LEAST_STATE).any():
+        raise DamagedError("an encoded stream that does not end where it should")
     return symbols

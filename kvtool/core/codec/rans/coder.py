@@ -27,7 +27,6 @@ from kvtool.core.codec.rans.tables import (
     Columns,
     Stream,
     TableSet,
-    check_end,
 )
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.jit import Function, kernel
@@ -262,7 +261,8 @@ def _with_rows(job: Decoding) -> list[int]:
     if len(some) < len(job.streams):
         for number in set(range(len(job.streams))).difference(some):
             stream = job.streams[number]
-            check_end(stream.states, 0, len(stream.words))
+            if len(stream.words) or (stream.states != LEAST_STATE).any():
+                raise DamagedError("an encoded stream that does not end where it should")
             _check_escapes(job, number, 0)
     return some
 

@@ -229,9 +229,3 @@ def check_ids(ids: U16, tables: TableSet, most_context: int) -> None:
     """Refuse columns that name a table which is not there; raises DamagedError."""
     if len(ids) % LANES or (len(ids) and int(ids.max()) + most_context >= len(tables)):
         raise DamagedError("a column that names no table")
-
-
-def check_end(states: U32, read: int, words: int) -> None:
-    """Refuse a stream that does not end where its encoder began; raises DamagedError."""
-    if read != words or (states != LEAST_STATE).any():
-        raise DamagedError("an encoded stream that does not end where it should")

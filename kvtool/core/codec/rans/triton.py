@@ -56,7 +56,7 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
 
     Raises
     ------
-    DamagedError : a stream does not end as `reference.check_end` demands. `out` then holds nothing usable.
+    DamagedError : a stream does not end as an encoder began. `out` then holds nothing usable.
     ValueError : a job's arrays do not fit each other, or only some jobs' columns refine.
     KvtoolError : triton is missing.
     """
