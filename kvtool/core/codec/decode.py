@@ -32,7 +32,6 @@ Work = tuple[int, Sequence[Parsed], Sequence[int]]  # a layer, some records of i
 Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
 BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
-_FLOAT_FORMS: dict[str, coder.Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 
 
 def decode_layers(
@@ -80,7 +79,7 @@ def _decode_slab(
     by = None if out.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
     whole: HostBuffer | DeviceBuffer
     if device is None:
-        whole = HostBuffer.of(shape, out.dtype, by, refined)
+        whole = HostBuffer.of(shape, by, refined)
     else:
         whole = DeviceBuffer(torch.zeros(shape, dtype=torch.int16, device=device))
     firsts = [[at * rows + start for start in starts] for at in range(len(layers))]
@@ -98,7 +97,7 @@ class HostBuffer:
 
     Attributes
     ----------
-    tensor : `[rows, stride]`, int16 or a float format that holds the same numbers.
+    tensor : `[rows, stride]`, int16, or bfloat16 that holds the same numbers.
     form : format of the numbers.
     """
 
@@ -106,10 +105,11 @@ class HostBuffer:
     form: coder.Form = "int16"
 
     @classmethod
-    def of(
-        cls, shape: tuple[int, int], dtype: torch.dtype, by: transform_kernels.Multiplier | None, refined: bool
-    ) -> HostBuffer:
-        """Make a buffer for numbers of which `by`, or else torch, makes sides of this dtype; only int16 is refined."""
+    def of(cls, shape: tuple[int, int], by: transform_kernels.Multiplier | None, refined: bool) -> HostBuffer:
+        """Make a buffer for numbers of which `by`, or else torch, makes sides; only int16 is refined.
+
+        Torch does for bfloat16 alone, in which it multiplies faster on some CPUs.
+        """
         if by is not None:  # in this thread's memory: a kernel reads only what has been decoded
             held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
             if refined:
@@ -117,7 +117,7 @@ class HostBuffer:
             return cls(torch.from_numpy(held))
         if refined:
             return cls(torch.zeros(shape, dtype=torch.int16))
-        return cls(torch.empty(shape, dtype=dtype), _FLOAT_FORMS[NAMES[dtype]])
+        return cls(torch.empty(shape, dtype=torch.bfloat16), "bfloat16")
 
     @property
     def _held(self) -> npt.NDArray[Any]:

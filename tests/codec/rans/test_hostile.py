@@ -202,7 +202,7 @@ def test_mistakes_of_columns() -> None:
 def test_jobs_of_two_forms_are_not_one_call() -> None:
     jobs = [
         Decoding([], in_order(np.zeros(64, np.uint16), TABLES), [], [], np.empty((1, 64), HELD[form]), form)
-        for form in ("int16", "float16")
+        for form in ("int16", "bfloat16")
     ]
     with pytest.raises(ValueError, match="one kind"):
         decode(*jobs)

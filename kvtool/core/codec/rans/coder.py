@@ -32,11 +32,10 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.native.jit import Function, kernel
 from kvtool.core.native.job import Jobs, address, scratch
 
-Form = Literal["int16", "bfloat16", "float16"]
+Form = Literal["int16", "bfloat16"]
 HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
     "int16": np.dtype(np.int16),
     "bfloat16": np.dtype(np.uint16),
-    "float16": np.dtype(np.float16),
 }
 _SLACK = 16  # words an encoder may write after the last: those of a register
 _AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
@@ -165,7 +164,7 @@ class Decoding:
     ----------
     streams : their words and states may be views of a read-only buffer; see `Stream.address`.
     starts, rows : first row in `out` of each stream, and its number of rows; they do not overlap.
-    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits, or float16.
+    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits.
     form : format of `out`.
     marked : numbers that the escapes stand for, stream after stream, each row by row, in the format of `out`.
         None: escapes stay the number 127.
