@@ -28,7 +28,7 @@ from kvtool.core.errors import (
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
-# Limits of a request, checked before any work is done; listed in docs/server.md.
+# Limits of a request, checked before any work is done; listed in `kvtool help server`.
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
 LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
 MOST_NAMES = 256  # in a list of them

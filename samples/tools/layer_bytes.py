@@ -1,7 +1,7 @@
 """What kinds of layers store and read: KV bytes a token, and the records that a prompt's passes read.
 
     python samples/tools/layer_bytes.py [--context 4096] [--chunk-tokens 512] [SHAPE …]
-    python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/layers.md
+    python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/scale.md
 
 Each shape of `samples.benchmarks.bench` is built with its own layers, heads and windows, and a body (hidden size, MLP,
 experts, vocabulary) that is small: what is kept of a token does not depend on it. What is read is what the engine asks
@@ -30,7 +30,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
 from samples.benchmarks.bench.shapes import SHAPES, shape_config
 
-PAGE = Path(__file__).resolve().parents[1] / "results" / "layers.md"
+PAGE = Path(__file__).resolve().parents[1] / "results" / "scale.md"
 VOCABULARY, QUESTION = 512, 32
 SMALL: dict[str, int] = {
     **{"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCABULARY, "moe_intermediate_size": 16},
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("shapes", nargs="*", default=[name for name in SHAPES if name not in LEFT_OUT])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--write", action="store_true", help="put the table into samples/results/layers.md")
+    parser.add_argument("--write", action="store_true", help="put the table into samples/results/scale.md")
     options = parser.parse_args(arguments)
     lines = table(options.shapes, options.context, options.chunk_tokens)
     if options.write:

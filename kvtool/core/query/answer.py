@@ -1,6 +1,6 @@
 """Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep.
 
-`answer` reads top to bottom in the order in which things happen; kvtool/docs/trips.md lists the files on the way.
+`answer` reads top to bottom in the order in which things happen.
 """
 
 from __future__ import annotations
