@@ -16,7 +16,6 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.linear.onednn import RETURNED_BYTES
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.reports.reused_prompt import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
@@ -26,7 +25,7 @@ START_TOKENS = 4  # of every chunk, if nothing else is asked for
 MASS = 0.9
 HEAVY = 0.05  # share of the context that counts as heavy
 _STEP = 256  # keys; every other shape of a product costs oneDNN new code, which it keeps
-_BLOCK_BYTES = RETURNED_BYTES // 2  # of the weights of rows that exist at a time: they stay in the CPU's cache
+_BLOCK_BYTES = 2**21  # of the weights of rows that exist at a time: they stay in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.tree import DataFile, Tree, check_data_file, damaged_pages
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of
+from kvtool.core.codec.levels import base_level
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.rans import coder, reference
-from kvtool.core.codec.rans.reference import LANES, Stream, TableSet, in_order, quantised
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.rans.tables import LANES, Stream, TableSet, in_order, quantised
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
@@ -34,6 +35,7 @@ from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import open_unsealed, write_tables
 from tests.cache.making import id_of, make_store
 from tests.codec import test_fuzz as records
+from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, stream_of, symbols_for
 from tests.codec.synthetic import encoded
 from tests.fuzzing.harness import refused, scratch
@@ -143,7 +145,7 @@ def record_of(level: str) -> Callable[[bytes], None]:
                 return
             shape = shape_of(header.kv_heads, header.tokens, header.head_dim_k, header.head_dim_v)
             item = Encoded(bytearray(payload), shape, header.dtype, _items()[level].base)
-            CODECS[level].base_of(payload)
+            base_level(level, payload)
             CODECS[level].stated_error(payload)
             if level.startswith("keep"):
                 rows_of(item)

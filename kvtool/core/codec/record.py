@@ -5,8 +5,8 @@ follow, for each stream, its words (u16) and states (u32[64]); the side informat
 (cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
 stream by stream, row by row.
 
-Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for each
-side whose predictor is ANCHOR, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
+Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one for the
+anchors of each, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
 to a column that is not coded. The check of the base is `check_of` (levels.py) the very record that is refined: another
 record of its level, made elsewhere, rounds otherwise. 0: older records do not state it.
 """
@@ -26,7 +26,7 @@ import torch
 from kvtool.core.codec.base import DTYPES, Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.rans.coder import HELD, Form
-from kvtool.core.codec.rans.reference import LANES, Stream
+from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
 
@@ -45,7 +45,6 @@ _NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
 class Predictor(enum.IntEnum):
     """The prediction that is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
 
-    MEAN = 0  # each channel's mean over the chunk
     ANCHOR = 1  # the first token of each group of ten, in 8 bits (CacheGen, section 5.1)
     TRANSFORM = 2  # the profile's mean, then its transform
 
@@ -58,7 +57,7 @@ def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
     transformed = predictors.count(Predictor.TRANSFORM)
     if transformed == 1:
         raise DamagedError("a compressed record with one side transformed")
-    return 1 if transformed else 2 + predictors.count(Predictor.ANCHOR)
+    return 1 if transformed else 4
 
 
 @dataclass(slots=True)  # see Stream
@@ -186,12 +185,6 @@ class Record:
             profile=fields[19],
             base_check=check,
         )
-
-
-def base_of(payload: Payload) -> int:
-    """Read the number of the level that a record refines; 0: none. Raises DamagedError."""
-    base: int = _header(payload)[4]
-    return base
 
 
 def _header(payload: Payload) -> tuple[Any, ...]:

@@ -509,7 +509,7 @@ def _level(name: str, value: Any, layers: int, maker: Any, seal: Any, packs: lis
     placed = validation.list_of(value)[3:]
     size, mark, base = validation.list_of(value[:3], 3)
     if name not in LEVELS:
-        raise ValueError(f"there is no level {name[:20]!r} here: a plugin made it, or a newer kvtool")
+        raise ValueError(f"there is no level {name[:20]!r} here: a newer kvtool made it")
     if base is not None and base != coarser(name):
         raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
     return Level(
