@@ -112,11 +112,10 @@ class PruneRequest:
 
 
 def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
-    """Plan the steps of `kvtool help upkeep` in their order, the least used first within each, and no step beyond the
-    goal.
+    """Plan the steps of `kvtool help upkeep` up to the goal, the least recently used chunks first within each.
 
     The local cache of a shared store drops all of a chunk's KV at once: a coarse level that is left there saves less
-    fetching than the KV of a chunk that is asked for more often (samples/results/streaming.md). It keeps its profile, which
+    fetching than the KV of a chunk that is used more often (samples/results/streaming.md). It keeps its profile, which
     the next fetched record names.
     """
     planner = _Planner(inventory, request.goal)
