@@ -133,9 +133,6 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     if cut := facts.get("cut"):
         say = out.status if "shift" in facts else out.detail
         say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best, no new words (--min-score)")
-    if spared := facts.get("records_spared"):
-        read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
-        out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
     if forward := facts.get("resolved", {}).get("forward"):
         out.detail(f"layers: {forward}")
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")

@@ -120,7 +120,7 @@ def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOpti
     from kvtool.core.query.auto import spans_of
 
     selectors = {mode: selector_for(options, mode) for mode in MODES}
-    prompt = PromptRows(spans_of(session, plan, [*selectors.values()]), speeds)
+    prompt = PromptRows(spans_of(session, plan), speeds)
     return {mode: 1e3 * selector.expected_seconds(prompt) for mode, selector in selectors.items()}
 
 

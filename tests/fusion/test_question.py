@@ -48,7 +48,7 @@ def llama() -> Case:
 def ours(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
     cache = one.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
-    with Loader(one.decoder, [plan.cached] * len(one.decoder.layers), cache, one.source) as loader:
+    with Loader(one.decoder, plan.cached, cache, one.source) as loader:
         return question_attention(one.decoder, plan, cache, loader, layers, pooling)
 
 
@@ -59,9 +59,6 @@ def eager(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> to
     past = DynamicCache()
     for layer, buffer in enumerate(fused.cache.buffers):
         sides = [side[:, :, :start].clone() for side in (buffer.keys, buffer.values)]
-        for far in fused.read_set.skipped[layer]:  # never seen, and so never read
-            for side in sides:
-                side[:, :, far.start : far.stop] = 0
         past.update(*swapped(one.decoder.model, *sides), layer)
     ids = torch.tensor([plan.ids[start:]])
     positions = torch.arange(start, plan.length)[None]
