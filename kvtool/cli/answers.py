@@ -132,7 +132,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     )
     if cut := facts.get("cut"):
         say = out.status if "shift" in facts else out.detail
-        say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best, no new words (--min-score)")
+        say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best (search.min_score)")
     if forward := facts.get("resolved", {}).get("forward"):
         out.detail(f"layers: {forward}")
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
@@ -151,7 +151,7 @@ def show_end(out: Out, facts: Facts) -> None:
     if facts["finish"] == "length":
         out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
     elif facts["finish"] == "repeat":
-        out.status("… ended where the answer repeats itself: --no-stop-repeats lets it go on")
+        out.status("… ended where the answer repeats itself: --set sampling.stop_repeats=no lets it go on")
 
 
 def show_decision(out: Out, facts: Facts) -> None:

@@ -30,7 +30,7 @@ _MODEL = ("model", "device", "dtype")
 _SLOW = 2.0  # seconds of loading, after which `--keep-alive` is mentioned
 
 
-def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
+def answered_beside(run: Run, request: Request) -> bool:
     """Have a question answered by another process of this store and user; False: none does.
 
     Raises
@@ -54,7 +54,7 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
                 if options.is_streamed(run.out.on_terminal):
                     run.out.print(event, end="")
             else:
-                _show(run, event, passages)
+                _show(run, event)
     except Declined as declined:
         say = run.out.status if keep_alive else run.out.detail
         say(f"the server of this store was not used: {declined.why}")
@@ -71,24 +71,26 @@ def _is_looked_into(options: QueryOptions) -> bool:
 
 def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, Any]:
     model = run.get(ModelOptions)
-    named = {name: getattr(options, name) for name in options_of(QueryOptions)}
+    named = {each: getattr(options, name) for name, each in options_of(QueryOptions).items()}
+    parameters = [f"{each.parameter}={value}" for each, value in named.items() if not each.is_keyword]
     return {
         "question": request.question,
         "chunks": request.chunks,
         "documents": request.documents,
         "folder": os.getcwd(),
-        "options": named | {"embedder": placed(options.embedder)},
+        "options": {each.name: value for each, value in named.items() if each.is_keyword}
+        | {"embedder": placed(options.embedder), "set": [*options.set, *parameters]},
         "model": {name: getattr(model, name) for name in _MODEL} | {"model": placed(model.model)},
     }
 
 
-def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
+def _show(run: Run, answer: Mapping[str, Any]) -> None:
     for text, hint in answer["warnings"]:
         run.out.warning(text, hint)
     facts = answer["facts"]
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, answer["steps"], answer["stepper"])
-    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
+    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages=run.out.verbosity > 0)
 
 
 # ---- an engine that stays ----
@@ -108,7 +110,7 @@ def check_kept(run: Run, is_plain: bool) -> None:
     if not is_plain or _is_looked_into(run.get(QueryOptions)):
         raise UsageError(
             "--keep-alive is for one question that the engine answers itself",
-            "leave out --batch, --compare, --explain, --audit, --token-ids, --timeline and --no-server",
+            "leave out --batch, --compare, --explain, --audit and --token-ids, unset KVTOOL_TIMELINE and KVTOOL_SERVER",
         )
 
 

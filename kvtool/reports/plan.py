@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
-_ASKED = (*RETRIEVAL, "level", "max_loss", "ratio", "link_tokens", "defer", "defer_first")
+_ASKED = (*RETRIEVAL, "level", "ratio", "link_tokens", "defer")
 
 _WITHOUT_WORDS = "no word: by its title or by vectors"
 

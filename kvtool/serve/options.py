@@ -16,7 +16,7 @@ ANY_ORIGIN = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class KeepOptions(Options, sections=("query",)):
-    """The option of an engine that stays after a question."""
+    """Options of an engine that stays after a question, and of a server's."""
 
     keep_alive: float = option(
         0.0,
@@ -26,6 +26,9 @@ class KeepOptions(Options, sections=("query",)):
         lowest=0,
         highest=7 * 86400,
         own=True,
+    )
+    server: bool = option(
+        True, "Ask a running `kvtool serve` of the store, which has loaded the model.", group="Answer", flag=None
     )
 
 

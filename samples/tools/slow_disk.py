@@ -96,10 +96,11 @@ def drop(folder: Path) -> None:
 def ask(store: Path, question: str, run: str, procs: Path) -> None:
     mode, _, level = run.partition(":")
     command = [sys.executable, "-m", "kvtool", "query", question, "--store", str(store), "--max-tokens", "1", "--json"]
-    command += ["--fusion", mode, *(["--level", level] if level else ["--max-loss", "1"]), "--no-server"]
+    command += ["--fusion", mode, *(["--level", level] if level else ["--set", "load.max_loss=1"])]
     drop(store)
     enter = lambda: procs.write_text(str(os.getpid()))  # noqa: E731
-    done = subprocess.run(command, preexec_fn=enter, stdout=subprocess.PIPE, check=True)
+    environ = os.environ | {"KVTOOL_SERVER": "no"}
+    done = subprocess.run(command, preexec_fn=enter, env=environ, stdout=subprocess.PIPE, check=True)
     reply = json.loads(done.stdout)
     took, read = reply["timing_ms"]["ttft"], reply["bytes_read"]
     print(run, f"{took:.0f} ms", reply["tokens"], f"{read / 1e6:.2f} MB", sep=" | ")

@@ -93,7 +93,7 @@ def test_places_are_named_as_answers_name_them(tmp_path: Path, tiny: Path, monke
     store = tmp_path / "store"
     kvtool("ingest", tmp_path / "in", "--store", store, "--model", tiny, "--chunk-tokens", "64", *PREFIX).fine()
     monkeypatch.chdir(tmp_path)
-    asked = ("Who mills on page 2?", "--store", store, "--min-score", "0")
+    asked = ("Who mills on page 2?", "--store", store, "--set", "search.min_score=0")
     told = kvtool("query", *asked, *SHORT, "-v", "--explain").fine().err
     chunk_lines = [line for line in told.splitlines() if re.search(r"^ +hit | tokens recomputed", line)]
     cited = re.findall(r"in/mill\.pdf p\. \d(?:–\d)?", re.search(r"sources: (.*)", told)[1])  # type: ignore[index]

@@ -220,7 +220,7 @@ def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case) -> None:
 
 def test_link_tokens_come_first(llama: Case) -> None:
     plan = llama.plan(lead_in=BOS)
-    fused = llama.fuse(plan, Union(0.15, union_links=3))
+    fused = llama.fuse(plan, Union(0.15, links=3))
     links = [at for segment in plan.chunks for at in range(segment.start, min(segment.start + 3, segment.stop))]
     assert fused.recomputed[links].all()
     assert fused.tokens.recomputed == math.ceil(0.15 * CONTEXT)

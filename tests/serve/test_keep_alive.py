@@ -69,8 +69,12 @@ def answer(store: Path, *more: object) -> dict[str, Any]:
     return {name: facts[name] for name in ("answer", "finish", "fusion", "chunks", "tokens", "revision")}
 
 
-def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path) -> None:
-    alone = answer(store, "--no-server")
+def test_the_second_question_is_answered_by_the_engine_of_the_first(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("KVTOOL_SERVER", "no")
+        alone = answer(store)
     first = kvtool(*asked(store, *KEEP)).fine()
     assert "the model stays loaded" in first.err
     assert f"`kvtool stop --store {store}` ends it" in first.err
@@ -241,7 +245,7 @@ def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
 def test_sigterm_lets_answers_end(store: Path) -> None:
     engine = engine_of(store)
     shell = subprocess.Popen(
-        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--no-stop-repeats"),
+        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--set", "sampling.stop_repeats=no"),
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -291,10 +295,10 @@ def test_a_slow_question_mentions_it_once(store: Path, monkeypatch: pytest.Monke
     assert said not in on_terminal(*asked(store)).fine().err
 
 
-@pytest.mark.parametrize(
-    "more", [("--no-server",), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"]
-)
-def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("more", [(), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"])
+def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not more:
+        monkeypatch.setenv("KVTOOL_SERVER", "no")
     kvtool(*asked(store, *KEEP, *more)).failed(2, "--keep-alive is for one question")
     assert engines() == []
 

@@ -60,17 +60,20 @@ def test_the_server_answers_with_all_options(served: Served, ready: Path) -> Non
     assert (row["fusion"], len(row["chunks"]), row["tokens"]["recomputed"]) == ("epic", 2, 6)
     auto = kvtool(*asked, *SHORT, "--fusion", "auto", "-v").fine()
     assert "auto: " in auto.err
-    rounds = kvtool(*asked, *SHORT, "--defer", "--defer-first", "1").fine()
+    rounds = kvtool(*asked, *SHORT, "--defer", "--set", "defer.first=1").fine()
     assert "round 1: 1 chunk" in rounds.err
     kvtool("query", "zzyzx", "--store", ready).failed(1, "no chunk matches")
     kvtool(*asked, "--documents", "nowhere.txt", "--json").failed(2, "nowhere.txt")
 
 
-def test_an_answer_is_the_same_with_a_server_and_without(served: Served, ready: Path) -> None:
+def test_an_answer_is_the_same_with_a_server_and_without(
+    served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ("query", QUESTION, "--store", ready, *SHORT, "--json", "--cite")
     cited = facts(kvtool(*asked))
     assert cited["citations"]
-    assert cited == facts(kvtool(*asked, "--no-server"))
+    monkeypatch.setenv("KVTOOL_SERVER", "no")
+    assert cited == facts(kvtool(*asked))
 
 
 def test_what_a_shell_asks_is_noted_and_counted_as_what_others_ask(store: Path) -> None:
@@ -129,10 +132,13 @@ def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeyp
     opened = query.open_any_store
     monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
     asked = ("query", QUESTION, "--store", ready, *SHORT)
-    for alone in (["--no-server"], ["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
+    for alone in (["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
         kvtool(*asked, *alone)
         assert here.pop()
     assert not here
+    monkeypatch.setenv("KVTOOL_SERVER", "no")
+    kvtool(*asked)
+    assert here
 
 
 def test_folders_of_models_are_those_of_the_shell(
