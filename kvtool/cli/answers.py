@@ -23,11 +23,11 @@ _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
-    """Show the sources of an answer, the best first; with `passages` their text. With -v also in the order of the
-    prompt."""
+    """Show the sources of an answer, the best first; with `passages` their text. With -v both, and also the chunks in
+    the order of the prompt."""
     if not passages:
         out.status(source_line(chunks))
-    for chunk in _best_first(chunks) if passages else ():
+    for chunk in _best_first(chunks) if passages or out.verbosity > 0 else ():
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:

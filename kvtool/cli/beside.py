@@ -71,15 +71,13 @@ def _is_looked_into(options: QueryOptions) -> bool:
 
 def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, Any]:
     model = run.get(ModelOptions)
-    named = {each: getattr(options, name) for name, each in options_of(QueryOptions).items()}
-    parameters = [f"{each.parameter}={value}" for each, value in named.items() if not each.is_keyword]
+    named = {name: getattr(options, name) for name in options_of(QueryOptions)}
     return {
         "question": request.question,
         "chunks": request.chunks,
         "documents": request.documents,
         "folder": os.getcwd(),
-        "options": {each.name: value for each, value in named.items() if each.is_keyword}
-        | {"embedder": placed(options.embedder), "set": [*options.set, *parameters]},
+        "options": named | {"embedder": placed(options.embedder)},
         "model": {name: getattr(model, name) for name in _MODEL} | {"model": placed(model.model)},
     }
 
@@ -90,7 +88,7 @@ def _show(run: Run, answer: Mapping[str, Any]) -> None:
     facts = answer["facts"]
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, answer["steps"], answer["stepper"])
-    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages=run.out.verbosity > 0)
+    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]])
 
 
 # ---- an engine that stays ----

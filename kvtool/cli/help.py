@@ -47,6 +47,7 @@ TOPICS = {
     "codec": "Compression: how KV is encoded at each level.",
     "lmcache": "LMCache's L2 at kvtool's levels: a serde for the KV of vLLM.",
 }
+_ALSO_CALLED = {"modes": "concepts", "parameters": "concepts"}
 _PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
 
 
@@ -75,6 +76,7 @@ def show_help(
         out.result({"topic": " ".join(topic), "text": text}, lambda: out.print(text))
         return
     name = " ".join(topic).strip().lower().removesuffix(".md")
+    name = _ALSO_CALLED.get(name, name)
     if name not in TOPICS:
         raise UsageError(f"there is no page {' '.join(topic)!r}", _in_a_group(topic[0]) or _near(name))
     text = page(name)

@@ -398,7 +398,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
     if reply.explained:
         show_explained(run.out, reply)
-    show_sources(run.out, reply.chunks, passages=run.out.verbosity > 0)
+    show_sources(run.out, reply.chunks)
     if options.audit:
         _audit(run, session, reply, options)
 

@@ -94,7 +94,7 @@ class PassageSpotter:
         settings = self._settings | dict(more)
         if unknown := [name for name in settings if name not in _SETTINGS]:
             raise UsageError(f"the connector has no option {unknown[0]!r}", f"known: store, {', '.join(_SETTINGS)}")
-        options = QueryOptions(**settings)
+        options = QueryOptions.of(settings)
         mode = options.mode()
         if mode == AUTO:
             raise UsageError("the connector has no fusion mode 'auto'", "name a mode: vLLM's speed is not known to it")

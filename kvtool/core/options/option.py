@@ -129,7 +129,7 @@ class Option:
 
     @property
     def is_keyword(self) -> bool:
-        """Return True if a call in Python gives it by its name, and not only in `set`."""
+        """Return True if Python's signatures show it: a parameter is given in `set`."""
         return bool(self.flag) or not self.parameter
 
     @property
@@ -326,13 +326,10 @@ class Options:
         ------
         UsageError : a name is none of them, or a value is wrong.
         """
-        every = options_of(cls)
-        known = [name for name, option in every.items() if option.is_keyword]
+        known = options_of(cls)
         for name in values:
             if name not in known:
-                as_parameter = f"set={{'{every[name].parameter}': …}} gives it" if name in every else ""
-                hint = as_parameter or did_you_mean(name, known) or f"known: {', '.join(known)}"
-                raise UsageError(f"unknown option {name!r}", hint)
+                raise UsageError(f"unknown option {name!r}", did_you_mean(name, known) or f"known: {', '.join(known)}")
         return cls(**values)
 
     @classmethod
