@@ -1,4 +1,4 @@
-"""Rooms have one order, and imports point down it (the picture is in kvtool/docs/design.md)."""
+"""Rooms have one order, and imports point down it (the picture is in `kvtool help design`)."""
 
 from __future__ import annotations
 

@@ -435,7 +435,7 @@ class JobView:
             self._out.status(hint)
 
 
-# ---- JSON (kvtool/docs/json.md) ----
+# ---- JSON (`kvtool help json`) ----
 
 
 def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:

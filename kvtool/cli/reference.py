@@ -11,15 +11,15 @@ from kvtool.cli.commands import Described, LazyGroup, described, everywhere
 from kvtool.cli.options import ANYWHERE, described_option
 from kvtool.core.options.option import Option, options_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "reference.md"
 _HEAD = """\
 # Command reference
 
 Every command and every option, made from the program itself by `make docs`; `kvtool COMMAND --help-all` shows the
 same. A value comes from, in this order: the flag, the variable, `./kvtool.toml` and the user's configuration file
 (where a key is the variable in small letters without `KVTOOL_`, or in a command's own table the flag with
-underscores), the default. What the words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit
-codes: [troubleshooting](troubleshooting.md).
+underscores), the default. Terms: [concepts](../guide/concepts.md); what `--json` prints: [JSON](json.md); exit codes:
+[troubleshooting](../guide/troubleshooting.md).
 """
 
 

@@ -1,7 +1,7 @@
 """Feeding of vLLM's paged cache in a worker: a prompt's fused keys and values are computed and written to its blocks.
 
 Nothing is fed before the gate has passed: kvtool's rows over vLLM's modules are compared with what vLLM itself wrote of
-a request's prompt, and the laws of kvtool/docs/design.md are checked for this model and store.
+a request's prompt, and the laws of `kvtool help design` are checked for this model and store.
 """
 
 from __future__ import annotations

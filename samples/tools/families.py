@@ -1,6 +1,6 @@
 """Write the page of model families from what the tests cover: each family's kinds of layers, as the built model says.
 
-    python samples/tools/families.py            writes kvtool/docs/models.md and README.md's list anew
+    python samples/tools/families.py            writes the page `models` and README.md's list anew
     python samples/tools/families.py --check    says whether they are as they would be written
 
 A family is a tiny model with random weights of the real configuration class (`tests/families.py`, `tests/wrappers.py`),
@@ -35,7 +35,7 @@ from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
-PAGE, README = ROOT / "kvtool" / "docs" / "models.md", ROOT / "README.md"
+PAGE, README = ROOT / "kvtool" / "docs" / "reference" / "models.md", ROOT / "README.md"
 NAMED = {  # of the families, in README.md
     "Llama": "llama",
     "Mistral": "mistral",
@@ -52,13 +52,14 @@ _HEAD = (
     "# Model families\n"
     "\n"
     "kvtool accepts a model by its configuration and its layers, not by its name. A family that is not listed"
-    " here is tried, and refused with a reason if it cannot work. The tests check the [laws](design.md#laws) "
+    " here is tried, and refused with a reason if it cannot work. The tests check the "
+    "[laws](../internals/design.md#laws) "
     "on a tiny random model of each configuration class; `samples/tools/families.py` writes this page from "
     "them.\n"
     "\n"
     "- **KV**: size of one token of the tiny model in a store, in bytes of bfloat16. 512 means plain keys and"
     " values: two heads of 16 in four layers. States are not counted."
-    " [Layers](../../samples/results/layers.md) has the numbers of real models.\n"
+    " [Layers](../../../samples/results/scale.md#what-kinds-of-layers-store-and-read) has the numbers of real models.\n"
     "- **tested**: *in full* with every mode in float32 and bfloat16, for families with a kind of layer of "
     "their own; otherwise with the modes that differ in their computation.\n"
     "- **GGUF**: architecture name of the GGUF files that kvtool reads with packed weights. –: kvtool refuses"

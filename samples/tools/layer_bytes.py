@@ -1,7 +1,7 @@
 """What kinds of layers store: KV bytes a token.
 
     python samples/tools/layer_bytes.py [--context 4096] [SHAPE …]
-    python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/layers.md
+    python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/scale.md
 
 Each shape of `samples.benchmarks.bench` is built with its own layers, heads and windows, and a body (hidden size, MLP,
 experts, vocabulary) that is small: what is kept of a token does not depend on it. Bytes are those of raw records of
@@ -23,7 +23,7 @@ from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.model.decoder import Decoder
 from samples.benchmarks.bench.shapes import SHAPES, shape_config
 
-PAGE = Path(__file__).resolve().parents[1] / "results" / "layers.md"
+PAGE = Path(__file__).resolve().parents[1] / "results" / "scale.md"
 VOCABULARY = 512
 SMALL: dict[str, int] = {
     **{"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCABULARY, "moe_intermediate_size": 16},
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=[name for name in SHAPES if name not in LEFT_OUT])
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--write", action="store_true", help="put the table into samples/results/layers.md")
+    parser.add_argument("--write", action="store_true", help="put the table into samples/results/scale.md")
     options = parser.parse_args(arguments)
     lines = table(options.shapes, options.context)
     if options.write:

@@ -3,7 +3,7 @@
     python samples/tools/plan_of_scale.py [--chunks 1e9] [--store-chunks 1e6] [--usd-per-gb-month 0.023] ...
 
 Nothing is measured here: shapes and bits are given (samples/results/codec.md), prices are list prices that you replace
-by your own, and the rest is arithmetic. It prints the tables of kvtool/docs/scale.md.
+by your own, and the rest is arithmetic. It prints the tables of `kvtool help scale`.
 """
 
 from __future__ import annotations

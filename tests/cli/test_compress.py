@@ -1,4 +1,4 @@
-"""`kvtool compress`: its JSON (kvtool/docs/json.md), its exit codes, its forms."""
+"""`kvtool compress`: its JSON (`kvtool help json`), its exit codes, its forms."""
 
 from __future__ import annotations
 

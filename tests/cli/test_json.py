@@ -1,4 +1,4 @@
-"""The JSON contract (kvtool/docs/json.md): names, types and sums that scripts rely on."""
+"""The JSON contract (`kvtool help json`): names, types and sums that scripts rely on."""
 
 from __future__ import annotations
 

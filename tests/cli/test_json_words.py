@@ -1,4 +1,4 @@
-"""JSON has one vocabulary: kvtool/docs/json.md lists every command's object field by field, and every name once."""
+"""JSON has one vocabulary: `kvtool help json` lists every command's object field by field, and every name once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.cli.every_command import every_command
 
-PAGE = (files("kvtool") / "docs" / "json.md").read_text(encoding="utf-8")
+PAGE = (files("kvtool") / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
 BODY, _, CHANGES = PAGE.partition("## From schema 1 to 2")
 # A shape is a dictionary by name, with "?" after an optional name; a list of one; None for a value; OPEN
 # for an object whose keys are not names. The key OPEN stands for any.

@@ -22,7 +22,7 @@ from kvtool.core.options.resolve import Resolved, resolve
 from kvtool.core.query.options import QueryOptions, every_parameter, shown_default
 from tests.cli.working import kvtool as command
 
-CONCEPTS = Path(kvtool.__file__).parent / "docs" / "concepts.md"
+CONCEPTS = Path(kvtool.__file__).parent / "docs" / "guide" / "concepts.md"
 SET = options_of(QueryOptions)["set"]
 
 

@@ -27,7 +27,7 @@ from kvtool.core.cache import layout
 _MAX_LOG_BYTES = 64 * 2**20  # then readers stop noting until a writer folds it
 _LONG_LOG_BYTES = 2**20
 _MAX_BUFFER = 4096
-HALF_LIFE = 3 * 86_400.0  # seconds; 30 to 3,000 questions fetch less than by recency only (samples/results/front.md)
+HALF_LIFE = 3 * 86_400.0  # seconds; 30 to 3,000 questions beat recency only (samples/results/streaming.md)
 _USE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12})")
 _COUNTS = re.compile(rb"([0-9]{1,12}) ([0-9]{1,12}) ([0-9]{1,12})")
 

@@ -2,7 +2,7 @@
 
 The environment does what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
 
-Default flags are crash-safe (kvtool/docs/store-format.md). Every value is copied: no buffer outlives its transaction.
+Default flags are crash-safe (`kvtool help store-format`). Every value is copied: no buffer outlives its transaction.
 """
 
 from __future__ import annotations

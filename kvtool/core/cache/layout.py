@@ -13,7 +13,7 @@
 
 Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
 
-LMDB's own write lock waits forever and ignores Ctrl-C (kvtool/docs/store-format.md); the writer's lock is taken before
+LMDB's own write lock waits forever and ignores Ctrl-C (`kvtool help store-format`); the writer's lock is taken before
 it, gives up in time, and names its holder.
 """
 

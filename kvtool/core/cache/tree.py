@@ -2,7 +2,7 @@
 
 LMDB has no checksum over its pages: of one flipped bit in the header of a page or a node it dies (SIGSEGV, SIGBUS), and
 takes the process with it. So keys are looked up here, in pages that are read like any other part of a file; a value is
-one ``preadv``, faster than the map on a cold page cache (kvtool/docs/store-format.md). LMDB itself pins the pages, by a
+one ``preadv``, faster than the map on a cold page cache (`kvtool help store-format`). LMDB itself pins the pages, by a
 transaction, and writes; before it does, the pages on its way are looked at here, too (:meth:`Tree.touch`).
 
 The pages are those of LMDB 0.9 (data format 1) on a 64-bit machine, as in :mod:`kvtool.core.cache.pages`.

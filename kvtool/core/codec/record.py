@@ -1,6 +1,6 @@
 """Lossy records (`1` to `4`, `cachegen-…`): their bytes, and the checks before an unchecked kernel reads them.
 
-kvtool/docs/codec.md has the fields of the header, little-endian without padding, in the order of `_HEADER`. After it
+`kvtool help codec` has the fields of the header, little-endian without padding, in the order of `_HEADER`. After it
 follow, for each stream, its words (u16) and states (u32[64]); the side information of untransformed predictors
 (cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
 stream by stream, row by row.

@@ -2,7 +2,7 @@
 
 The inner level's payload of the stored rows comes first, so that a record begins as the inner level's does. Then follow
 a bit for every token of the chunk, 1 where its row is stored, the first the lowest; and `_TAIL`: tokens of the chunk,
-which the record's header states, too, rows that are stored, ``kvk`` and the format (kvtool/docs/codec.md).
+which the record's header states, too, rows that are stored, ``kvk`` and the format (`kvtool help codec`).
 """
 
 from __future__ import annotations

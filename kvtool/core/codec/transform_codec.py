@@ -1,4 +1,4 @@
-"""Transform coding by a fitted profile, levels `1` to `4`: small records with a stated loss (kvtool/docs/codec.md)."""
+"""Transform coding by a fitted profile, levels `1` to `4`: small records with a stated loss (`kvtool help codec`)."""
 
 from __future__ import annotations
 

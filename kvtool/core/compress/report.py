@@ -43,7 +43,7 @@ class LevelReport:
 
 @dataclass(slots=True)
 class CompressReport:
-    """Result of a compression (kvtool/docs/json.md).
+    """Result of a compression (`kvtool help json`).
 
     Attributes
     ----------

@@ -1,7 +1,6 @@
 """Load layers ahead of the compute: read, decode and rotate them into the prompt's buffers.
 
-A read set says which records a layer needs: no row sees further back than its window. A CPU places them at once, a GPU
-through pinned memory, in a stream of its own.
+A CPU places records at once, a GPU through pinned memory, in a stream of its own.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
     """Encode the payloads of parts for a store of the format `kept`.
 
     Rows are rounded to that format, as those of chunks are. States are not: all that follows would lose what a state
-    has lost (samples/results/states.md).
+    has lost (samples/results/speed.md).
 
     Raises
     ------

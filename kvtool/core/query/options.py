@@ -212,7 +212,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     defer_first: int = option(2, "Number of chunks that --defer loads first.", parameter="defer.first", lowest=1)
     defer_threshold: float = option(
         0.6, "Confidence in the answer at which --defer stops loading.", parameter="defer.threshold", lowest=0
-    )  # samples/results/deferred-loading.md
+    )  # samples/results/quality.md
 
     slo_ms: float | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Request and reply of a query (kvtool/docs/json.md), and sums of replies."""
+"""Request and reply of a query (`kvtool help json`), and sums of replies."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class Reply:
     ----------
     finish : how the answer ended: `stop`, `length` where it was cut off at its longest, `repeat` where it began to say
         the same again.
-    revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
+    revision : of the store: equal ones give equal answers (`kvtool help consistency`).
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained, backends : one entry a chunk, and one for each kind of layer, where it was asked for.

@@ -1,4 +1,4 @@
-"""Conformance checks of a model on a store's chunks: its error in each law (invariant) of kvtool/docs/design.md.
+"""Conformance checks of a model on a store's chunks: its error in each law (invariant) of `kvtool help design`.
 
 They run when a model first uses a store. Law 6, that records and states of another arithmetic serve as well as this
 one's own, is measured when such are first used: the arithmetic is no part of a record's name, but its rounding is part

@@ -1,7 +1,7 @@
 """The identity of a store: model, the prompt's fixed parts, lead-in and splitting; with what was measured of it.
 
 `compress` measures the losses of codec profiles, and the gate (`session/gate.py`, which needs torch) a model's error in
-the laws of kvtool/docs/design.md. A model answers from fused caches only if it conforms to these. Its results are next
+the laws of `kvtool help design`. A model answers from fused caches only if it conforms to these. Its results are next
 to the store, in one file for each model and arithmetic.
 """
 
@@ -361,7 +361,7 @@ GATE_FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCheck:
-    """A law of kvtool/docs/design.md and a model's error: RMS difference over the reference's standard deviation."""
+    """A law of `kvtool help design` and a model's error: RMS difference over the reference's standard deviation."""
 
     law: int
     name: str

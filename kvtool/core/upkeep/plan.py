@@ -138,8 +138,8 @@ def plan_prune(inventory: Inventory, wanted: PruneRequest) -> Plan:
     exact records of chunks that have a level with a measured loss, finer levels before coarser, all KV of chunks whose
     text stays, the codec's profile if no KV is left, and last the documents that may be removed. The local cache of a
     shared store drops all of a chunk's KV at once: a coarse level that is left there saves less fetching than the KV of
-    a chunk that is asked for more often (samples/results/front.md). It keeps its profile, which the next fetched record
-    names.
+    a chunk that is asked for more often (samples/results/streaming.md). It keeps its profile, which the next fetched
+    record names.
     """
     return Planner(inventory, wanted).plan()
 

@@ -25,9 +25,9 @@ name = "flash"
 def declines(call: AttentionCall) -> str:
     """Return why this backend does not serve a call, or an empty string; by features of the CPU, never by the clock.
 
-    On one core of an AMD EPYC (`samples/benchmarks/attention.py`), 15 % of 4,096 rows over 4,096 keys, heads of
-    Qwen2.5-0.5B, GFLOP/s: bfloat16 with AVX-512 BF16 350 of the plain product's 460 (`eager` 173, `sdpa` 55); float32
-    with AVX2 102 of 104 (`eager` 63, `sdpa` 54).
+    On one core of an AMD EPYC (samples/results/speed.md), 15 % of the rows, heads of Qwen2.5-0.5B, GFLOP/s: bfloat16
+    with AVX-512 BF16 over 4,096 keys 318, 74 % of the plain product (`eager` 126, `sdpa` 46); float32 with AVX2 over
+    8,192 keys 95 of 94 (`eager` 53, `sdpa` 50).
     """
     if call.device != "cpu":
         return "it runs on CPUs"
