@@ -157,12 +157,14 @@ def test_folders_of_models_are_those_of_the_shell(
     with serving(store):
         monkeypatch.chdir(here)
         base = ("query", QUESTION, "--store", store, *SHORT)
-        kvtool(*base, "--embedder", "vectors").fine()
-        kvtool(*base, "--embedder", "./vectors").fine()
-        kvtool(*base, "--embedder", static_model).fine()
+        for name in ("vectors", "./vectors", str(static_model)):
+            monkeypatch.setenv("KVTOOL_EMBEDDER", name)
+            kvtool(*base).fine()
         assert asked == [str(here / "vectors")] * 2 + [str(static_model)]
-        kvtool(*base, "--embedder", "./nowhere").failed(12, "there is no embedding model")
+        monkeypatch.setenv("KVTOOL_EMBEDDER", "./nowhere")
+        kvtool(*base).failed(12, "there is no embedding model")
         assert len(asked) == 3
+        monkeypatch.delenv("KVTOOL_EMBEDDER")
         kvtool(*base, "--model", "./network").fine()  # without the server, which was given no name
         assert len(asked) == 3
 
