@@ -64,7 +64,7 @@ SHOWN = {  # what the overview lists, by heading
         "store export": "Write documents, chunks and their KV to one file, a pack.",
         "store import": "Add packs or other stores to this store.",
     },
-    "Models that stay loaded (`query --keep-alive`)": {
+    "Models that stay loaded": {
         "ps": "List them, with their memory and when they end.",
         "stop": "End that of a store, or all.",
     },
@@ -225,9 +225,6 @@ def run() -> NoReturn:
 
     Nothing is left to be done then: stores are closed and files are written where they are used.
     """
-    from kvtool.core.model.understudies import cast
-
-    cast()
     code = _run(None)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or nobody reads it

@@ -1,6 +1,6 @@
 """Write the page of model families from what the tests cover: each family's kinds of layers, as the built model says.
 
-    python samples/tools/families.py            writes the page `models` and README.md's list anew
+    python samples/tools/families.py            writes the page `models`, and the number of families in README.md
     python samples/tools/families.py --check    says whether they are as they would be written
 
 A family is a tiny model with random weights of the real configuration class (`tests/families.py`, `tests/wrappers.py`),
@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,18 +34,9 @@ from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
 PAGE, README = ROOT / "kvtool" / "docs" / "reference" / "models.md", ROOT / "README.md"
-NAMED = {  # of the families, in README.md
-    "Llama": "llama",
-    "Mistral": "mistral",
-    "Qwen": "qwen3",
-    "Gemma": "gemma3",
-    "gpt-oss": "gpt-oss",
-    "DeepSeek": "deepseek-v3",
-    "Kimi": "kimi-k2.5",
-}
-_LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
+_NUMBER = re.compile(r"\[\d+ families\]")
 PROMPT, QUESTION_ROWS = 4096, 32  # tokens
-EXACT, FULL_ALONE = "`full`, `prefix`", "`full`"
+ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 _HEAD = """# Model families
 
 kvtool accepts a model by its configuration and its layers, not by its name. A family that is not listed here is \
@@ -55,27 +45,11 @@ random model of each configuration class; `samples/tools/families.py` in the rep
 
 kvtool reads safetensors of all families, and GGUF files with packed weights of these architectures: {gguf}.
 
-## Attention models
+Families in **bold** are tested with every mode in float32 and bfloat16, the others with the modes that differ in \
+their computation. Families in *italics* are the text models of vision models.
 
-All modes work. Families marked * are tested with every mode in float32 and bfloat16, the others with the modes that \
-differ in their computation.
-
-| family | configuration | layers |
+| layers | modes | families |
 | --- | --- | --- |"""
-_WRAPPED = """
-## Text models of vision models
-
-All modes work, for text only.
-
-| family | configuration | layers |
-| --- | --- | --- |"""
-_RECURRENT = """
-## Models with recurrent layers
-
-The last {wrapped} are text models of vision models.
-
-| family | configuration | layers | modes |
-| --- | --- | --- | --- |"""
 _PATHS = f"""
 ## What machine code computes on a CPU
 
@@ -143,10 +117,9 @@ def main() -> None:
 
 
 def readme() -> str:
-    """Return README.md with the current list and number of tested families."""
+    """Return README.md with the number of tested families."""
     tested = FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS
-    named = ", ".join(name for name, family in NAMED.items() if family in tested)
-    return _LISTED.sub(f"({named} …: [{len(tested)} families]", README.read_text(encoding="utf-8"))
+    return _NUMBER.sub(f"[{len(tested)} families]", README.read_text(encoding="utf-8"))
 
 
 def page() -> str:
@@ -155,19 +128,25 @@ def page() -> str:
     with quiet():
         decoders = {name: decoder_of(tiny_model(name)) for name in FAMILIES | HYBRIDS}
         decoders |= {name: decoder_of(text_model(name)) for name in WRAPPERS | HYBRID_WRAPPERS}
-        wrapped = [_row(name, config(), decoders[name]) for name, config in WRAPPERS.items()]
-        recurrent = [
-            f"{_row(name, config(), decoders[name])} {exactly(decoders[name])} |"
-            for name, config in (HYBRIDS | HYBRID_WRAPPERS).items()
-        ]
         tables = (
-            (_HEAD.format(gguf=gguf), map(row, FAMILIES)),
-            (_WRAPPED, wrapped),
-            (_RECURRENT.format(wrapped=len(HYBRID_WRAPPERS)), recurrent),
+            (_HEAD.format(gguf=gguf), _families(decoders)),
             (_PATHS, _exceptions(decoders)),
             (_LEFT, (f"| {what} | {need} |" for what, need in _REFUSED)),
         )
         return "\n".join(line for head, lines in tables for line in (head, *lines)) + "\n"
+
+
+def _families(decoders: dict[str, Decoder]) -> Iterator[str]:
+    """Yield a table row for each combination of layers and modes."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, config in (FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS).items():
+        decoder = decoders[name]
+        modes = exactly(decoder) if decoder.keeps_states else ALL
+        mark = "**" if name in KINDS else "*" if name in WRAPPERS | HYBRID_WRAPPERS else ""
+        family = f"{mark}{name}{mark} (`{type(config()).__name__}`)"
+        names.setdefault((layers_of(decoder), modes), []).append(family)
+    for (layers, modes), families in names.items():
+        yield f"| {layers} | {modes} | {', '.join(families)} |"
 
 
 def _exceptions(decoders: dict[str, Decoder]) -> Iterator[str]:
@@ -204,15 +183,6 @@ def _without_class(reason: str) -> str:
 def exactly(decoder: Decoder) -> str:
     """Return the modes of a recurrent model; the gate decides whether it can continue from a saved state."""
     return EXACT if check_invariants(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
-
-
-def row(name: str) -> str:
-    """The row of a family of text models that all modes are for."""
-    return _row(name, FAMILIES[name](), decoder_of(tiny_model(name)), " *" if name in KINDS else "")
-
-
-def _row(name: str, config: Any, decoder: Decoder, mark: str = "") -> str:
-    return f"| {name} | `{type(config).__name__}`{mark} | {layers_of(decoder)} |"
 
 
 def layers_of(decoder: Decoder) -> str:
