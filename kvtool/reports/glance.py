@@ -79,9 +79,8 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         what = f"{counted(row['chunks'] - first, 'chunk')}{' and the beginning' if first else ''}"
         yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
     if (kept := value["stretches"])["count"]:
-        what = counted(kept["count"] - kept["alone"], "state checkpoint")
-        unused = f", and states of {counted(kept['alone'], 'chunk')}, which nothing uses" if kept["alone"] else ""
-        yield f"prompts  {what} of answered prompts{unused}, {kept['bytes'] / 1e6:,.1f} MB"
+        what = counted(kept["count"], "state checkpoint")
+        yield f"prompts  {what} of answered prompts, {kept['bytes'] / 1e6:,.1f} MB"
     if (kept := value["unfinished"])["files"]:
         what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
         yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest continues from there"

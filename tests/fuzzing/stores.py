@@ -28,6 +28,7 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans import coder, reference
 from kvtool.core.codec.rans.reference import LANES, Stream, TableSet, in_order, quantised
 from kvtool.core.codec.row_subset import rows_of
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
@@ -243,7 +244,7 @@ def _entry_seeds() -> list[bytes]:
         document, file = store.document("f0"), store.file("f0")
         info = store.chunk_info(id_of("f0.0"))
         assert document is not None and file is not None and info is not None  # noqa: PT018
-        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64)
+        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64, Arithmetic("float32", "cpu"))
         long = DocumentEntry("f", "text", "word " * 400, document.chunks)
         return [one.to_bytes() for one in (document, file, info, stretch, long)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -189,7 +188,6 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
 def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
     with store.writer() as writer:
         writer.put_profile(bytes.fromhex(digest_of(b"a profile")), b"a profile", {"profile": digest_of(b"a profile")})
-        writer.put_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # of an earlier version
     push(store, blobs)
     names = set(blobs.names())
     assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "shard", "meta", "profile", "pack"}

@@ -159,7 +159,7 @@ class _Export:
     def _stretches(self, chunks: set[bytes]) -> None:
         """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
         for stretch, info in sorted(self.store.stretches().items()):
-            if info.own and not info.alone and chunks.issuperset(info.chunks):
+            if info.own and chunks.issuperset(info.chunks):
                 with self._noting(f"stretch {stretch.hex()}"):
                     sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
                     self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))

@@ -144,7 +144,7 @@ def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs
     for stretch in [bytes.fromhex(found[1]) for name in source.names if (found := _STRETCH.fullmatch(name))]:
         try:
             info = opened_info(stretch, source.get(f"stretch/{stretch.hex()}", _MOST_INFO) or b"")
-            if not info.alone and chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
+            if chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
                 parts = [(place, _part(source, stretch, place)) for place in info.places]
                 writer.put_stretch(stretch, info, parts)
                 report.bytes += sum(len(payload) for _, payload in parts)

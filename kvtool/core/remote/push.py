@@ -147,7 +147,7 @@ class _Push:
 
     def _say_what_stays(self) -> None:
         """Warn of states of prompts, which a catalogue has no name for."""
-        if count := sum(not info.alone for info in self.store.stretches().values()):
+        if count := len(self.store.stretches()):
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
                 "and a question there computes them",

@@ -28,7 +28,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.fusion.selectors import EXACTLY, WEIGHED
-from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
+from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 
 NEIGHBOUR = "neighbour"
-# Stores of earlier versions may have a lead-in of trained rows, which are no longer computed with. Its chunks have
-# another lead-in digest than its token ids give, so they count as chunks behind an earlier lead-in of the store: used
-# as they are stored, and computed again by the next ingest of their documents.
-LEARNED = "learned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class LeadInIds:
 
     Attributes
     ----------
-    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file; or `LEARNED`.
+    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
     ids : shared by all chunks; `neighbour` adds the document's previous chunk.
     """
 
@@ -83,7 +79,7 @@ class StoreIdentity:
     answer_header: Ids
     lead_in: LeadInIds
     split: SplitSettings
-    system: str = EARLIER_SYSTEM
+    system: str
     namespace: str = ""
     keeps_states: bool = False
 
@@ -144,11 +140,7 @@ class StoreIdentity:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_manifest(self) -> dict[str, Any]:
-        """Return the manifest; without states it is that of stores before there were any."""
-        row = asdict(self)
-        if not self.keeps_states:
-            del row["keeps_states"]
-        return {"identity": row}
+        return {"identity": asdict(self)}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
@@ -160,8 +152,7 @@ class StoreIdentity:
             lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]))
             split = SplitSettings(**row["split"])
             ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
-            said = {"system": row.get("system") or EARLIER_SYSTEM}
-            return cls(**(row | ids | said | {"lead_in": lead_in, "split": split}))
+            return cls(**(row | ids | {"lead_in": lead_in, "split": split}))
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(
                 f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"

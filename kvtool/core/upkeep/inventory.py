@@ -21,7 +21,6 @@ from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, losses_b
 _NODE = 64  # bytes of a row besides its value: node, key, offset
 _PAGE_HEADER = 16
 _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, which go with them
-_PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def take_inventory(store: Store) -> Inventory:
         texts = {key: pages(size) for key, size in snapshot.sizes(tables.DOCUMENTS)}
         free = _free_bytes(store, snapshot)
     refs = {document.source: [ref.chunk_id for ref in document.chunks] for document in store.documents()}
-    used, warm, added = store.last_used(), store.warmth(), _added(store, refs)
+    used, warm, added = store.last_used(), store.warmth(), store.added()
     pins = store.pins()
     pinned_documents = set(pins["sources"])
     pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]}
@@ -253,17 +252,6 @@ def _documents(
     )
 
 
-def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
-    """When each chunk came; of chunks of older stores their file's own time, before which it cannot have been."""
-    known = store.added()
-    times: dict[bytes, int] = {}
-    for entry in store.files():
-        for source in entry.documents:
-            for chunk in refs.get(source, ()):
-                times[chunk] = max(times.get(chunk, 0), entry.mtime_ns // 10**9)
-    return times | known
-
-
 def _free_bytes(store: Store, snapshot: Snapshot) -> int:
     return max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
 
@@ -348,12 +336,11 @@ def old_profiles(store: Store) -> list[bytes]:
     ------
     DamagedError : what is in use cannot be read.
     """
-    unread = [digest for digest in store.profile_digests() if len(digest) != _PROFILE_BYTES]
     current = str(store.codec_state().get("profile", ""))
-    candidates = [digest for digest in store.profile_digests() if digest.hex() != current and digest not in unread]
+    candidates = [digest for digest in store.profile_digests() if digest.hex() != current]
     if not candidates:
-        return unread
+        return []
     named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in profiled(store.levels(chunk))}
     if None in named:  # a record whose profile is unknown: verify reports it
-        return unread
-    return unread + [digest for digest in candidates if digest.hex() not in named]
+        return []
+    return [digest for digest in candidates if digest.hex() not in named]
