@@ -180,7 +180,12 @@ def _descriptions() -> list[bytes]:
         file = store.file("f0")
         assert file is not None
         sealed = values.file_value(store, file)
-    return [sealed[64:-16], info_of("f0.0").to_bytes(), _json({"identity": IDENTITY}), _json({"losses": {"2": {}}})]
+    return [
+        sealed[64:-16],
+        info_of("f0.0").to_bytes(),
+        _json({"identity": IDENTITY}),
+        _json({"losses": {"00" * 16: {"2": {}}}}),
+    ]
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -129,13 +129,13 @@ def identity_of(value: Any) -> dict[str, Any]:
 
 
 def codec_of(value: Any) -> dict[str, Any]:
-    """Check the state of the codec levels: a profile, and rows of numbers by level, or by profile and level."""
+    """Check the state of the codec levels: a profile, and numbers by profile and level."""
     state: dict[str, Any] = plain(object_of(value))
     if state.get("profile", "") != "":
         hex_of(state["profile"], 16)
     for row in object_of(state.get("losses", {})).values():
-        for inner in object_of(row).values():
-            for number in inner.values() if isinstance(inner, dict) else [inner]:
+        for measured in object_of(row).values():
+            for number in object_of(measured).values():
                 if number is not None and not isinstance(number, int | float):
                     raise ValueError("a loss that is no number")
     return state

@@ -237,8 +237,7 @@ def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
 class MeasuredLosses:
     """Measured losses of the lossy levels, by codec profile: KL of the answer in nats a token, as of `compress`.
 
-    An unreadable state counts as not measured. Once a named predictor has made records, the loss of records without a
-    profile is unknown: they look like those of `auto`. A level without profiles has one loss.
+    An unreadable state counts as not measured. A level without profiles has one loss.
     """
 
     def __init__(self, store: Store) -> None:
@@ -251,12 +250,10 @@ class MeasuredLosses:
             self._maker = state.get("profile") or self._maker
             measured = {
                 maker: {level: float(rows[level]["kl_answer"]) for level in lossy(rows)}
-                for maker, rows in losses_by_maker(state).items()
+                for maker, rows in (state.get("losses") or {}).items()
             }
             for rows in measured.values():
                 self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).profiled}
-            if state.get("named_predictor"):
-                measured.pop(NO_PROFILE.hex(), None)
             self._rows = measured
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
@@ -283,19 +280,6 @@ class MeasuredLosses:
             for level in stored:
                 lost[level] = max(lost.get(level, 0.0), own.get(level, math.inf))
         return {level: lost[level] for level in lossy(lost) if lost[level] < math.inf}
-
-
-def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read the rows of a store's codec state by profile (`NO_PROFILE` for none) and level.
-
-    Older stores have one row a level: that of the profile in use.
-    """
-    rows = dict(state.get("losses") or {})
-    old = {level: rows.pop(level) for level in lossy(rows)}
-    if old:
-        maker = state.get("profile") or NO_PROFILE.hex()
-        rows[maker] = rows.get(maker, {}) | old
-    return {maker: dict(levels) for maker, levels in rows.items() if levels}
 
 
 def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:

@@ -14,7 +14,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.upkeep.inventory import Inventory, inventory_of, kept_always, without_profile
+from kvtool.core.upkeep.inventory import Inventory, inventory_of, kept_always
 from kvtool.core.upkeep.plan import UNFINISHED, Drop, Plan, Planner, PruneRequest
 from kvtool.core.upkeep.selectors import named_documents
 
@@ -101,7 +101,7 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
         if step.stretches:
             writer.drop_stretches(step.stretches)
         if step.profiles:
-            writer.drop_profiles(step.profiles, without_profile(store.codec_state()))
+            writer.drop_profiles(step.profiles, {**store.codec_state(), "profile": ""})
         if step.sources:
             writer.remove_documents(step.sources)
         if step.name == UNFINISHED:
