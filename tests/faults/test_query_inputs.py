@@ -110,7 +110,7 @@ def test_another_format(store: Path) -> None:
     (store / "store.json").write_text(json.dumps(facts | {"format": 99}))
     before = files_below(store)
     for args in (("query", QUESTION), ("ingest", "/etc/hostname"), ("store", "verify"), ("inspect",)):
-        kvtool(*args, "--store", store).failed(12, "format 99", "update kvtool")
+        kvtool(*args, "--store", store).failed(12, "format 99", "ingest into a new store")
     assert files_below(store) == before
 
 

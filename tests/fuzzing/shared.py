@@ -76,7 +76,7 @@ def head(data: bytes) -> None:
 
 
 def catalogue(data: bytes) -> None:
-    """The JSON of a catalogue in any format, or of a shard."""
+    """The JSON of a catalogue or its root, or of a shard."""
     packed = _ZSTD.compress(data)
     for value in (data, packed):
         with refused():

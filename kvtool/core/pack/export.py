@@ -169,7 +169,7 @@ class _Export:
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
         """Write the profiles that records or new records need. Returns their digests."""
-        named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
+        named = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
         named.add(str(self.store.codec_state().get("profile", "")))
         sound: list[str] = []
         for digest in (profile.hex() for profile in self.store.profile_digests()):

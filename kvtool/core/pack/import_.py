@@ -61,7 +61,7 @@ def merge(
     StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
     UntrustedError : a signature is required, and no trusted key has signed.
     DamagedError : a pack's index, or what it says of its model, is damaged: nothing of it was written.
-    StoreFormatError : a source was made with another model or other settings, or a newer kvtool wrote the pack; the
+    StoreFormatError : a source was made with another model or other settings, or a pack has another format; the
         sources before it were imported.
     NoSpaceError, StoreLockedError : what came stays.
     """
@@ -176,7 +176,7 @@ class PackBlobs:
     Raises
     ------
     UsageError : the file is an archive, but no pack.
-    DamagedError, StoreFormatError : its index is damaged, or a newer kvtool wrote it.
+    DamagedError, StoreFormatError : its index is damaged, or has another format.
     """
 
     def __init__(self, pack: PackReader) -> None:
@@ -210,7 +210,7 @@ class PackBlobs:
         except DamagedError as error:
             raise DamagedError(f"the index of {self.url} is damaged: nothing was taken from it", _AGAIN) from error
         except StoreFormatError as error:
-            raise StoreFormatError(f"{self.url} was written by a newer kvtool", "update kvtool") from error
+            raise StoreFormatError(f"{self.url}: {error.message}", "export the store again") from error
 
     def get(self, name: str, most: int) -> bytes | None:
         if not name.startswith("kv/"):

@@ -127,9 +127,8 @@ class _Push:
                 self.sender.mend(unseal_head(head).catalogue, theirs)
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
-            if delete and not self.garbage.run(listed):
-                head, theirs = self._there()  # a value was deleted that an older kvtool, without leases, counts on
-                self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
+            if delete:
+                self.garbage.run(listed)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
         """Refuse to remove a signature, and to sign what another user has pushed."""
@@ -175,9 +174,7 @@ class _Push:
                 self._check_signer(theirs, delete)
             joined = mine if theirs is None or delete else self._joined(mine, theirs)
             signed = self.key is None or self._has_signed(theirs)
-            if (
-                theirs is not None and joined == theirs and theirs.shards and signed
-            ):  # else an older kvtool put it there
+            if joined == theirs and signed:
                 return
             if self._swap(head, theirs, joined):
                 if delete and theirs is not None:

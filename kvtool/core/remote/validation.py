@@ -80,9 +80,9 @@ def name_of(value: Any) -> str:
     return str(value)
 
 
-def hex_of(value: Any, *sizes: int) -> str:
-    """Check that a value is so many bytes in lower-case hex, of one of these sizes."""
-    if not isinstance(value, str) or len(value) // 2 not in sizes or not _HEX.fullmatch(value):
+def hex_of(value: Any, size: int) -> str:
+    """Check that a value is so many bytes in lower-case hex."""
+    if not isinstance(value, str) or len(value) != 2 * size or not _HEX.fullmatch(value):
         raise ValueError("not bytes in hex of the right length")
     return value
 
@@ -91,6 +91,13 @@ def count_of(value: Any, least: int, most: int) -> int:
     """Check that a value is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError("not a whole number within bounds")
+    return value
+
+
+def flag_of(value: Any) -> bool:
+    """Check that a value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("neither true nor false")
     return value
 
 
