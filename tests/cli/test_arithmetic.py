@@ -191,7 +191,7 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     for part, features in (("1/2", FAST), ("2/2", PLAIN)):
         monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
         kvtool("ingest", corpus, "--store", tmp_path / part[0], "--shard", part, "--model", model, *CHUNKS).fine()
-    merged = kvtool("store", "merge", tmp_path / "1", tmp_path / "2", *everything, "--mine", "--json").fine()
+    merged = kvtool("store", "import", tmp_path / "1", tmp_path / "2", *everything, "--mine", "--json").fine()
     assert {row["dtype"] for row in merged.json["computed_by"]} == {"bfloat16", "float32"}
     assert "in float32 on cpu" in merged.err
     assert listing(tmp_path / "all") == listing(elsewhere)
@@ -201,7 +201,7 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     assert changed["documents"]["changed"] == 1
     assert 1 <= changed["chunks"]["computed"] <= 2
     kvtool("ingest", path, "--store", tmp_path / "32", "--model", model, *CHUNKS, "--store-dtype", "float32").fine()
-    refused = kvtool("store", "merge", tmp_path / "32", "--store", elsewhere)
+    refused = kvtool("store", "import", tmp_path / "32", "--store", elsewhere)
     refused.failed(12, "made with another dtype", "into a store of its own: --store")
 
 

@@ -216,7 +216,7 @@ def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) ->
     for number, part in enumerate(parts, 1):
         ingest(family, part, *exactly, "--shard", f"{number}/2").fine()
     truth = {mode: ask(whole, FIRST, mode).json for mode in ("prefix", "full")}
-    kvtool("store", "merge", *parts, "--store", family / "merged", "--mine").fine()
+    kvtool("store", "import", *parts, "--store", family / "merged", "--mine").fine()
     kvtool("store", "export", family / "one.kvpack", "--store", family / "merged").fine()
     kvtool("store", "import", family / "one.kvpack", "--store", family / "taken", "--mine").fine()
     for place in (family / "merged", family / "taken"):
@@ -255,7 +255,7 @@ def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp
     before = stretches(store)
     refused = kvtool("store", "import", tmp_path / "one.kvpack", "--store", store)
     assert refused.code == 12, refused.err
-    merged = kvtool("store", "merge", store, there, "--store", tmp_path / "merged")
+    merged = kvtool("store", "import", store, there, "--store", tmp_path / "merged")
     assert merged.code == 12, merged.err
     assert stretches(store) == before
     wrong = kvtool(*asked(store, FIRST, "prefix"), "--model", other)

@@ -174,4 +174,4 @@ def test_payloads_stay_after_all_modes(store: Path) -> None:
     for mode in ("full", "prefix", "reuse", "epic", "blend"):
         kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()
     assert payloads(store) == before
-    assert out_module.SCHEMA == 2
+    assert out_module.SCHEMA == 1

@@ -33,7 +33,7 @@ _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 _MOST_INFO = 2**24
 
 
-def merge(
+def import_sources(
     path: Path,
     sources: Sequence[Path],
     *,
@@ -79,8 +79,8 @@ def take(
     max_size: int | None = None,
     events: Events | None = None,
 ) -> TransferReport:
-    """Import one pack, or one store. Raises as :func:`merge` does."""
-    return merge(path, [source], trust=trust, lock_wait=lock_wait, max_size=max_size, events=events)[0]
+    """Import one pack, or one store. Raises as :func:`import_sources` does."""
+    return import_sources(path, [source], trust=trust, lock_wait=lock_wait, max_size=max_size, events=events)[0]
 
 
 def _check(path: Path, source: Path) -> None:
