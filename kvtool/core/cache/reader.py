@@ -133,7 +133,7 @@ class StoreReader(ChunkReader, StretchReader):
 
     def warmth(self) -> dict[bytes, float]:
         """Map each chunk id to its LRFU score, of what is stored and what is only noted so far. Chunks that were never
-        used are not in it; what older versions folded counts as used once."""
+        used are not in it."""
         self._access.flush()
         warm = lrfu_scores(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, before in self.folded_warmth().items():
@@ -142,10 +142,7 @@ class StoreReader(ChunkReader, StretchReader):
 
     def folded_warmth(self) -> dict[bytes, int]:
         """Map each chunk id to its LRFU score, as far as a writer has folded the notes into the store."""
-        warm = dict[bytes, int](self.folded_uses())
-        for chunk_id, of in self._times(tables.WARM).items():
-            warm[chunk_id] = max(warm.get(chunk_id, 0), of)
-        return warm
+        return self._times(tables.WARM)
 
     def added(self) -> dict[bytes, int]:
         """Map each chunk id to the seconds at which it came into this store."""

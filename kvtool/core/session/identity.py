@@ -342,7 +342,7 @@ class ConformanceCheck:
     name: str
     difference: float
     allowed: float
-    arithmetic: str = ""  # such as "bfloat16 on cpu"; "" of an earlier kvtool
+    arithmetic: str  # such as "bfloat16 on cpu"
 
     @property
     def passed(self) -> bool:
@@ -386,11 +386,8 @@ class ConformanceResult:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> ConformanceResult:
-        keys = ("law", "name", "difference", "allowed")
-        checks = tuple(
-            ConformanceCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
-            for check in row["checks"]
-        )
+        keys = ("law", "name", "difference", "allowed", "arithmetic")
+        checks = tuple(ConformanceCheck(**{key: check[key] for key in keys}) for check in row["checks"])
         cross_dtype_loss = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
         return cls(row["fingerprint"], checks, cross_dtype_loss)
 
