@@ -520,23 +520,12 @@ class Writer:
         before, scores = self._store.folded_uses(), self._store.folded_warmth()
         newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
         warmer = {chunk: round(combine_scores(scores.get(chunk, 0), one)) for chunk, one in lrfu_scores(uses).items()}
-        self._put_times({tables.USED: newer, tables.WARM: warmer})
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-
-    def warm(self, scores: Mapping[bytes, float]) -> None:
-        """Raise the LRFU scores of chunks to at least these, such as those of uses elsewhere."""
-        self.fold_access()
-        before = self._store.folded_warmth()
-        self._put_times(
-            {tables.WARM: {chunk: round(warm) for chunk, warm in scores.items() if warm > before.get(chunk, 0)}}
-        )
-
-    def _put_times(self, times: Mapping[bytes, Mapping[bytes, int]]) -> None:
-        """Put seconds by table and chunk, in one transaction."""
+        times = {tables.USED: newer, tables.WARM: warmer}
         rows = [(table, key, tables.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
         if rows:
             self._commit(rows)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
     # ---- committing ----------------------------------------------------------------------------------------------
 

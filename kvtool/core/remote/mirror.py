@@ -40,17 +40,9 @@ from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_files, evict_some
 
 
-def open_store(
-    place: Path | str,
-    *,
-    timeout: float = TIMEOUT,
-    lock_wait: float = 0.0,
-    warn: Warn = warn_nobody,
-) -> Store:
+def open_store(place: Path | str, *, warn: Warn = warn_nobody) -> Store:
     """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
-    if isinstance(place, Path):
-        return Store.open(place)
-    return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
+    return Store.open(place) if isinstance(place, Path) else open_shared(place, warn=warn)
 
 
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:

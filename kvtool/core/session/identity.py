@@ -79,7 +79,7 @@ class StoreIdentity:
     answer_header: Ids
     lead_in: LeadInIds
     split: SplitSettings
-    system: str
+    system: str = ""
     namespace: str = ""
     keeps_states: bool = False
 
@@ -154,7 +154,9 @@ class StoreIdentity:
             ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
             return cls(**(row | ids | {"lead_in": lead_in, "split": split}))
         except (KeyError, TypeError, ValueError) as error:
-            raise StoreFormatError(f"the store's manifest cannot be read: {error!r}", "ingest into a new store") from error
+            raise StoreFormatError(
+                f"the store's manifest cannot be read: {error!r}", "ingest into a new store"
+            ) from error
 
 
 def store_identity(store: Store) -> StoreIdentity:
