@@ -23,7 +23,7 @@ app = new_app()
     CompressOptions,
     StoreOptions,
     examples=("compress", "compress --level 3 --level 1 --drop-raw"),
-    common="levels max_loss keep keep_raw chunks questions fit max_size ray store model device",
+    common="levels max_loss keep keep_raw chunks questions fit max_size store model device",
 )
 def compress(run: Run) -> None:
     """Make the stored KV caches several times smaller, and measure what that loses.

@@ -47,7 +47,6 @@ from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
-from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import KVShape
@@ -370,7 +369,6 @@ def _place(frame: Any) -> str:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Ingest and load; rows of GB/s (of raw keys and values) with the limits before and after."""
-    keep_freed_memory()  # as a process does that loads a model
     device = NullDevice.of(options.shape, options.batch, options.prefill)
     device.keep(AHEAD, options.chunk_tokens)
     files = files_of(options.tokens, options.chunk_tokens)

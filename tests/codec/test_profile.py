@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from kvtool.core.codec import fit
-from kvtool.core.codec.encode import coarsened
-from kvtool.core.codec.fit import TABLES, WHOLE_LAYER, default_groups
+from kvtool.core.codec.fit import TABLES, WHOLE_LAYER, coarsened, default_groups
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Layout, Profile
-from kvtool.core.codec.rans.reference import BLOCK, ESCAPE, ZERO
+from kvtool.core.codec.rans.tables import BLOCK, ESCAPE, ZERO
 from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.codec.synthetic import LAYERS, STEP, fitted, model, profile
 

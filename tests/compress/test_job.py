@@ -159,6 +159,16 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
     assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
 
 
+def test_a_loss_that_cannot_be_measured_again_stays(fitted: Path) -> None:
+    """Without exact records; no model is loaded for it, and nobody is warned each time."""
+    run(fitted, "2", questions=0, keep_raw=False)
+    with Store.open(fitted) as store, store.writer() as writer:
+        profile = store.codec_state()["profile"]
+        writer.set_codec_state(store.codec_state() | {"losses": {profile: {"2": {"kl_answer": 0.25}}}})
+    assert run(fitted, "2", questions=1).warnings == []
+    assert losses_of(fitted, chunks_in(fitted)[0]) == {"2": 0.25}
+
+
 def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are recomputed, and ranked by the sensitivity that is stored with each chunk."""
     fused = list[Fused]()

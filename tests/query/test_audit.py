@@ -25,9 +25,7 @@ ALL = ("--audit", "1")
 
 def audits_of(path: Path) -> list[Audit]:
     with Store.open(path) as store:
-        kept = kept_audits(store, store_identity(store).fingerprint)
-    assert kept.damaged == 0
-    return list(kept.audits)
+        return list(kept_audits(store, store_identity(store).fingerprint))
 
 
 @pytest.mark.slow

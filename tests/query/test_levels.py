@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -99,6 +101,13 @@ def test_a_level_that_is_not_stored_is_computed_and_said(
 
 def test_a_level_that_there_is_not(store: Path) -> None:
     kvtool("query", QUESTION, "--store", store, "--level", "7").failed(2, "'7' is none of", "lossless")
+
+
+def test_records_of_an_unknown_level_are_named() -> None:
+    said: list[str] = []
+    session: Any = SimpleNamespace(warn_once=lambda text, hint: said.append(text))
+    prompt._tell_of_unknown(session, ["raw", "9"])
+    assert said == ["records at level '9' are not read: there is no codec for it here"]
 
 
 def test_a_payload_that_cannot_be_decoded_is_a_hole(lossless: Path, tmp_path: Path) -> None:

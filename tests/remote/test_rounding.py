@@ -130,7 +130,7 @@ def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path:
     assert sorted(read_catalogue(blobs).chunks[CHUNK.hex()].levels) == ["2", "raw"]
 
 
-def test_a_level_of_a_plugin_between_two_that_belong_together(tmp_path: Path) -> None:
+def test_an_unknown_level_between_two_that_belong_together(tmp_path: Path) -> None:
     with Store.open(compressed(tmp_path / "one", ["1", "2"], machine=0)) as store, store.writer() as writer:
         headers = [KVHeader("float32", 1, TOKENS, 2, 2, "1bit", layer) for layer in range(LAYERS)]
         writer.put_chunk(CHUNK, info_of("f0.0"), "1bit", [encode_record(CHUNK, one, [b"theirs"]) for one in headers])

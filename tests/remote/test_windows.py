@@ -18,7 +18,7 @@ from kvtool.core.query.reply import Reply
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.tier import Tier
-from kvtool.core.upkeep.size_report import keep_budget
+from kvtool.core.upkeep.budget import keep_budget
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, QUESTION, damages, payloads, write_corpus
 from tests.cli.working import kvtool as command
 from tests.families import save_tiny

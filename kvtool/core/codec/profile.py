@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.codec.rans.reference import BLOCK, Columns, TableSet, columns_of
+from kvtool.core.codec.rans.tables import BLOCK, Columns, TableSet, columns_of
 from kvtool.core.errors import DamagedError, StoreFormatError
 
 FORMAT = 1

@@ -25,7 +25,7 @@ import torch
 from kvtool.core.codec.base import DTYPES, Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.rans.coder import HELD, Form
-from kvtool.core.codec.rans.reference import LANES, Stream
+from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
 
@@ -167,12 +167,6 @@ class Record:
             profile=fields[18],
             base_check=check,
         )
-
-
-def base_of(payload: Payload) -> int:
-    """Read the number of the level that a record refines; 0: none. Raises DamagedError."""
-    base: int = _header(payload)[3]
-    return base
 
 
 def _header(payload: Payload) -> tuple[Any, ...]:

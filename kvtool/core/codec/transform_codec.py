@@ -22,7 +22,7 @@ from kvtool.core.codec.decode import Parsed, decode_layers
 from kvtool.core.codec.encode import encode_nested
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.record import Record, base_of
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 
 
@@ -84,10 +84,6 @@ class TransformCodec(Codec):
         _check_fit(profile, layers, items)
         sides = decode_layers(profile, layers, self.level, [[one] for one in parsed])
         return [heads_of(own, item.shape) for own, item in zip(sides, items, strict=True)]
-
-    def base_of(self, payload: Payload) -> str | None:
-        base = base_of(payload)
-        return NESTED[base - 1] if base else None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         return Record.parse(payload).errors

@@ -52,14 +52,10 @@ def compress(
     Raises
     ------
     UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit keeps.
-    KvtoolError : a profile to be fitted without a single exact record; workers of Ray that do not answer, or fail.
+    KvtoolError : a profile to be fitted without a single exact record.
     StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
     """
     levels = check_levels(options)
-    if options.ray:
-        from kvtool.core.crew.actor_pool import check_reachable
-
-        check_reachable(options.ray)  # before anything is fitted or measured
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         needs_profile = options.profile is None and (AUTO in levels or bool(profiled(levels)))
@@ -229,9 +225,8 @@ class _Job:
     ) -> dict[str, dict[str, float]]:
         own = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
-        exactly = list(self._exact(sample))
         self._load()
-        prompts = own_prompts(self.session, exactly, self.options.questions)
+        prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
         if not prompts:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}

@@ -43,11 +43,11 @@ class IngestArguments(TypedDict, total=False):
     system: str | None
     embedder: str | None
     max_size: int | str | None
+    ray: str | None
+    ray_workers: int
     engine: str | None
     engine_check: bool
     lock_wait: float | str
-    ray: str | None
-    ray_workers: int
 
 
 class QueryArguments(TypedDict, total=False):
@@ -119,8 +119,6 @@ class CompressArguments(TypedDict, total=False):
     profile: str | Path | None
     max_size: int | str | None
     lock_wait: float | str
-    ray: str | None
-    ray_workers: int
 
 
 class PushArguments(TypedDict, total=False):

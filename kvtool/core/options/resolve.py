@@ -26,7 +26,6 @@ RESERVED_ENV = (
     "KVTOOL_DEBUG",
     "KVTOOL_ATTENTION",
     "KVTOOL_CPU_FEATURES",
-    "KVTOOL_ENTROPY_CODER",
     "KVTOOL_STEPPER",
     "KVTOOL_DISK_RESERVE",  # these three size the store's map (core/cache)
     "KVTOOL_MAP_LIMIT",

@@ -334,11 +334,11 @@ def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) ->
 
 
 def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
-    """Say that records are passed over since nothing here reads them: a plugin is missing, or a newer kvtool."""
+    """Say that records are passed over since nothing here reads them: a newer kvtool made them."""
     if strange := sorted({*levels} - {*known(levels)}):
         session.warn_once(
             f"records at level {', '.join(map(repr, strange))} are not read: there is no codec for it here",
-            "install the plugin that made them; they stay in the store until then",
+            "install the kvtool that made them; they stay in the store until then",
         )
 
 

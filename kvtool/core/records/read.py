@@ -10,7 +10,7 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles, shape_of
-from kvtool.core.codec.levels import exact, level_of
+from kvtool.core.codec.levels import base_level, exact, level_of
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -115,7 +115,7 @@ def _opened(
     if shape is not None and stored != shape:
         return Unusable(f"stored shape {stored} does not fit"), None
     try:
-        return Encoded(payload, stored, header.dtype), CODECS[level].base_of(payload)
+        return Encoded(payload, stored, header.dtype), base_level(level, payload)
     except DamagedError as error:
         return Unusable(f"damaged: {error.message}"), None
 

@@ -468,7 +468,7 @@ def _level(name: str, value: Any, layers: int, packs: list[Pack]) -> Level:
     placed = validation.list_of(value)[5:]
     size, mark, base, maker, seal = validation.list_of(value[:5], 5)
     if name not in LEVELS:
-        raise ValueError(f"there is no level {name[:20]!r} here: a plugin made it, or a newer kvtool")
+        raise ValueError(f"there is no level {name[:20]!r} here: a newer kvtool made it")
     if base is not None and base != coarser(name):
         raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
     return Level(

@@ -27,8 +27,8 @@ from kvtool.core.remote.catalogue_io import LazyCatalogue
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import base_of
+from kvtool.core.upkeep.budget import LOW_WATER
 from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pinned_with_documents
-from kvtool.core.upkeep.size_report import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer

@@ -371,7 +371,7 @@ def survey_chunk(
                 read(level, records)
                 seal = seal_of(records) if sealed else None
                 stored = Level(sizes[level], mark_of_records(records), base, seal=seal)
-                if level_of(level).nested:  # a plugin's level may be between two of them
+                if level_of(level).nested:  # a newer kvtool's level may be between two of them
                     before = records
             maker = store.made_with(chunk_id, level)
             levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)

@@ -21,7 +21,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import StoreSource
-from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
+from kvtool.core.kernels.linear.onednn import keep_few_kernels, pack_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import ProfileCache
 from kvtool.reports.page import Table
@@ -94,7 +94,6 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
     """
     events.status(_making(name, device, dtype))
     loaded = build_shape(name, device, dtype, SEED)
-    keep_freed_memory()  # as loading a model does: fresh pages would be a third of a long prefill's time
     keep_few_kernels()
     pack_weights(loaded.model)
     decoder = Decoder(loaded)

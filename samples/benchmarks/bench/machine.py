@@ -312,7 +312,7 @@ _TELLING = (
 # Variables that make a machine do less than it can, or other than by default.
 _HOLDING = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", FEATURES),
-    *("KVTOOL_ENTROPY_CODER", "KVTOOL_ATTENTION", "KVTOOL_STEPPER"),
+    *("KVTOOL_ATTENTION", "KVTOOL_STEPPER"),
 )
 
 
