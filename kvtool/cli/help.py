@@ -54,6 +54,7 @@ PAGES = {  # by folder of kvtool/docs
     },
 }
 TOPICS = {name: line for pages in PAGES.values() for name, line in pages.items()}
+_ALSO_CALLED = {"modes": "concepts", "parameters": "concepts"}
 _PAGE_LINK = re.compile(r"\[([^]]+)\]\((?:\.\./[a-z]+/)?([a-z-]+)\.md(?:#[^)]*)?\)")
 
 
@@ -82,6 +83,7 @@ def show_help(
         out.result({"topic": " ".join(topic), "text": text}, lambda: out.print(text))
         return
     name = " ".join(topic).strip().lower().removesuffix(".md")
+    name = _ALSO_CALLED.get(name, name)
     if name not in TOPICS:
         raise UsageError(f"there is no page {' '.join(topic)!r}", _in_a_group(topic[0]) or _near(name))
     text = page(name)

@@ -104,6 +104,7 @@ def evaluation_facts(
         "min_score": options.min_score,
         "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
         "max_tokens": options.max_tokens,
+        **({"set": [*options.set]} if options.set else {}),
     }
 
 

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,13 @@ sys.path.insert(0, str(ROOT))
 
 from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
 from kvtool.core.common.collecting import quiet  # noqa: E402
-from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
-from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
-from kvtool.core.fusion.selectors.union import Union  # noqa: E402
 from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
 from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
 from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
 from kvtool.core.session.gate import check_invariants  # noqa: E402
-from samples.tools.layer_bytes import kept, prompt, read  # noqa: E402
+from samples.tools.layer_bytes import kept  # noqa: E402
 from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
@@ -41,7 +37,7 @@ from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
 PAGE, README = ROOT / "kvtool" / "docs" / "reference" / "models.md", ROOT / "README.md"
 _NUMBER = re.compile(r"\[\d+ families\]")
-PROMPT, CHUNK, QUESTION_ROWS = 4096, 512, 32  # tokens
+PROMPT, QUESTION_ROWS = 4096, 32  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 _HEAD = (
     "# Model families\n"
@@ -53,19 +49,16 @@ _HEAD = (
     "them.\n"
     "\n"
     "- **KV**: size of one token of the tiny model in a store, in bytes of bfloat16. 512 means plain keys and"
-    " values: two heads of 16 in four layers.\n"
-    f"- **`reuse`**, **`union`**: bytes that these modes (`union` with 15 %) read of a prompt of {PROMPT:,} "
-    f"tokens in chunks of {CHUNK}, and their share of the prompt. A windowed layer is read as far back as a "
-    "row sees; the window is an eighth of the prompt here. `union` may choose any row, so it reads all. "
-    "States are not counted. [Layers](../../../samples/results/scale.md) has the numbers of real models.\n"
+    " values: two heads of 16 in four layers. States are not counted."
+    " [Layers](../../../samples/results/scale.md#what-kinds-of-layers-store-and-read) has the numbers of real models.\n"
     "- **tested**: *in full* with every mode in float32 and bfloat16, for families with a kind of layer of "
     "their own; otherwise with the modes that differ in their computation.\n"
     "- **GGUF**: architecture name of the GGUF files that kvtool reads with packed weights. –: kvtool refuses"
     " GGUF files of this family, because `transformers` does not read them.\n"
 )
-_ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
-_TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+_ROW = "| {name} | `{config}` | {layers} | {kv} | {modes} | {tested} | {gguf} |"
+_TABLE = """| family | configuration | layers | KV | modes | tested | GGUF |
+| --- | --- | --- | --- | --- | --- | --- |"""
 _PATHS = (
     "## What machine code computes on a CPU\n"
     "\n"
@@ -197,8 +190,6 @@ def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> s
         config=type(config).__name__,
         layers=layers_of(decoder),
         kv=kept(decoder),
-        reuse=_read(decoder, Reuse()) if modes == ALL else "–",
-        union=_read(decoder, Union(0.15)) if modes == ALL else "–",
         modes=modes,
         tested=tested,
         gguf=f"`{IN_GGUF[name].architecture}`" if name in IN_GGUF else "–",
@@ -243,14 +234,6 @@ def _shapes(decoder: Decoder) -> Iterator[str]:
     text = text_config(decoder.config)
     if any(getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "num_local_experts")):
         yield "experts"
-
-
-def _read(decoder: Decoder, selector: Selector) -> str:
-    """Return the bytes and share of the prompt that a mode reads, with windows of an eighth of it; without states."""
-    own = [kind for kind in decoder.kinds if kind.source is None]
-    kinds = [kind if kind.window is None else replace(kind, window=PROMPT // 8) for kind in own]
-    some, whole = read(kinds, prompt(PROMPT, CHUNK), selector), PROMPT * kept(decoder)
-    return f"{some / 1e6:.2f} MB, {some / whole:.0%}".replace("%", " %")
 
 
 if __name__ == "__main__":

@@ -282,10 +282,24 @@ def test_did_you_mean_a_command(capsys: Capture) -> None:
     assert "Did you mean 'ingest'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["store rm", "store ls", "inspect audit"])
-def test_a_command_without_its_group_is_told_with_it(words: str, capsys: Capture) -> None:
-    assert main([words.split()[1]]) == 2
-    assert f"hint: it is `kvtool {words}`" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [
+        *(("rm", "store rm"), ("ls", "store ls"), ("audit", "inspect audit")),
+        *(("list", "store ls"), ("add", "ingest"), ("ask", "query"), ("delete", "store rm")),
+        *(("models", "help models"), ("version", "--version")),
+    ],
+)
+def test_another_name_of_a_command_is_told_with_its_own(word: str, command: str, capsys: Capture) -> None:
+    assert main([word]) == 2
+    assert f"hint: it is `kvtool {command}`" in capsys.readouterr().err
+    assert main([*command.split()[:1], "--help"]) == 0
+
+
+def test_an_unknown_variable_is_a_warning(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_TOPK", "3")
+    assert main(["config", "show"]) == 0
+    assert "warning: unknown variable KVTOOL_TOPK in the environment" in capsys.readouterr().err
 
 
 # The world outside

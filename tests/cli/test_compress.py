@@ -356,7 +356,7 @@ def test_2_more_is_lost_than_is_allowed(plain: Path, form: Any) -> None:
 def test_what_questions_may_lose_is_what_dropping_may(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("compress", "--store", plain, "--level", "3", "--drop-raw")
     kvtool(*at).failed(2, "of at most 0.01")
-    monkeypatch.setenv("KVTOOL_MAX_LOSS", "0.05")
+    monkeypatch.setenv("KVTOOL_SET", "load.max_loss=0.05")
     done = kvtool(*at).fine()
     assert "loss 0.0200 of at most 0.05" in done.out
     assert "questions allow" not in done.err

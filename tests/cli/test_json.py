@@ -93,7 +93,7 @@ def test_chunks_join_to_their_document(store: Path, corpus: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_query(mode: str, store: Path) -> None:
-    asked = ("query", QUESTION, "--store", store, "--fusion", mode, "--min-score", "0", *SHORT, "--json")
+    asked = ("query", QUESTION, "--store", store, "--fusion", mode, "--set", "search.min_score=0", *SHORT, "--json")
     row = kvtool(*asked).fine().json
     check_reply(row)
     assert row["fusion"] == mode
@@ -111,7 +111,7 @@ def test_counts_of_recomputed_tokens(store: Path) -> None:
     """epic: Σ min(k, tokens) over what is not exact; blend: ⌈r·N⌉; reuse: none; full: all that is cached."""
     import math
 
-    args = ("query", QUESTION, "--store", store, "--min-score", "0", *SHORT, "--json")
+    args = ("query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
     epic = kvtool(*args, "--fusion", "epic", "--link-tokens", "20").fine().json
     lengths = [chunk["tokens"] for chunk in epic["chunks"] if chunk["status"] == "hit"]
     assert len(lengths) == 5

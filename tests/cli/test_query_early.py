@@ -32,7 +32,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ((NOTHING,), 1, "no chunk matches"),
         ((QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
         ((QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
-        ((QUESTION, "--source", "zz*"), 2, "no document matches"),
+        ((QUESTION, "--set", "search.source=zz*"), 2, "no document matches"),
         ((QUESTION, "--retriever", "dense"), 2, "embedding model"),
         ((NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
     ],

@@ -240,7 +240,7 @@ def test_max_loss_chooses_among_them(sparse: Path) -> None:
         measured = {"2": {"kl_answer": 0.002}, HALF: {"kl_answer": 0.008}, "4": {"kl_answer": 0.5}}
         writer.set_codec_state(state | {"losses": {state["profile"]: measured}})
     assert ask(sparse)["tokens"]["dropped"] > 0
-    assert ask(sparse, "--max-loss", "0.005")["tokens"]["dropped"] == 0
+    assert ask(sparse, "--set", "load.max_loss=0.005")["tokens"]["dropped"] == 0
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_explained(sparse: Path) -> None:
 
 @pytest.mark.slow
 def test_deferred_and_chosen_by_the_controller(sparse: Path) -> None:
-    assert ask(sparse, "--level", HALF, "--defer", "--defer-first", "1")["tokens"]["dropped"] > 0
+    assert ask(sparse, "--level", HALF, "--defer", "--set", "defer.first=1")["tokens"]["dropped"] > 0
     kvtool("query", QUESTION, "--store", sparse, "--level", HALF, "--fusion", "auto", "--json", *SHORT).fine()
     kvtool("inspect", "plan", QUESTION, "--store", sparse, "--level", HALF).fine()
 

@@ -37,7 +37,9 @@ def test_a_prompt_longer_than_the_context(store: Path) -> None:
         long = kvtool("query", "mill " * 3000, "--store", store, "--json").failed(2, "the model takes 2048")
         assert "the prompt has" in long.err
         kvtool("query", QUESTION, "--store", store, "--max-tokens", "2000").failed(2, "the model takes 2048")
-        kvtool("query", QUESTION, "--store", store, "--min-score", "0", "--max-tokens", "1850").failed(2, "--top-k")
+        kvtool("query", QUESTION, "--store", store, "--set", "search.min_score=0", "--max-tokens", "1850").failed(
+            2, "--top-k"
+        )
 
 
 @pytest.mark.slow

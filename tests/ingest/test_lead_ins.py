@@ -95,7 +95,7 @@ def test_another_lead_in_for_one_more_document(store: Path, tmp_path: Path) -> N
     done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lead-in", "bos").fine()
     assert f"{count} chunks of other documents keep theirs, and are found as before" in done.err
     assert "miss" not in done.err
-    asked = ("query", "seventh mill built", "--store", store, "--min-score", "0", *SHORT, "--json")
+    asked = ("query", "seventh mill built", "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
     found = kvtool(*asked).fine().json["chunks"]
     assert len(found) == 5
     assert {chunk["status"] for chunk in found} == {"hit"}

@@ -319,7 +319,7 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("2", (), "2", {"raw", "1", "2"}),
         ("3", (), "raw", {"raw", "1", "2"}),  # not allowed: it loses too much
-        ("3", ("--max-loss", "0.35"), "3", {"raw", "1", "2", "3"}),
+        ("3", ("--set", "load.max_loss=0.35"), "3", {"raw", "1", "2", "3"}),
         ("2", ("--level", "1"), "1", {"1"}),
         ("", (), "raw", {"raw", "1", "2"}),
     ],

@@ -156,7 +156,7 @@ def shown_loss(loss: float | None, allowed: float) -> str:
 
 
 def enough_loss(loss: float) -> str:
-    """Return the `--max-loss` that allows a loss: in thousandths, rounded up."""
+    """Return the maximum loss that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 

@@ -87,7 +87,9 @@ def _store(session: Session, chained: PrefixFused, limit: int) -> None:
     infos = [*(one.info for one in chained.new), *(stretches[one] for one in chained.used if one in stretches)]
     needed = sum(info.size for info in infos)
     if needed > limit:
-        raise KvtoolError(f"it takes {needed / 1e6:,.1f} MB", f"--state-cache-size {needed // 10**6 + 1}MB keeps it")
+        raise KvtoolError(
+            f"it takes {needed / 1e6:,.1f} MB", f"--set load.state_cache_size={needed // 10**6 + 1}MB keeps it"
+        )
     others = {stretch: info for stretch, info in stretches.items() if stretch not in own}
     with store.writer() as writer:
         going = least_used(others, store.last_used(), sum(info.size for info in others.values()) + needed - limit)

@@ -184,19 +184,6 @@ class Session:
 
         return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
 
-    @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the number of positions that a row sees at each stored layer; None: all before it.
-
-        While the model is not loaded, its configuration says so.
-        """
-        from kvtool.core.checkpoint.load import supported_config
-        from kvtool.core.model.kinds import stated_windows
-
-        if self.is_loaded:
-            return self.decoder.windows
-        return stated_windows(supported_config(self.files), self.layers)
-
     @property
     def parts(self) -> PromptParts:
         """Return the store's own prefix of a prompt, and its answer header."""
