@@ -443,7 +443,7 @@ def test_jsonl(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
     *events, summary = done.lines
     assert {event["type"] for event in events} == {"status"}
-    assert all(event["schema"] == 2 for event in done.lines)
+    assert all(event["schema"] == 1 for event in done.lines)
     assert summary["type"] == "summary"
     check_report(summary, plain, before)
     (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines

@@ -213,13 +213,6 @@ def test_values_that_contradict_each_other() -> None:
     assert resolve(lengths).get(IngestOptions).chunk_tokens == 50
 
 
-def test_older_names_go_on(tmp_path: Path) -> None:
-    (tmp_path / "kvtool.toml").write_text("min_tokens = 9")
-    by_file = resolve(folder=tmp_path)
-    by_variable = resolve(environ={"KVTOOL_MIN_TOKENS": "9"})
-    assert by_file.get(IngestOptions).min_chunk_tokens == by_variable.get(IngestOptions).min_chunk_tokens == 9
-
-
 def test_durations_and_percentages(tmp_path: Path) -> None:
     (tmp_path / "kvtool.toml").write_text('ratio = "15%"\nlock_wait = "2m"')
     got = resolve(environ={"KVTOOL_AUDIT": "5 %"}, folder=tmp_path)

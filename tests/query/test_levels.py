@@ -153,7 +153,8 @@ def know(path: Path, **losses: float) -> None:
     """Record measured losses of levels, given as `l1=0.5`."""
     with Store.open(path) as store, store.writer() as writer:
         rows = {name[1:]: {"kl_answer": loss} for name, loss in losses.items()}
-        writer.set_codec_state(store.codec_state() | {"losses": rows})
+        state = store.codec_state()
+        writer.set_codec_state(state | {"losses": {state["profile"]: rows}})
 
 
 def ask(path: Path, *args: object) -> Done:

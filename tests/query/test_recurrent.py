@@ -69,7 +69,7 @@ def test_ingest_computes_nothing(made: Path, model: Path, tmp_path: Path) -> Non
     again = kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--json").fine()
     assert "recurrent" not in again.err  # it was said
     assert again.json["documents"]["unchanged"] == row["documents"]["added"]
-    for lead_in in ("neighbour", "warm", "learned"):
+    for lead_in in ("neighbour", "warm"):
         kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", lead_in).failed(2, "lead-in")
     kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "none").fine()
     with Store.open(tmp_path / "new") as opened:
@@ -218,7 +218,7 @@ def test_prune_takes_stretches_first(store: Path) -> None:
     row = emptied(store).json
     assert row["steps"][0]["step"] == "stretches"
     assert row["steps"][0]["stretches"] > 0
-    assert stretches(store) == {"count": 0, "bytes": 0, "alone": 0}
+    assert stretches(store) == {"count": 0, "bytes": 0}
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
 

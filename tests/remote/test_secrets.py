@@ -211,7 +211,7 @@ def test_what_signs_an_address_is_shown_nowhere(work: Path, looked_at: list[Done
         "https://HERE/kv?X-Amz-Credential=zqxwva&X-Amz-Signature=zqxwvb",
     ):
         url = url.replace("HERE", "127.0.0.1:9")
-        for words in (("store", "merge", url), ("store", "import", url), ("ingest", "corpus", "--ray", url)):
+        for words in (("store", "import", url), ("ingest", "corpus", "--ray", url)):
             looked_at.append(kvtool(*words, "--store", "new", "--json"))
             assert looked_at[-1].code
     assert scrubbed("https://host/kv?sv=2&sig=a%3D: no") == "https://host/kv?sv=2&sig=***: no"

@@ -180,7 +180,7 @@ def base_level(level: str, payload: Payload) -> str | None:
 
 
 def stated_check(payload: Payload) -> int:
-    """Read the `check_of` the very record that is refined; 0: an older record, which does not state it."""
+    """Read the `check_of` the very record that is refined."""
     return int.from_bytes(payload[_CHECK], "little")
 
 

@@ -63,7 +63,7 @@ def option(
     group : the heading of the command's help that lists it; empty: its class's.
     flag : empty: made of the name; `--this/--that` names both flags of a yes or no; None: it has none.
     parameter : its name for `--set NAME=VALUE`; unless it names a flag, too, it has no flag, variable or keyword.
-    synonyms : further flags that mean the same and are not shown, such as older names.
+    synonyms : further flags that mean the same and are not shown.
     setting : whether a variable and a configuration file can give it, too; a text names it there, None: as its class
         says.
     metavar : what stands for its value in the help; empty: made of the type, the unit or the choices.

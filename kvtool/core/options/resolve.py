@@ -138,17 +138,14 @@ class _Names:
     def __init__(self, sources: Iterable[type[Options]]) -> None:
         self.every: dict[str, Option] = {}
         self.tables: dict[str, dict[str, Option]] = {}
-        older: dict[str, Option] = {}
         for source in sources:
             for option in options_of(source).values():
                 if not option.setting:
                     continue
                 self.every[option.setting] = option
                 flags = [_as_key(flag) for flag in (option.flag.partition("/")[0], *option.synonyms)]
-                older |= dict.fromkeys(flags[1:], option)
                 for section in option.sections:
                     self.tables.setdefault(section, {}).update(dict.fromkeys((option.setting, *flags), option))
-        self.every = older | self.every
 
     @property
     def variables(self) -> dict[str, Option]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import StretchInfo, least_used
-from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, encoded, fuse_prefix
 
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:
     """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
-    if count := session.unused_states:
-        session.warn_once(
-            f"states of {counted(count, 'chunk')}, which an earlier kvtool computed separately, are not used any more: "
-            "of a model that keeps a recurrent state only a prompt's beginning is reused",
-            "`kvtool store compact` gives their bytes back",
-        )
     found = find(session, plan) if selector.uses_cache else StoredPrefix((), ())
     if not options.force:
         session.check_prefix([segment.ids for segment in plan.segments[:-1]], found)

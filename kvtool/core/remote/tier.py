@@ -31,7 +31,7 @@ from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pin
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
 _Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
-CATALOGUE = "remote/catalogue"  # side file of the local cache: the catalogue that was imported last, or its root
+CATALOGUE = "remote/catalogue"  # side file of the local cache: root of the catalogue that was imported last
 
 
 class Tier:
