@@ -104,7 +104,7 @@ def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None
 
 def test_the_page_tells_how(pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its example runs as it is written there."""
-    page = files("kvtool").joinpath("docs/packs.md").read_text(encoding="utf-8")
+    page = files("kvtool").joinpath("docs/guide/packs.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     pack.rename(pack.with_name("corpus.kvpack"))
     monkeypatch.chdir(pack.parent)
