@@ -40,14 +40,12 @@ _LOCKS = (
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a file's name suggests that it holds keys or passwords."""
     name = name.lower().removesuffix(".gz")
     return any(fnmatchcase(name, glob) for glob in _SECRETS)
 
 
 def is_lock(name: str) -> bool:
-    """Return True if a file is written by a package manager, by an office program while it has another open, or by an
-    editor as a copy of another."""
+    """Whether a package manager wrote the file, or an office program or editor as a copy of another one."""
     return any(fnmatchcase(name.lower(), glob) for glob in _LOCKS)
 
 
@@ -56,7 +54,6 @@ def is_hidden(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Return True if a hidden name is an ignore file's, or one that git uses."""
     return name in _OWN
 
 
@@ -80,14 +77,12 @@ class Rules:
         return cls() if any(rules.names(each, True) for each in (*parents[:top], root)) else rules
 
     def below(self, folder: Path) -> Rules:
-        """Return these rules and those of a folder's ignore files."""
         more = [
             (folder.as_posix().rstrip("/") + "/", spec) for name in FILES if (spec := _read(folder / name)) is not None
         ]
         return Rules((*self.each, *more)) if more else self
 
     def names(self, path: Path, is_folder: bool) -> bool:
-        """Return True if the rules exclude a file or a folder."""
         for base, spec in reversed(self.each):
             if not (name := path.as_posix()).startswith(base):
                 continue
@@ -98,16 +93,9 @@ class Rules:
 
 
 class Roots:
-    """Folders that others than the user may read, without hidden files, secrets, and what an ignore file leaves out.
-    Ignore files are read once.
-
-    Where a file system takes no notice of case, a path has to be spelled as its folders list it: a rule for `drafts/`
-    would not see `Drafts/`.
-
-    Parameters
-    ----------
-    folders : real paths; a file shows itself.
-    """
+    """Folders that others than the user may read, without hidden files, secrets, and what an ignore file excludes. On a
+    file system that ignores case, a path has to be spelled as its folders list it: a rule for `drafts/` would not match
+    `Drafts/`."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
@@ -116,7 +104,7 @@ class Roots:
         self._folded: dict[Path, bool] = {}
 
     def show(self, path: Path) -> bool:
-        """Return True if one of the folders shows a path, which has to be a real one."""
+        """Whether one of the folders shows a real path."""
         return any(self._shows(root, path) for root in (path, *path.parents) if root in self._folders)
 
     def _shows(self, root: Path, path: Path) -> bool:
@@ -160,7 +148,7 @@ def _is_folded(folder: Path) -> bool:
 
 
 def _read(path: Path) -> GitIgnoreSpec | None:
-    """Read an ignore file, without lines that are no patterns or longer than any path; None: it cannot be read."""
+    """Read an ignore file, without invalid patterns and lines longer than any path."""
     try:
         lines = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
     except OSError:

@@ -16,8 +16,6 @@ from itertools import pairwise
 
 
 class Level(IntEnum):
-    """Quality of a boundary; higher is better."""
-
     HARD = 0
     WORD = 1
     CLAUSE = 2
@@ -30,15 +28,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of text that is only cut if it is too long for a chunk.
-
-    Parameters
-    ----------
-    start, end : characters of the text; units adjoin.
-    level : how good a place its start is for a boundary.
-    finest : the finest level this unit has been cut at, from which `finer` continues.
-    heading : True for a heading, after which no chunk should end.
-    """
+    """A piece of text that is only cut if it is too long for a chunk; `finest` is the level from which `finer`
+    continues."""
 
     start: int
     end: int
@@ -92,18 +83,11 @@ _HARD_LEAST = 20
 
 
 def units(text: str, kind: str) -> list[Unit]:
-    """Cut a text into sentences, lines of code, headings, whole tables and whole fences.
-
-    Parameters
-    ----------
-    text : the document; not only white space.
-    kind : `text`, `markdown`, `html` or `code`: what counts as a heading.
-    """
+    """Cut a text into sentences, lines of code, headings, whole tables and whole fences."""
     return [unit for block in _blocks(text, kind) for unit in _block_units(text, block)]
 
 
 def paragraphs(text: str, kind: str) -> list[Unit]:
-    """Cut a text into whole paragraphs, headings, tables and fences."""
     return [_whole(block) for block in _blocks(text, kind)]
 
 
@@ -137,7 +121,6 @@ def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the starts of the second and later sentences of `text[start:end]`."""
     for match in _SENTENCE_END.finditer(text, start, end):
         cut = match.end()
         if cut < end and not _is_false_end(text, match):
@@ -145,20 +128,16 @@ def _sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _clause_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the positions after commas, colons and dashes."""
     return (m.end() for m in _CLAUSE_END.finditer(text, start, end) if m.end() < end)
 
 
 def _word_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the positions after white space."""
     return (m.end() for m in _SPACE.finditer(text, start, end) if start < m.start() and m.end() < end)
 
 
 def _hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
-    """Cut a text without marks, never inside a grapheme.
-
-    Cuts follow characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts near it.
-    """
+    """Cut a text without marks after characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts
+    near it."""
     visible = _VISIBLE.search(text, start, end)
     for match in _hard_piece().finditer(text, visible.start() if visible else end, end):
         cut = _whole_grapheme(text, match.end(), end)
@@ -177,13 +156,11 @@ def _middle(text: str, start: int, end: int) -> int | None:
 
 
 def _whole_grapheme(text: str, position: int, end: int) -> int:
-    """Find the first position from `position` on that does not tear a grapheme (within 64 characters)."""
     last = min(end, position + 64)
     return next((p for p in range(position, last) if not _joined(text, p)), last)
 
 
 def _thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
-    """Leave out cuts that would make a piece of fewer than `least` characters."""
     last = start
     for cut in cuts:
         if cut - last >= least:
@@ -210,7 +187,6 @@ def _hard_piece() -> re.Pattern[str]:
 
 
 def _joined(text: str, position: int) -> bool:
-    """Return True if the characters around `position` belong to one grapheme (the common cases of UAX 29)."""
     before, after = text[position - 1], text[position]
     if after < "\u0300":
         return before == "\r" and after == "\n"
@@ -246,7 +222,6 @@ _CUTS: dict[Level, tuple[Callable[[str, int, int], Iterator[int]], int]] = {
 
 
 def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
-    """Cut a unit at `starts`; its first piece keeps the boundary it had."""
     edges = [unit.start, *starts, unit.end]
     first = Unit(edges[0], edges[1], unit.level, level, unit.heading and len(edges) == 2)
     return [first, *(Unit(start, end, level, level) for start, end in pairwise(edges[1:]))]
@@ -287,7 +262,6 @@ def _code_level(text: str, start: int) -> Level:
 
 
 def _prose_lines(text: str, block: _Block) -> Iterator[int]:
-    """Find the line ends that mean something: all but those where a paragraph is wrapped."""
     wrapped = _wrapped(text, block)
     for start in block.lines[1:]:
         if start not in wrapped or _ITEM.match(text, start):
@@ -295,11 +269,8 @@ def _prose_lines(text: str, block: _Block) -> Iterator[int]:
 
 
 def _wrapped(text: str, block: _Block) -> set[int]:
-    """Return the starts of lines that go on with what the line before could not hold.
-
-    Those before are about as long as the longest, and of the lines after them a third goes on in the middle of a
-    sentence. Titles and last lines of paragraphs are shorter: text from a PDF has no empty lines around them.
-    """
+    """Find the starts of lines that continue what the line before could not hold: that line is about as long as the
+    longest, and a third of such lines continues in the middle of a sentence."""
     lengths = [after - start for start, after in pairwise(block.lines)]
     longest = max(lengths, default=0)
     if not _NARROW <= longest <= _WIDE:
@@ -343,7 +314,6 @@ class _Outliner:
             self._prose_line(start, end)
 
     def finished(self) -> list[_Block]:
-        """Return all blocks, adjoining from 0 to the end of the text."""
         blocks = self._blocks
         if blocks:
             blocks[0].start = blocks[0].lines[0] = 0
@@ -421,6 +391,5 @@ class _Outliner:
 
 
 def _ends_blank(text: str, end: int) -> bool:
-    """Return True if the line at `end` is blank and more text follows."""
     match = _LINE.match(text, end)
     return match is not None and match.end() < len(text) and not match[0].strip()

@@ -49,21 +49,13 @@ _PROGRAM = "from kvtool.core.corpus.reading import serve\nserve(int(sys.argv[1])
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on the reading of one file: `seconds`, and `memory` in bytes."""
-
     seconds: float = 60.0
     memory: int = 2 * 10**9
 
 
 class Reading:
-    """The readers of one run; a context manager, since a process may wait for the next file.
-
-    Parameters
-    ----------
-    commands : shell-like commands by file ending (`.djvu`), which come before kvtool's own readers.
-    bounds : None: the usual ones.
-    encoding : of texts that are not UTF-8 and name no other; an empty string: it is guessed.
-    """
+    """The readers of one run. `commands` by file ending (`.djvu`) replace kvtool's own readers; an empty `encoding` is
+    guessed."""
 
     def __init__(
         self, commands: Mapping[str, str] | None = None, bounds: Bounds | None = None, encoding: str = ""
@@ -84,7 +76,6 @@ class Reading:
         self._end()
 
     def takes(self, path: PurePath) -> bool:
-        """Return True if files of this name can be read."""
         return ending_of(path) in self.commands or readers.is_known(path)
 
     def refuses(self, path: PurePath) -> bool:
@@ -92,9 +83,7 @@ class Reading:
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath, is_whole: bool = False) -> str:
-        """Return a digest of what a file's documents depend on besides the bytes: the readers, the command or plugin
-        that reads it, the encoding, and libraries that are missing where files are inside of it; `is_whole`: as if none
-        were."""
+        """Digest of what a file's documents depend on besides its bytes; `is_whole`: as if no library were missing."""
         key = ending_of(path), is_whole
         if key not in self._settings:
             command = self.commands.get(key[0])
@@ -106,7 +95,7 @@ class Reading:
         return self._settings[key]
 
     def means(self, path: PurePath) -> str:
-        """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
+        """What a reading depends on besides the file: kvtool, installed tools, bounds."""
         key = ending_of(path)
         if key not in self._means:
             command = self.commands.get(key)
@@ -115,13 +104,7 @@ class Reading:
         return self._means[key]
 
     def documents(self, path: Path, data: bytes) -> list[Document]:
-        """Read the documents of one file.
-
-        Raises
-        ------
-        UnreadableFile
-            If it holds no text that can be read, or not within the bounds.
-        """
+        """Read the documents of one file. Raises UnreadableFile."""
         token = chosen.set(self.encoding)
         try:
             if command := self.commands.get(ending_of(path)):
@@ -135,8 +118,8 @@ class Reading:
             chosen.reset(token)
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Ask the child process. If it ends, or lacks memory, after other files, a new process is asked: earlier files
-        may have caused that."""
+        """Ask the child process; ask a new one if it ends or lacks memory after earlier files, which may have caused
+        that."""
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
             self._end()
@@ -159,8 +142,7 @@ class Reading:
 
 
 def _program(command: str) -> str:
-    """Return paths and times of a command's program ("" if not installed) and of files among its arguments, such as the
-    script of an interpreter."""
+    """Paths and times of a command's program ("" if not installed) and of its arguments that are files."""
     program, *words = shlex.split(command)
     places = [shutil.which(program) or "", *filter(os.path.isfile, words)]
     return " ".join(f"{place} {os.stat(place).st_mtime_ns}" if place else "" for place in places)
@@ -182,13 +164,7 @@ def _documents(answer: Mapping[str, Any]) -> list[Document]:
 
 
 class _Ended(Exception):
-    """The process has ended over a file, or has no memory for it.
-
-    Attributes
-    ----------
-    why : what happened, and a hint.
-    late : it took too long. `lasts`: another try would end so, too.
-    """
+    """The process has ended, or lacks memory. `why`: message and hint; `lasts`: another try would end the same way."""
 
     def __init__(self, why: tuple[str, str], late: bool = False, lasts: bool = False) -> None:
         super().__init__(*why)
@@ -198,13 +174,6 @@ class _Ended(Exception):
 
 
 class Child:
-    """A process that reads files, one after another.
-
-    Attributes
-    ----------
-    files : how many it was given.
-    """
-
     def __init__(self, bounds: Bounds, encoding: str = "") -> None:
         self.files = 0
         self._bounds = bounds
@@ -222,7 +191,7 @@ class Child:
         return self._process.poll() is None
 
     def ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Let it read a file; return its answer. Raises _Ended."""
+        """Let it read a file. Raises _Ended."""
         self.files += 1
         stdin = self._process.stdin
         assert stdin is not None
@@ -238,7 +207,6 @@ class Child:
         return dict(answer)
 
     def end(self) -> None:
-        """End it, whatever it does, with all that it has started."""
         if hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -250,10 +218,8 @@ class Child:
         self._process.wait()
 
     def _line(self) -> bytes:
-        """Read the line that it writes, but not to the end of its output, which its own children may hold open.
-
-        Raises _Ended: it has ended, or its time was up, before a whole line.
-        """
+        """Read its answer. End of file is no sign of the end, since its own children may hold the pipe open. Raises
+        _Ended."""
         assert self._process.stdout is not None
         pipe, said = self._process.stdout.fileno(), bytearray()
         end = time.monotonic() + self._bounds.seconds + _GRACE
@@ -283,14 +249,7 @@ class Child:
 
 
 def serve(seconds: int, memory: int, encoding: str) -> None:
-    """Read files until stdin ends.
-
-    Parameters
-    ----------
-    seconds : how long one file may take; the process is ended then, by SIGALRM.
-    memory : bytes that the process may have.
-    encoding : see `Reading`.
-    """
+    """Read files until stdin ends; SIGALRM ends the process when one takes over `seconds`."""
     chosen.set(encoding)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # a library's output is sent to stderr, which is not read
@@ -325,11 +284,7 @@ def _answer(path: Path, data: bytes, most: int) -> dict[str, Any]:
 
 
 def _read_by(command: str, path: Path, seconds: float, most: int) -> list[Document]:
-    """Read a file by a command, without a shell; form feeds separate pages. Without any, a place is a line of the
-    command's text, and called so: the file has no such line.
-
-    Raises PassingFailure: the command cannot be started, fails, or takes over `seconds` or `most` bytes.
-    """
+    """Read a file by a command, without a shell; form feeds separate pages. Raises PassingFailure."""
     words = [word.replace(PATH, str(path)) for word in shlex.split(command)]
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
         code = _run(words, said.fileno(), complained.fileno(), seconds, most)
@@ -355,7 +310,6 @@ def _lines(text: str) -> Iterator[Mark]:
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
-    """Run a command; return its exit code. Raises PassingFailure if it had to be killed."""
     try:
         child = started(words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained)
     except OSError as error:

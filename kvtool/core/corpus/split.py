@@ -28,14 +28,7 @@ _LONGEST_UNIT = 4000  # characters; a tokenizer is quadratic on lines without sp
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """Settings of a split.
-
-    Parameters
-    ----------
-    method : a key of `METHODS`.
-    max_tokens : tokens of a chunk, at most.
-    min_tokens : tokens from which on a boundary is sought; 0 takes what suits the method.
-    """
+    """Settings of a split; a `min_tokens` of 0 stands for what suits the method."""
 
     method: str = "semantic"
     max_tokens: int = 256
@@ -52,27 +45,13 @@ class SplitSettings:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Characters `start` to `end` of a document's text."""
-
     start: int
     end: int
 
 
 def split(text: str, settings: SplitSettings, count_tokens: CountTokens, kind: str = "text") -> list[Span]:
-    """Split a document's text into chunks.
-
-    Parameters
-    ----------
-    text : any text; only white space yields no chunk.
-    settings : the method and its limits.
-    count_tokens : counts what a chunk will have; called with stripped chunks and with units.
-    kind : the document's kind: `text`, `markdown`, `html` or `code`.
-
-    Returns
-    -------
-    Adjoining spans that cover the text, each of at most `max_tokens` tokens when stripped; only a single
-    character may have more.
-    """
+    """Split a text into adjoining spans that cover it, each of at most `max_tokens` tokens when stripped; only a single
+    character may have more. A text of only white space yields none."""
     if not text or text.isspace():
         return []
     work = _Work(text, settings.max_tokens, count_tokens)
@@ -89,14 +68,7 @@ Group = list[Unit]
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of a chunk.
-
-    Parameters
-    ----------
-    most : tokens of a chunk, at most.
-    least : tokens below which no boundary is sought; also of the last chunk.
-    section : tokens from which on a heading always begins a new chunk.
-    """
+    """Limits of a chunk in tokens: at most, at least, and from where on a heading always begins a new chunk."""
 
     most: int
     least: int
@@ -105,8 +77,6 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A document during the steps that every method shares."""
-
     text: str
     most: int
     counter: CountTokens
@@ -122,7 +92,6 @@ class _Work:
         return [count for batch in batches for count in self.counter(batch)]
 
     def sized(self, pieces: list[Unit]) -> tuple[list[Unit], list[int]]:
-        """Cut what is too long for any chunk, and count every unit once."""
         ready = [part for piece in pieces for part in self._tamed(piece)]
         sizes = self.count([self._counted_text(unit) for unit in ready])
         large = [i for i, size in enumerate(sizes) if size > self.most]
@@ -135,14 +104,12 @@ class _Work:
         return ready, sizes
 
     def _cut_large(self, ready: list[Unit], large: list[int]) -> dict[int, list[Unit]]:
-        """Cut those units that stay too long without the space around them."""
         counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
         too_long = [i for i, count in zip(large, counts, strict=True) if count > self.most]
         parts = {i: finer(self.text, ready[i]) for i in too_long}
         return {i: units_ for i, units_ in parts.items() if len(units_) > 1}
 
     def packed(self, pieces: list[Unit], limits: _Limits) -> list[Group]:
-        """Make chunks of units, each checked with a real count and cut again where it is too long."""
         ready, sizes = self.sized(pieces)
         groups = _grouped(ready, _Packer(self.text, ready, sizes, limits).starts())
         while True:
@@ -156,7 +123,6 @@ class _Work:
             groups = list(chain.from_iterable(parts))
 
     def _tamed(self, unit: Unit) -> Iterator[Unit]:
-        """Cut units of thousands of characters before a tokenizer sees them."""
         todo = [unit]
         while todo:
             piece = todo.pop()
@@ -167,10 +133,8 @@ class _Work:
                 todo.extend(reversed(parts))
 
     def _counted_text(self, unit: Unit) -> str:
-        """Return a unit's text; the space after it counts with the next one, as tokenizers cut words.
-
-        So the counts of units add up to that of their chunk almost exactly.
-        """
+        """The text to count for a unit: the space after a unit counts with the next one, as tokenizers cut words, so
+        that the counts of units add up to that of their chunk."""
         before = self.text[max(0, unit.start - 16) : unit.start]
         carried = before[len(before.rstrip(" \t")) :]
         return carried + self.text[unit.start : unit.end].rstrip(" \t")
@@ -204,7 +168,7 @@ class _Work:
 def _replaced(
     ready: list[Unit], sizes: list[int], cut: dict[int, list[Unit]]
 ) -> tuple[list[Unit], list[int], list[int]]:
-    """Put parts in the places of the cut units; returns units, sizes and the places of those parts."""
+    """Replace the cut units by their parts; also returns the places of those parts."""
     units_: list[Unit] = []
     counts: list[int] = []
     fresh: list[int] = []
@@ -218,8 +182,6 @@ def _replaced(
 
 
 class _Packer:
-    """A choice of the units that begin a chunk, given the tokens of each unit."""
-
     def __init__(self, text: str, units: Sequence[Unit], sizes: Sequence[int], limits: _Limits) -> None:
         self._text = text
         self._units = units
@@ -227,14 +189,12 @@ class _Packer:
         self._limits = limits
 
     def starts(self) -> list[int]:
-        """Return the indices of the units that begin a chunk; the first is always 0."""
         starts = [0]
         while (after := self._next_start(starts[-1])) < len(self._units):
             starts.append(after)
         return starts
 
     def _next_start(self, first: int) -> int:
-        """Find the unit that begins the chunk after the one that begins at `first`."""
         limits, count = self._limits, len(self._units)
         last = self._reach(first, limits.most)
         low = bisect_left(self._sums, self._sums[first] + limits.section, first + 1)
@@ -253,7 +213,6 @@ class _Packer:
         return self._best(window) if window else self._fallback(first, last)
 
     def _reach(self, first: int, most: int) -> int:
-        """Find the furthest unit that may begin the next chunk; at least the next one."""
         return max(first + 1, bisect_right(self._sums, self._sums[first] + most) - 1)
 
     def _rest(self, index: int) -> int:

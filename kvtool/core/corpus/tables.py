@@ -39,8 +39,6 @@ _SEAM = 4  # tokens by which a header and its rows may together have more than e
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Characters of a table: its header is `text[start:body]`, its rows are `text[body:end]`."""
-
     start: int
     body: int
     end: int
@@ -49,8 +47,8 @@ class _Table:
 def split_document(
     document: Document, settings: SplitSettings, count_tokens: CountTokens
 ) -> tuple[Document, list[Span]]:
-    """Split a document into chunks (:func:`split`). Return it with the header of each cut table repeated in its text,
-    and the spans of that text. A header of more than half a chunk is not repeated."""
+    """Split a document into chunks, and repeat the header of each cut table in its text. A header of more than half a
+    chunk is not repeated."""
     spans = split(document.text, settings, count_tokens, document.kind)
     most_header = _LONGEST_TOKEN * settings.max_tokens
     tables = [] if len(spans) < 2 else [each for each in _tables(document) if each.body - each.start < most_header]
@@ -72,7 +70,6 @@ def split_document(
 def _narrowed(
     document: Document, spans: Sequence[Span], tables: Iterable[_Table], divide: Callable[[str], list[Span]]
 ) -> list[Span]:
-    """Split the chunks that hold a table again, so that each has room for its header."""
     made: list[Span] = []
     done = 0  # spans
     for table in tables:
@@ -111,13 +108,11 @@ def _long_rows(text: str) -> list[Span]:
 
 
 def _row_at(rows: Sequence[Span], at: int) -> Span | None:
-    """Return the row that a place is inside of."""
     number = bisect_left(rows, at, key=lambda row: row.start) - 1
     return rows[number] if number >= 0 and at < rows[number].end else None
 
 
 def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
-    """Insert the header of its table at the start of each chunk that begins with a row of it."""
     text, added = document.text, 0
     inserted, parts, moved = list[tuple[int, int]](), list[str](), list[Span]()
     for span, at in zip(spans, _row_starts(document, spans), strict=True):
@@ -134,7 +129,7 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
 
 
 def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
-    """Yield where the first line of each chunk begins, or −1 if the chunk begins inside of a line or a quoted cell."""
+    """Yield where the first line of each chunk begins, or −1 inside of a line or a quoted cell."""
     text = document.text
     rows = _long_rows(text) if document.kind == "table" else []
     for span in spans:
@@ -144,7 +139,6 @@ def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
 
 
 def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:
-    """Yield the marks of the new text; an inserted header has the place of the row that it precedes."""
     added, before = 0, iter([*inserted, (2**63, 0)])
     at, length = next(before)
     for mark in marks:
@@ -182,7 +176,7 @@ def _runs(text: str) -> Iterator[list[Span]]:
 
 
 def _rule_of(text: str, run: Sequence[Span]) -> int:
-    """Return which of the first lines is a rule of Markdown, below its header; 0: none."""
+    """Which of the first lines is a rule of Markdown, below its header; 0: none."""
     lines = (text[line.start : line.end].strip() for line in run[: _HEADER_ROWS + 1])
     return next((at for at, line in enumerate(lines) if _RULE.fullmatch(line)), 0)
 
@@ -202,7 +196,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _last_heading(rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the number of the row that holds a table's last headings; None if it has none."""
+    """The number of the row that holds a table's last headings."""
     last = None
     for at, row in enumerate(rows[:_HEADER_ROWS]):
         body = rows[at + 1 :]

@@ -23,17 +23,8 @@ _NOT_SHOWN = "not open to clients: hidden, a secret, or named by an ignore file"
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A regular file to read.
-
-    Parameters
-    ----------
-    name : its path, absolute; the folder part is resolved, the last name is kept as it was found. A `Path` would take
-        several times as much memory, and there may be a million of them.
-    size : bytes.
-    mtime_ns : time of the last change, in nanoseconds.
-    ctime_ns : of the last change also of its rights, its name or that time itself.
-    guessed : it was found in a folder, by a name that no reader knows; only its content shows whether it is text.
-    """
+    """A regular file to read. `name` is absolute; only links in its folder part are resolved. A `Path` would take
+    several times as much memory. `guessed`: only its content shows whether it is text."""
 
     name: str
     size: int
@@ -48,13 +39,8 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be taken, and why.
-
-    Attributes
-    ----------
-    known : it failed so in an earlier run, and is unchanged.
-    read : it was tried in this run.
-    """
+    """A file that could not be read. `known`: it failed the same way in an earlier run and is unchanged; `read`: it was
+    tried in this run."""
 
     path: str
     error: str
@@ -63,8 +49,6 @@ class Failure:
 
 
 class Skip(StrEnum):
-    """Kinds of files that are passed over, with which nothing is wrong."""
-
     EMPTY = "empty"  # nothing in it
     LINK = "link"  # broken, a loop, or out of the folder
     UNSUPPORTED = "unsupported"  # no reader for what it is
@@ -79,8 +63,6 @@ class Skip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A file that is passed over."""
-
     path: str
     kind: Skip
     reason: str
@@ -93,15 +75,8 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Result of a walk over the given paths.
-
-    Parameters
-    ----------
-    files : files to read, sorted by path.
-    failures, skipped : the others, sorted by path.
-    missing : given paths that no longer exist, but did once (`find_files`).
-    bare : given folders without any file to read.
-    """
+    """Files, failures and skipped files, each sorted by path; `missing` paths existed once; `bare` folders have no file
+    to read."""
 
     files: list[FoundFile]
     failures: list[Failure] = field(default_factory=list)
@@ -110,7 +85,7 @@ class Walked:
     bare: list[Path] = field(default_factory=list)
 
     def part(self, shard: Shard) -> Walked:
-        """Return what is in a shard; `missing` and `bare` are about given paths, and stay."""
+        """What a shard holds of it; `missing` and `bare` are about given paths, and stay."""
         return replace(
             self,
             files=[file for file in self.files if shard.holds(file.name)],
@@ -129,29 +104,10 @@ def find_files(
     ignore: bool = True,
     roots: Sequence[Path] = (),
 ) -> Walked:
-    """Find the files below `paths`, sorted, each real file once.
-
-    A file whose ending says that it is no text (`.png`) is not taken. In a folder hidden names, lock files, secrets and
-    what ignore files name are passed over, too; folder links are not followed, and a file link only where it stays
-    inside the folder. A name there that no reader knows, and whose ending no `include` pattern spells out (`*.dat`), is
-    `guessed`.
-
-    Parameters
-    ----------
-    paths : files and folders.
-    include, exclude : shell patterns, matched against the name and the path below the folder;
-        `exclude` also prunes whole folders.
-    remembered : whether a path that does not exist may be missing, because it was there once.
-    leave_out : files that are not taken, wherever they are found.
-    reading : knows what is read; None: kvtool's own readers.
-    ignore : heed ignore files, and pass over lock files.
-    roots : where there are any, only what they show to others is read, also of what `paths` name (`ignoring.Roots`).
-
-    Raises
-    ------
-    UsageError
-        If a path does not exist and is not remembered.
-    """
+    """Find the files below `paths`, sorted, each real file once. In a folder, links to folders are not followed, and
+    links to files only inside of it. A file there is `guessed` if no reader knows its name and no `include` pattern
+    spells out its ending. `remembered` tells whether a path that does not exist was there once. With `roots`, only what
+    they show to others is read. Raises UsageError for a path that does not exist."""
     if not paths:
         raise UsageError("no files or folders given", "name at least one file or folder to read")
     left_out = {os.path.realpath(path) for path in leave_out}
@@ -163,7 +119,6 @@ def find_files(
 
 
 def places(path: Path) -> tuple[Path, ...]:
-    """Return the names that `find_files` gives, or gave, to a path."""
     path = as_on_disk(path)
     return _absolute(path), Path(os.path.realpath(path))
 
@@ -243,7 +198,6 @@ class _Search:
         return True
 
     def _walk(self, root: Path) -> Iterator[Path]:
-        """Yield every wanted non-folder below `root`, without following folder links."""
         todo = [(root, Rules.above(root) if self.ignore else Rules())]
         while todo:
             folder, rules = todo.pop()
@@ -283,7 +237,6 @@ class _Search:
         return True
 
     def _is_shown(self, path: Path) -> bool:
-        """Return True if the caller may read what is at a path, or what a link there leads to."""
         return self.roots is None or self.roots.show(Path(os.path.realpath(path)))
 
     def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:
@@ -344,7 +297,6 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _not_text(path: Path) -> str:
-    """Say why a file is not read, by the kind that its name suggests."""
     if is_image(path):
         return "images are not read, with any model: text only"
     if is_archive(path):

@@ -35,36 +35,24 @@ _PLUGINS = found("embedders")
 
 
 class Embeds(Protocol):
-    """Turns texts into unit vectors.
-
-    Attributes
-    ----------
-    ref : what it is called.
-    """
+    """Turns texts into unit vectors."""
 
     ref: str
 
     @property
-    def digest(self) -> str:
-        """Return the digest that distinguishes its vectors from another embedder's."""
-        ...
+    def digest(self) -> str: ...
 
     def encode(self, texts: Sequence[str]) -> Array:
-        """Return unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
+        """Encode as unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
         ...
 
     def count(self, texts: Sequence[str]) -> int:
-        """Return the number of tokens in texts, without special ones; 0 if it is unknown. Raises ModelError."""
+        """Count the tokens without special ones; 0 if unknown. Raises ModelError."""
         ...
 
 
 def embedder_of(ref: str, offline: bool = False) -> Embeds:
-    """Return the embedder of a name: a plugin's, if there is one and no folder is called so; else a model.
-
-    Raises
-    ------
-    ModelError : there is no such model, its package is not installed, or the plugin cannot be used.
-    """
+    """The embedder of a name: a plugin's, unless a folder has this name; else a model. Raises ModelError."""
     plugin = _PLUGINS.get(ref)
     return Embedder(ref, offline) if plugin is None or Path(ref).exists() else _Plugged(plugin)
 
@@ -83,7 +71,6 @@ class _Plugged:
             raise self._broken("its digest is not of 1 to 24 letters and digits")
 
     def encode(self, texts: Sequence[str]) -> Array:
-        """See Embeds."""
         try:
             vectors = np.asarray(self._inner.encode(texts), dtype=np.float32)
         except Exception as error:
@@ -93,7 +80,6 @@ class _Plugged:
         return _unit(vectors)
 
     def count(self, texts: Sequence[str]) -> int:
-        """See Embeds. Packages are not asked for it."""
         return 0
 
     def _broken(self, why: object) -> ModelError:
@@ -102,22 +88,12 @@ class _Plugged:
 
 
 def _unit(vectors: Array) -> Array:
-    """Return the same directions, each of length 1."""
     unit: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return unit
 
 
 class Embedder:
-    """A model that turns texts into unit vectors; it is loaded when the first text needs it.
-
-    Attributes
-    ----------
-    ref : its folder or hub name.
-
-    Raises
-    ------
-    ModelError : there is no such model, or its package is not installed.
-    """
+    """A model that is loaded when the first text needs it; `ref` is its folder or hub name. Raises ModelError."""
 
     def __init__(self, ref: str, offline: bool = False) -> None:
         self.ref = ref
@@ -130,19 +106,12 @@ class Embedder:
 
     @property
     def digest(self) -> str:
-        """Return the digest of configuration, vocabulary and weights, which distinguishes models' vectors."""
         digest = hashlib.sha256()
         for path in sorted({path for kind in _WANTED for path in self._folder.rglob(kind)}):
             digest.update(f"{path.relative_to(self._folder).as_posix()}:{file_digest(path)}\n".encode())
         return digest.hexdigest()[:24]
 
     def encode(self, texts: Sequence[str]) -> Array:
-        """Turn texts into unit vectors, float32 `[texts, dimensions]`.
-
-        Raises
-        ------
-        ModelError : the model cannot be loaded.
-        """
         encode, _ = self._load()
         rows = []
         for at in range(0, len(texts), _BATCH):
@@ -151,7 +120,6 @@ class Embedder:
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
 
     def count(self, texts: Sequence[str]) -> int:
-        """Count the tokens that the model reads of texts, without special ones. Raises as `encode` does."""
         _, count = self._load()
         return count(texts)
 
@@ -173,12 +141,8 @@ def _unloadable(ref: str, error: Exception) -> ModelError:
 
 
 def _folder_of(ref: str, offline: bool) -> Path:
-    """Find the model's local folder; a model of a hub is downloaded.
-
-    Raises
-    ------
-    ModelError : it is not found, or its weights are not safetensors: other formats can run code when they are opened.
-    """
+    """Find the model's folder; download a model of a hub. Raises ModelError also for weights that are not safetensors:
+    other formats can run code when they are opened."""
     path = Path(ref).expanduser()
     if path.exists() or looks_local(ref):
         if not path.is_dir():
@@ -201,7 +165,7 @@ def _folder_of(ref: str, offline: bool) -> Path:
 
 
 def _is_static(folder: Path, ref: str) -> bool:
-    """Return True if the model is a table of vectors, for which the package model2vec is enough."""
+    """Whether the model is a table of vectors, for which the package model2vec is enough."""
     try:
         config: dict[str, Any] = parsed((folder / "config.json").read_text(encoding="utf-8"))
         modules = folder / "modules.json"
@@ -246,20 +210,15 @@ Texts = Callable[[Sequence[int]], list[str]]
 
 
 class Vectors:
-    """The unit vectors that one embedding model made, found by what was embedded.
-
-    Attributes
-    ----------
-    keys : uint64 `[vectors]`, ascending: a chunk and its document's title.
-    rows : float16 `[vectors, dimensions]`.
-    """
+    """Unit vectors of one embedding model, float16 `[vectors, dimensions]`, by ascending keys (uint64) of a chunk and
+    its document's title."""
 
     def __init__(self, keys: Array, rows: Array) -> None:
         self.keys, self.rows = keys, rows
 
     @classmethod
     def open(cls, path: Path, warn: Warn = warn_nobody) -> Vectors:
-        """Read the stored vectors, if any; `warn` is called for damaged ones."""
+        """Read the stored vectors; without valid ones there are none."""
         try:
             with suppress(FileNotFoundError, KeyError):
                 tables = open_tables(path)
@@ -270,19 +229,15 @@ class Vectors:
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
 
     def places(self, wanted: Array) -> Array:
-        """Return the rows of these keys' vectors; -1 for a missing vector."""
+        """Rows of these keys' vectors; -1 for a missing vector."""
         at = np.searchsorted(self.keys, wanted)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == wanted[known]
         return np.where(known, at, -1)
 
     def update(self, wanted: Array, encode: Callable[[Array], Array]) -> bool:
-        """Keep the vectors of these keys and no others; returns whether something changed.
-
-        Parameters
-        ----------
-        encode : gives vectors for positions in `wanted`.
-        """
+        """Keep the vectors of these keys and no others; returns whether something changed. `encode` makes vectors for
+        positions in `wanted`."""
         unique, first = np.unique(wanted, return_index=True)
         places = self.places(unique)
         missing = np.flatnonzero(places < 0)
@@ -299,7 +254,7 @@ class Vectors:
         return True
 
     def likeness(self, places: Array, question: Array) -> Array:
-        """Return the cosines with a question's unit vector (float32 `[dimensions]`), float64 `[places]`."""
+        """Cosines with a question's unit vector (float32 `[dimensions]`), float64 `[places]`."""
         import torch
 
         asked = torch.from_numpy(np.ascontiguousarray(question))
@@ -311,7 +266,7 @@ class Vectors:
 
 
 def keys_of(index: Index) -> Array:
-    """Return a key for every row of the index, uint64, made of its chunk's id and its document's title."""
+    """A key for every row of the index, uint64, of its chunk's id and its document's title."""
     parts = [np.empty(0, np.uint64)]
     for segment in index.segments:
         ids = beginnings(segment.tables["chunk_ids"])
@@ -321,15 +276,13 @@ def keys_of(index: Index) -> Array:
 
 
 class Meaning:
-    """Says how like a question a store's chunks are, by one embedding model."""
-
     def __init__(self, embedder: Embeds, vectors: Vectors, index: Index) -> None:
         self._embedder, self._vectors = embedder, vectors
         self._places = vectors.places(keys_of(index))
 
     @classmethod
     def of(cls, store: Store, index: Index, embedder: Embeds, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
-        """Open the vectors of all living chunks; missing ones are computed and stored. Raises ModelError."""
+        """Open the vectors of all living chunks; compute and store missing ones. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
         vectors, living = Vectors.open(path, warn), _living_rows(index)
 
@@ -343,7 +296,7 @@ class Meaning:
         return cls(embedder, vectors, index)
 
     def __call__(self, question: str) -> Array:
-        """Return every row's likeness, from 0, the least alike, to 1; 0 for the dead. float64 `[rows]`."""
+        """Likeness of every row, 0 (the least alike) to 1; 0 for the dead. float64 `[rows]`."""
         known = self._places >= 0
         likeness = np.zeros(len(self._places))
         if known.any():
@@ -362,13 +315,12 @@ def _living_rows(index: Index) -> Array:
 
 
 def remember(store: Store, ref: str) -> None:
-    """Let the questions of this store, and its next ingest, use this embedding model."""
     with suppress(OSError):
         write_tables(store.side_file(_REMEMBERED), {}, {"model": ref})
 
 
 def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
-    """Return the embedding model of the last ingest that named one; where that is damaged, `warn` is called."""
+    """The embedding model of the last ingest that named one."""
     for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
         try:
             return opened(store.side_file(name)).texts["model"]

@@ -23,24 +23,15 @@ _MOST = 65_535  # times that a term counts in one row
 
 @lru_cache(maxsize=1 << 20)
 def key_of(term: str) -> int:
-    """Return a term as a 64-bit digest, so that terms of any script fit one array.
-
-    Among a million terms two share a digest with a chance of 10^-7.
-    """
+    """Digest a term to 64 bits. Among a million terms two share a digest with a chance of 10^-7."""
     digest = hashlib.blake2b(term.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvtool term").digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Postings:
-    """Postings lists: the rows of each term, and its count in each.
-
-    Attributes
-    ----------
-    keys : uint64 `[terms]`, ascending digests.
-    offsets : int64 `[terms + 1]`, the first posting of each term.
-    rows, counts : uint32 and uint16 `[postings]`; a term's rows ascend.
-    """
+    """Rows and counts (uint32, uint16 `[postings]`, rows ascend) of each term (ascending uint64 digests); offsets int64
+    `[terms + 1]`."""
 
     keys: Array
     offsets: Array
@@ -49,7 +40,6 @@ class Postings:
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[str]]) -> Postings:
-        """Index rows by their terms; row i is given as the i-th sequence of words."""
         numbers: dict[str, int] = {}
         occurrences: list[Array] = []
         for row, words in enumerate(texts):
@@ -67,7 +57,7 @@ class Postings:
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
-        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: removed)."""
+        """Join postings, each given with the new numbers of its rows (int64 `[rows]`; -1: removed)."""
         keys, rows, counts = [], [], []
         for postings, renumbered in parts:
             moved = renumbered[postings.rows]
@@ -78,7 +68,6 @@ class Postings:
         return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
 
     def of(self, key: int) -> tuple[Array, Array]:
-        """Return the rows that have a term, and how often each has it."""
         at = int(np.searchsorted(self.keys, np.uint64(key)))
         if at == len(self.keys) or int(self.keys[at]) != key:
             return self.rows[:0], self.counts[:0]
@@ -86,7 +75,7 @@ class Postings:
         return self.rows[span], self.counts[span]
 
     def rows_of(self, keys: Array) -> Array:
-        """Return the rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
+        """The rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
         at = np.searchsorted(self.keys, keys)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == keys[known]
@@ -94,13 +83,11 @@ class Postings:
         return np.concatenate(spans) if spans else self.rows[:0]
 
     def to_arrays(self, name: str) -> dict[str, Array]:
-        """Return the four arrays under names that begin with `name`, for a file."""
         fields = ("keys", "offsets", "rows", "counts")
         return {f"{name}_{field}": getattr(self, field) for field in fields}
 
     @classmethod
     def from_tables(cls, tables: Tables | Mapping[str, Array], name: str) -> Postings:
-        """Inverse of :meth:`to_arrays`."""
         keys, offsets, rows, counts = (tables[f"{name}_{field}"] for field in ("keys", "offsets", "rows", "counts"))
         return cls(keys, offsets, rows, counts)
 
@@ -118,26 +105,15 @@ _OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
 
 @dataclass(frozen=True, slots=True)
 class MarkedDocument:
-    """A document as stored: its file's key, a digest of its row, and itself."""
-
     file_key: bytes
     mark: bytes
     entry: DocumentEntry
 
 
 class IndexSegment:
-    """Some documents of the index, sorted by source, with their chunks in order.
-
-    Attributes
-    ----------
-    words : which chunks have a term. A document's title counts as part of each of its chunks, so that the one that
-        says "the institute" is found by its name.
-    titles : which documents have a term in their title.
-    spelled : uint64 ascending, digests of words as chunks spell them, without accents; some only of dead documents.
-    lengths : uint32 `[chunks]`, how many terms each has.
-    alive : bool `[documents]`: which of them are still the store's.
-    name : of the file that keeps it; "" where none does yet.
-    """
+    """Documents sorted by source, with their chunks in order. `words` counts a document's title as part of each of its
+    chunks; `spelled` holds ascending digests of words without accents; `alive` is a mask of documents; `name` is ""
+    until a file keeps it."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -150,7 +126,6 @@ class IndexSegment:
 
     @classmethod
     def build(cls, documents: Sequence[MarkedDocument]) -> IndexSegment:
-        """Index documents."""
         documents = sorted(documents, key=lambda document: document.entry.source)
         entries = [document.entry for document in documents]
         spoken = [language_of(entry.text) for entry in entries]
@@ -179,7 +154,7 @@ class IndexSegment:
 
     @classmethod
     def merged(cls, parts: Sequence[IndexSegment]) -> IndexSegment:
-        """Join the living documents of several segments, as if they had been indexed together; no text is needed."""
+        """Join the living documents of several segments, as if they had been indexed together."""
         kept = [(at, number) for at, part in enumerate(parts) for number in np.flatnonzero(part.alive).tolist()]
         kept.sort(key=lambda place: parts[place[0]].source(place[1]))
         documents = [np.full(len(part.alive), -1, np.int64) for part in parts]
@@ -192,7 +167,6 @@ class IndexSegment:
             count += len(span)
 
         def gathered(name: str, numbers: Sequence[Array]) -> Array:
-            """Return the rows of all parts in their new order."""
             pairs = [(part.tables[name][new >= 0], new[new >= 0]) for part, new in zip(parts, numbers, strict=True)]
             rows, places = (np.concatenate(side) for side in zip(*pairs, strict=True))
             return rows[np.argsort(places)]
@@ -213,21 +187,18 @@ class IndexSegment:
     # ---- documents and chunks ----
 
     def __len__(self) -> int:
-        """Return the number of chunks, those of dead documents included."""
         return len(self.lengths)
 
     def source(self, document: int) -> str:
-        """Return the source of a document, given by its number."""
         ends = self.tables["source_ends"]
         start = int(ends[document - 1]) if document else 0
         return self.tables["source_bytes"][start : int(ends[document])].tobytes().decode("utf-8", "surrogatepass")
 
     def chunks_of(self, document: int) -> range:
-        """Return the rows of a document's chunks."""
         return range(int(self._first[document]), int(self._first[document + 1]))
 
     def documents_of(self, file_key: bytes) -> Array:
-        """Return the numbers of a file's living documents."""
+        """Numbers of a file's living documents."""
         at = self._by_file.get(file_key, ())
         return np.array([number for number in at if self.alive[number]], np.int64)
 
@@ -239,11 +210,9 @@ class IndexSegment:
         return numbers
 
     def document_of(self, row: int) -> int:
-        """Return the number of the document that the chunk in a row belongs to."""
         return int(np.searchsorted(self._first, row, side="right")) - 1
 
     def passage(self, row: int) -> Passage:
-        """Return the chunk in a row, with its place."""
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
         return Passage(
@@ -252,38 +221,33 @@ class IndexSegment:
 
     @cached_property
     def languages(self) -> frozenset[str]:
-        """Return the languages by which its documents are stemmed, those of dead ones included."""
         return frozenset(LANGUAGES[number] for number in np.unique(self.tables["languages"]))
 
     @cached_property
     def title_sizes(self) -> Array:
-        """Return the number of terms in each document's title, int64 `[documents]`; -1: it has no title."""
+        """Number of terms in each document's title, int64 `[documents]`; -1: it has no title."""
         sizes = self.tables["title_sizes"].astype(np.int64)
         return np.where(sizes > 0, sizes, -1)
 
     @property
     def chunk_counts(self) -> Array:
-        """Return the number of chunks of each document, int64 `[documents]`."""
         return np.diff(self._first)
 
     @cached_property
     def living(self) -> Array | None:
-        """Return the mask of chunks of live documents, bool `[chunks]`; None if all are."""
+        """Mask of chunks of live documents, bool `[chunks]`; None if all are."""
         return None if self.alive.all() else np.repeat(self.alive, self.chunk_counts)
 
     @property
     def living_lengths(self) -> Array:
-        """Return `lengths` of only the living chunks."""
         return self.lengths if self.living is None else self.lengths[self.living]
 
     def bury(self, documents: Array) -> None:
-        """Count these documents, given by number, as no longer the store's."""
         self.alive[documents] = False
         self.__dict__.pop("living", None)
 
 
 def _sources(sources: Iterable[str]) -> dict[str, Array]:
-    """Return the arrays of the documents' sources."""
     encoded = [source.encode("utf-8", "surrogatepass") for source in sources]
     ends = np.cumsum([len(source) for source in encoded], dtype=np.int64)
     return {"source_bytes": np.frombuffer(b"".join(encoded), np.uint8), "source_ends": ends}
@@ -292,11 +256,8 @@ def _sources(sources: Iterable[str]) -> dict[str, Array]:
 def _words(
     documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int], spelled: set[str]
 ) -> Iterator[list[str]]:
-    """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more memory
-    than its index.
-
-    A compound's parts make a chunk longer, the whole of it does not. `lengths` and `spelled` get what is stored.
-    """
+    """Yield the words of one chunk at a time, since all would take more memory than the index. A compound's parts make
+    a chunk longer, the whole of it does not."""
     for entry, language in documents:
         for text in found_by(entry):
             words, wholes = terms(text, language, spelled)
@@ -305,5 +266,4 @@ def _words(
 
 
 def digests(values: Sequence[bytes], size: int) -> Array:
-    """Return digests, one a row: uint8 `[values, size]`."""
     return np.frombuffer(b"".join(values), np.uint8).reshape(-1, size)

@@ -27,7 +27,7 @@ _KINDS = {"U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "I64": "<i8", "F
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Arrays by name, and a few texts. The arrays are views of the mapped file and must not be written."""
+    """Arrays by name, views of the mapped file that must not be written, and a few texts."""
 
     arrays: Mapping[str, Array]
     texts: Mapping[str, str]
@@ -51,13 +51,8 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
 
 
 def open_tables(path: Path) -> Tables:
-    """Map a file that :func:`write_tables` wrote. The first time in a process all of it is read and its digest checked.
-
-    Raises
-    ------
-    OSError : it cannot be opened.
-    DamagedError : it is cut off, does not match its digest, or was not written by kvtool.
-    """
+    """Map a file that :func:`write_tables` wrote; the first time in a process its digest is checked. Raises OSError,
+    DamagedError."""
     view = check_table(path, *_mapped(path))
     return _tables(path, view)
 

@@ -33,14 +33,8 @@ ReadAs = Callable[[PurePath, str, bytes], list[Document]]
 
 
 def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
-    """Return the documents of all files that a reader knows, `archive.zip#folder/name.md`. A note counts the others.
-    Raises BinaryFile if there are too many, or none.
-
-    Parameters
-    ----------
-    read_as : reads a file by its path, under a source's name.
-    kind_of : names what no reader knows, in the plural; "" for the others.
-    """
+    """Read all files with a known reader as documents `archive.zip#folder/name.md`; a note counts the others. Raises
+    BinaryFile if there are too many, or none."""
     documents: list[Document] = []
     failures: list[str] = []
     missing: MissingPackage | None = None
@@ -68,7 +62,7 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
 
 
 def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict[str, ZipInfo], Counter[str]]:
-    """Return the files to read by their names, and how many others there are of each kind; hidden ones do not count."""
+    """Split the members into files to read, by name, and counts of the others by kind; hidden ones do not count."""
     found: dict[str, ZipInfo] = {}
     unread: Counter[str] = Counter()
     for info in archive.infolist():
@@ -85,7 +79,7 @@ def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict
 
 
 def _name(info: ZipInfo) -> str:
-    """Return a member's name: old programs write UTF-8 without saying so, which `zipfile` takes for cp437."""
+    """Decode a member's name: old programs write UTF-8 without saying so, which `zipfile` takes for cp437."""
     name = info.filename.replace("\\", "/")
     if not info.flag_bits & _UTF_8:
         with suppress(UnicodeError):

@@ -16,7 +16,6 @@ def find(element: Element | None, path: str) -> Element | None:
 
 
 def value(element: Element | None, path: str, usual: str = "") -> str:
-    """Return the value of a property."""
     found = find(element, path)
     return usual if found is None else found.get("val", usual)
 
@@ -26,14 +25,11 @@ def count(element: Element | None, path: str, usual: int = 0) -> int:
 
 
 def is_on(element: Element | None, path: str) -> bool:
-    """Return True for a switch that is there, and not said to be off."""
     found = find(element, path)
     return found is not None and found.get("val") not in ("0", "false", "off")
 
 
 class Styles:
-    """Styles of a document, each with those that it is based on."""
-
     def __init__(self, root: Element | None) -> None:
         self._styles = {} if root is None else {each.get("styleId", ""): each for each in root.findall("w-style")}
         usual = (key for key, each in self._styles.items() if each.get("type") == "paragraph" and each.get("default"))
@@ -42,7 +38,6 @@ class Styles:
         self.find = lru_cache(maxsize=None)(self._find)
 
     def _find_chain(self, key: str) -> dict[str, Element]:
-        """Return a style, then those that it is based on, by their ids."""
         found: dict[str, Element] = {}
         while key in self._styles and key not in found:
             found[key] = self._styles[key]
@@ -50,7 +45,6 @@ class Styles:
         return found
 
     def _find(self, key: str, path: str) -> Element | None:
-        """Find a property of a style, or else of those that it is based on."""
         chain = self.chain(key).values()
         return next((found for style in chain if (found := style.find(path)) is not None), None)
 
@@ -115,5 +109,5 @@ class Clauses:
 
 
 def _form(level: Element | None) -> str:
-    """Return the format of a level's numbers; of a choice, the one that every program knows."""
+    """The format of a level's numbers; of a choice, the one that every program knows."""
     return value(level, "w-numFmt") or value(level, ".//Fallback/w-numFmt", "decimal")

@@ -114,7 +114,7 @@ _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 1
 
 
 def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
-    """Make a reader of bytes of one that reads decoded text. `declared` finds the encoding that a file states."""
+    """Make a reader of bytes of one that reads text. `declared` finds the encoding that a file states."""
 
     def decorate(read: TextReader) -> Reader:
         def read_bytes(source: str, data: bytes) -> list[Document]:
@@ -130,12 +130,8 @@ def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[Tex
 
 
 def decode(data: bytes, declared: str = "") -> Decoded:
-    """Return a file's text without its BOM, and notes on what was guessed or replaced.
-
-    Parameters
-    ----------
-    declared : the encoding that the file itself names, if any; used only where UTF-8 fails.
-    """
+    """Decode a text without its BOM, with notes on what was guessed. A declared encoding is used only where UTF-8
+    fails."""
     if not data or data.isspace():
         raise EmptyFile("empty")
     for magic, name in _BINARY:
@@ -177,7 +173,7 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
 
 
 def _as_declared(data: bytes, label: str) -> str | None:
-    """Decode as the file states, or by a superset of that encoding if bytes are invalid or control characters."""
+    """Decode as declared, or by a superset if bytes are invalid or control characters."""
     codec = _LABELS.get(label) or _VENDOR.sub("cp", label.removeprefix("x-").removesuffix("-i"))
     if not is_charset(codec):
         return None
@@ -207,7 +203,7 @@ def _strict(data: bytes, codec: str) -> str | None:
 
 
 def _repaired(data: bytes, codec: str) -> Decoded:
-    """Decode with U+FFFD in the place of invalid bytes, and say so."""
+    """Decode with U+FFFD in the place of invalid bytes."""
     text = _strict(data, codec)
     if text is not None:
         return text, ()
@@ -260,11 +256,8 @@ def _legacy(data: bytes) -> Decoded:
 
 
 def _sample(data: bytes) -> bytes:
-    """Return the bytes to detect the encoding by: the first non-ASCII bytes with their context; all of a small file.
-
-    Every piece begins after ASCII or a break and ends at a break, so that no character is torn; only the last one may
-    be cut anywhere, if a text has no breaks.
-    """
+    """Choose the bytes to detect the encoding by: the first non-ASCII bytes with their context. Pieces begin after
+    ASCII or a break and end at a break, so that no character is torn; only the last one may be cut anywhere."""
     if len(data) <= _SAMPLE:
         return data
     pieces: list[bytes] = []
@@ -279,7 +272,6 @@ def _sample(data: bytes) -> bytes:
 
 
 def _guess(sample: bytes, final: bool) -> str:
-    """Return the encoding in which the words that are not ASCII cost least; the first of equals."""
     found = (_DIGITS.sub(b"0", word) for word in _BETWEEN.split(sample) if _FOREIGN.search(word))
     words = b" ".join(dict.fromkeys(found))[:_MOST_WORDS]
     costs = {}
@@ -296,7 +288,7 @@ def _guess(sample: bytes, final: bool) -> str:
 
 
 def _decoded(data: bytes, codec: str, final: bool) -> str:
-    """Decode, without a character that is torn at the end unless that is the end of the file."""
+    """Decode, without a character that is torn at the end unless the file ends there."""
     return codecs.getincrementaldecoder(codec)("replace").decode(data, final)
 
 
@@ -308,7 +300,6 @@ def _oddities(text: str) -> int:
 
 
 def _cost_of_letters(text: str) -> int:
-    """Return the cost of a text in the language that suits it best."""
     capitals = sum(a.isalpha() and b.isupper() and not b.isascii() for a, b in pairwise(text))
     endings = len(_HEBREW_ENDING.findall(text))
     text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in _MEASURE.sub("", text)))
@@ -328,7 +319,6 @@ def _data() -> dict[str, list[str]]:
 
 @cache
 def _languages() -> tuple[dict[str, int], ...]:
-    """Read the costs of each language's pairs of letters; a name of two letters is a language's."""
     tables = [enumerate(classes) for name, classes in _data().items() if len(name) == 2]
     return tuple({each[at : at + 2]: cost for cost, each in table for at in range(0, len(each), 2)} for table in tables)
 

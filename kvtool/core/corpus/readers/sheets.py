@@ -31,8 +31,6 @@ _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|bod
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document of all sheets, their rows marked, whatever kind of table the file really holds. Notes name
-    hidden sheets, rows and columns, damaged sheets, and formulas without a value. Raises UnreadableFile."""
     if _HTML.match(data):
         return html.read(source, data)
     if source.lower().endswith((".xls", ".xlt")) and (b"\0" not in data[:1024] or data[:2] in _UTF16):
@@ -54,7 +52,6 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
-    """Yield what a reader of the sheets has to know."""
     from xlrd import colname
 
     yield from hidden_note("sheet", [each.title for each in sheets if each.is_hidden and (each.rows or each.shapes)])
@@ -72,7 +69,6 @@ def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
 
 
 def _parts(sheet: Sheet) -> Iterator[tuple[str, str]]:
-    """Yield a sheet's rows, each with its place and followed by its comments; then the texts of its shapes."""
     columns = _columns(sheet)
     _repeat_labels(sheet, columns)
     heading = f"# {sheet.title}\n"
@@ -87,14 +83,14 @@ def _parts(sheet: Sheet) -> Iterator[tuple[str, str]]:
 
 
 def _columns(sheet: Sheet) -> list[int]:
-    """Return the columns of a sheet that hold something, and one for those between them that are empty."""
+    """Columns that hold something, and one for each gap between them."""
     used = sorted({column for cells in sheet.rows.values() for column in cells})
     gaps = [before + 1 for before, column in pairwise(used) if column - before > 1]
     return sorted({*used, *gaps})
 
 
 def _repeat_labels(sheet: Sheet, columns: Sequence[int]) -> None:
-    """Write the label of merged cells in each row and column that they cover; a title alone in its row stands once."""
+    """Repeat labels of merged cells in each row and column that they cover; a title alone in its row appears once."""
     numbers = sorted(sheet.rows)
     left_over = len(numbers) * len(columns)  # cells of the table; whole files of overlapping ones are no table
     for top, left, bottom, right in sheet.merged if columns else ():

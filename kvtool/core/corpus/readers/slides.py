@@ -13,8 +13,6 @@ from kvtool.core.corpus.readers.openxml import Package
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its slides marked, each with its notes and comments. Notes name hidden and damaged slides.
-    Raises UnreadableFile."""
     if is_old(data):
         return [numbered(source, "markdown", "slide", _old_slides(data))]
     texts: list[str] = []
@@ -43,7 +41,6 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, str]) -> Iterator[str]:
-    """Yield a slide's title, its other shapes in their order, its notes and its comments."""
     links, shapes = package.links(part), [*slide.iterfind("cSld/spTree/*")]
     title = next((each for each in shapes if _placeholder(each, "idx", "0") == "0"), None)
     if title is not None and (words := " ".join(" ".join(shape_texts(package, links, [title])).split())):
@@ -61,7 +58,6 @@ def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, st
 
 
 def _placeholder(shape: Element, name: str, default: str) -> str | None:
-    """Return an attribute of the placeholder that a shape fills, or None if it fills none."""
     found = shape.find("nvSpPr/nvPr/ph")
     return None if found is None else found.get(name, default)
 
