@@ -20,7 +20,7 @@ from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval.index import Index, beginnings
-from kvtool.core.retrieval.tables import Array, open_tables, open_unsealed, write_tables
+from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -128,16 +128,12 @@ class Embedder:
             try:
                 self._loaded = (_static if self._static else _sentence)(self._folder)
             except Exception as error:  # anything can be wrong with a model's files
-                raise _unloadable(self.ref, error) from error
+                from kvtool.core.checkpoint.load import OWN_CODE
+
+                has_code = "trust_remote_code" in str(error)
+                why, hint = (OWN_CODE, "use another model") if has_code else (error, "download it again")
+                raise ModelError(f"the embedding model {self.ref} cannot be loaded: {why}", hint) from error
         return self._loaded
-
-
-def _unloadable(ref: str, error: Exception) -> ModelError:
-    from kvtool.core.checkpoint.load import OWN_CODE
-
-    if "trust_remote_code" in str(error):
-        return ModelError(f"the embedding model {ref} cannot be loaded: {OWN_CODE}", "use another model")
-    return ModelError(f"the embedding model {ref} cannot be loaded: {error}", "download it again")
 
 
 def _folder_of(ref: str, offline: bool) -> Path:
@@ -205,7 +201,7 @@ def _sentence(folder: Path) -> tuple[Encode, Count]:
 
 VECTORS_FORMAT = 2
 _ROWS_AT_ONCE = 1024  # widened to float32; they stay in a core's cache, which makes it ten times as fast as 65,536
-_REMEMBERED, _UNSEALED = f"index/embedder{TABLES}", "index/embedder.safetensors"
+_REMEMBERED = f"index/embedder{TABLES}"
 Texts = Callable[[Sequence[int]], list[str]]
 
 
@@ -284,7 +280,8 @@ class Meaning:
     def of(cls, store: Store, index: Index, embedder: Embeds, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
         """Open the vectors of all living chunks; compute and store missing ones. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
-        vectors, living = Vectors.open(path, warn), _living_rows(index)
+        masks = [np.repeat(segment.alive, segment.chunk_counts) for segment in index.segments]
+        vectors, living = Vectors.open(path, warn), np.flatnonzero(np.concatenate([np.empty(0, bool), *masks]))
 
         def encode(positions: Array) -> Array:
             return embedder.encode(texts(living[positions].tolist()))
@@ -292,7 +289,6 @@ class Meaning:
         if vectors.update(keys_of(index)[living], encode) and not store.read_only:
             with suppress(OSError):  # the disk is full: they are made again
                 write_tables(path, {"keys": vectors.keys, "rows": vectors.rows}, {"model": embedder.ref})
-                path.with_name(f"vectors-1-{embedder.digest}.safetensors").unlink(missing_ok=True)  # without a digest
         return cls(embedder, vectors, index)
 
     def __call__(self, question: str) -> Array:
@@ -306,14 +302,6 @@ class Meaning:
         return likeness
 
 
-def _living_rows(index: Index) -> Array:
-    masks = [np.repeat(segment.alive, segment.chunk_counts) for segment in index.segments]
-    return np.flatnonzero(np.concatenate([np.empty(0, bool), *masks]))
-
-
-# ---- the model of a store's vectors ----
-
-
 def remember(store: Store, ref: str) -> None:
     with suppress(OSError):
         write_tables(store.side_file(_REMEMBERED), {}, {"model": ref})
@@ -321,12 +309,10 @@ def remember(store: Store, ref: str) -> None:
 
 def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
     """The embedding model of the last ingest that named one."""
-    for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
+    with suppress(OSError):  # none was named
         try:
-            return opened(store.side_file(name)).texts["model"]
+            return open_tables(store.side_file(_REMEMBERED)).texts["model"]
         except DamagedError as error:
             hint = "name it once more: `kvtool ingest PATH --embedder MODEL`"
             warn(f"the name of the embedding model is damaged, so meaning is left out: {error.message}", hint)
-        except (OSError, KeyError):  # none was named
-            continue
     return None

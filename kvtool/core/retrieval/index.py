@@ -98,12 +98,8 @@ class Index:
     def holders(self, chunk_ids: Collection[bytes]) -> dict[bytes, set[str]]:
         """Sources of the living documents with these chunks; scans all ids, but reads no document."""
         found: dict[bytes, set[str]] = {}
-        wanted = beginnings(digests([*chunk_ids], _KEY))
-        for segment in self.segments:
-            for row in np.flatnonzero(np.isin(beginnings(segment.tables["chunk_ids"]), wanted)).tolist():
-                document, chunk_id = segment.document_of(row), segment.tables["chunk_ids"][row].tobytes()
-                if segment.alive[document] and chunk_id in chunk_ids:
-                    found.setdefault(chunk_id, set()).add(segment.source(document))
+        for segment, row, chunk_id in self._living_rows(chunk_ids):
+            found.setdefault(chunk_id, set()).add(segment.source(segment.document_of(row)))
         return found
 
     def chunk_ids(self) -> set[bytes]:
@@ -115,13 +111,18 @@ class Index:
 
     def passages(self, chunk_ids: Collection[bytes]) -> dict[bytes, Passage]:
         """The first place of each of these chunks in living documents."""
-        wanted = beginnings(digests([*chunk_ids], _KEY))
         found: dict[bytes, Passage] = {}
-        for segment in self.segments:
-            for row in np.flatnonzero(np.isin(beginnings(segment.tables["chunk_ids"]), wanted)).tolist():
-                if segment.alive[segment.document_of(row)]:
-                    found.setdefault((passage := segment.passage(row)).chunk_id, passage)
+        for segment, row, chunk_id in self._living_rows(chunk_ids):
+            found.setdefault(chunk_id, segment.passage(row))
         return found
+
+    def _living_rows(self, chunk_ids: Collection[bytes]) -> Iterator[tuple[IndexSegment, int, bytes]]:
+        wanted = beginnings(digests([*chunk_ids], _KEY))
+        for segment in self.segments:
+            ids = segment.tables["chunk_ids"]
+            for row in np.flatnonzero(np.isin(beginnings(ids), wanted)).tolist():
+                if segment.alive[segment.document_of(row)] and (chunk_id := ids[row].tobytes()) in chunk_ids:
+                    yield segment, row, chunk_id
 
     # ---- bringing it up to date ----
 
@@ -133,7 +134,8 @@ class Index:
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
             added = (document for key in changed for document in self._changed(store, key))
             segments = [IndexSegment.build(some) for some in _batches(added)]
-        self._bury([key for key in self._files if key not in now])
+        for key, segment in itertools.product(self._files.keys() - now.keys(), self.segments):
+            segment.bury(segment.documents_of(key))
         self._files = now
         if segments:
             self.segments.append(segments[0] if len(segments) == 1 else IndexSegment.merged(segments))
@@ -160,10 +162,6 @@ class Index:
                 for number in segment.documents_of(key).tolist():
                     places[segment.source(number)] = segment, number
         return places
-
-    def _bury(self, keys: list[bytes]) -> None:
-        for key, segment in itertools.product(keys, self.segments):
-            segment.bury(segment.documents_of(key))
 
     def _merge(self) -> None:
         """Keep few segments, each several times as large as the next and most of it living, so every document is merged
@@ -194,10 +192,10 @@ class Index:
         names = [segment.name for segment in self.segments]
         texts = {"revision": str(self.revision), "segments": json.dumps(names), "stems": STEMS}
         write_tables(folder / _STATE, arrays, texts)
-        _clean(folder, {*names, _STATE})
-        for older in folder.parent.glob("words-*"):  # of a kvtool before this
-            if older.name < folder.name:
-                shutil.rmtree(older, ignore_errors=True)
+        for path in folder.iterdir():
+            with suppress(OSError):
+                if path.name not in (*names, _STATE) and time.time() - path.stat().st_mtime > _ORPHAN_SECONDS:
+                    path.unlink()
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:
@@ -240,13 +238,6 @@ def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocumen
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _clean(folder: Path, kept: set[str]) -> None:
-    for path in folder.iterdir():
-        with suppress(OSError):
-            if path.name not in kept and time.time() - path.stat().st_mtime > _ORPHAN_SECONDS:
-                path.unlink()
 
 
 def index_of(store: Store, warn: Warn = warn_nobody) -> Index:

@@ -165,7 +165,7 @@ class Search:
         for row in self._ranked(score, top_k):
             passage = self.index.passage(row)
             alike = found.setdefault(passage.chunk_id, [])
-            if any(self._says_the_same(passage, other) for other in alike):
+            if any(self.passages is None or self.passages(passage) == self.passages(other) for other in alike):
                 continue
             alike.append(passage)
             hits.append(Hit(passage, float(score[row])))
@@ -212,9 +212,6 @@ class Search:
                 kept.append(hit)
                 known |= held
         return kept
-
-    def _says_the_same(self, passage: Passage, other: Passage) -> bool:
-        return self.passages is None or self.passages(passage) == self.passages(other)
 
     def _base(self, words: Sequence[Forms], meaning: Array | None) -> Array:
         score = self._allowed_only(bm25_scores(self.index, words))

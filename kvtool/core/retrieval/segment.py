@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -83,13 +83,11 @@ class Postings:
         return np.concatenate(spans) if spans else self.rows[:0]
 
     def to_arrays(self, name: str) -> dict[str, Array]:
-        fields = ("keys", "offsets", "rows", "counts")
-        return {f"{name}_{field}": getattr(self, field) for field in fields}
+        return {f"{name}_{field}": getattr(self, field) for field in self.__slots__}
 
     @classmethod
-    def from_tables(cls, tables: Tables | Mapping[str, Array], name: str) -> Postings:
-        keys, offsets, rows, counts = (tables[f"{name}_{field}"] for field in ("keys", "offsets", "rows", "counts"))
-        return cls(keys, offsets, rows, counts)
+    def from_tables(cls, tables: Tables, name: str) -> Postings:
+        return cls(*(tables[f"{name}_{field}"] for field in cls.__slots__))
 
 
 def _sorted(keys: Array, rows: Array, counts: Array) -> Postings:

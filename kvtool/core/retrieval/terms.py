@@ -223,13 +223,9 @@ def _of_part(part: str, language: str) -> Iterator[str]:
     at = 0
     for run in _UNSPACED.finditer(part):
         yield from _plain(part[at : run.start()], language)
-        yield from _pairs(run.group())
-        at = run.end()
+        letters, at = run[0], run.end()
+        yield from (letters[first : first + 2] for first in range(max(1, len(letters) - 1)))
     yield from _plain(part[at:], language)
-
-
-def _pairs(run: str) -> list[str]:
-    return [run] if len(run) == 1 else [run[i : i + 2] for i in range(len(run) - 1)]
 
 
 def _plain(word: str, language: str) -> list[str]:
