@@ -54,7 +54,7 @@ def test_likeness_is_the_cosine(store: Store, kind: str, request: pytest.Fixture
     assert np.linalg.norm(texts[:3], axis=1) == pytest.approx(1)  # of the last one the static model knows no word
     cosines = texts @ question
     index = index_of(store)
-    meaning = Meaning.of(store, index, embedder, lambda rows: [TEXTS[index.passage(row).source] for row in rows])
+    meaning = Meaning.of(store, index, embedder, lambda passage: TEXTS[passage.source])
     wanted = (cosines - cosines.min()) / (cosines.max() - cosines.min())
     assert meaning("mill river") == pytest.approx(wanted, abs=5e-3)  # float16
 

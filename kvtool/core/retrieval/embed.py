@@ -20,6 +20,7 @@ from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval.index import Index, beginnings
+from kvtool.core.retrieval.passages import Passage
 from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 
 if TYPE_CHECKING:
@@ -202,7 +203,6 @@ def _sentence(folder: Path) -> tuple[Encode, Count]:
 VECTORS_FORMAT = 2
 _ROWS_AT_ONCE = 1024  # widened to float32; they stay in a core's cache, which makes it ten times as fast as 65,536
 _REMEMBERED = f"index/embedder{TABLES}"
-Texts = Callable[[Sequence[int]], list[str]]
 
 
 class Vectors:
@@ -277,14 +277,16 @@ class Meaning:
         self._places = vectors.places(keys_of(index))
 
     @classmethod
-    def of(cls, store: Store, index: Index, embedder: Embeds, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
+    def of(
+        cls, store: Store, index: Index, embedder: Embeds, text_of: Callable[[Passage], str], warn: Warn = warn_nobody
+    ) -> Meaning:
         """Open the vectors of all living chunks; compute and store missing ones. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
         masks = [np.repeat(segment.alive, segment.chunk_counts) for segment in index.segments]
         vectors, living = Vectors.open(path, warn), np.flatnonzero(np.concatenate([np.empty(0, bool), *masks]))
 
         def encode(positions: Array) -> Array:
-            return embedder.encode(texts(living[positions].tolist()))
+            return embedder.encode([text_of(index.passage(row)) for row in living[positions].tolist()])
 
         if vectors.update(keys_of(index)[living], encode) and not store.read_only:
             with suppress(OSError):  # the disk is full: they are made again

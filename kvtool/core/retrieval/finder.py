@@ -313,8 +313,6 @@ class Finder:
             self.follow()
             return count_rare(self.index, asked_terms(text, self.index.languages), share)
 
-    # ---- meaning ----
-
     def embed(self, ref: str, offline: bool = False) -> None:
         """Make missing vectors and remember their model. Raises ModelError."""
         self.follow()
@@ -344,13 +342,8 @@ class Finder:
         if ref not in self._meanings:
             if ref not in self._embedders:
                 self._embedders[ref] = self._embedder_of(ref, offline)
-            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts, self._warn)
+            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._text, self._warn)
         return self._meanings[ref]
-
-    def _texts(self, rows: Sequence[int]) -> list[str]:
-        return [self._text(self.index.passage(row)) for row in rows]
-
-    # ---- which documents ----
 
     def _allowed(self, globs: Sequence[str]) -> Array:
         """Mask of chunks that may be found, bool `[rows]`. Raises UsageError if no document matches."""

@@ -60,10 +60,8 @@ class Index:
     def __len__(self) -> int:
         return sum(len(segment.living_lengths) for segment in self.segments)
 
-    # ---- rows: the chunks of all segments, one after the other ----
-
     @property
-    def offsets(self) -> list[int]:
+    def offsets(self) -> list[int]:  # first rows of the segments
         return [0, *itertools.accumulate(map(len, self.segments))][:-1]
 
     @property
@@ -124,8 +122,6 @@ class Index:
                 if segment.alive[segment.document_of(row)] and (chunk_id := ids[row].tobytes()) in chunk_ids:
                     yield segment, row, chunk_id
 
-    # ---- bringing it up to date ----
-
     def update(self, store: Store) -> None:
         """Index what changed since the index's revision. Raises DamagedError."""
         with store.view():
@@ -173,8 +169,6 @@ class Index:
         self.segments.sort(key=len, reverse=True)
         while len(self.segments) > 1 and len(self.segments[-2]) < _GROWTH * len(self.segments[-1]):
             self.segments.append(IndexSegment.merged([self.segments.pop(), self.segments.pop()]))
-
-    # ---- on disk ----
 
     def save(self, folder: Path) -> None:
         """Write new segments and then, in one step, the list of those that belong together. Raises OSError."""

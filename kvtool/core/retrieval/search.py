@@ -82,12 +82,11 @@ def count_rare(index: Index, words: Sequence[Forms], share: float) -> int:
 
 def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
     """Count the living chunks with each of the words, in any of its forms."""
-    return {forms: sum(_chunks_with(segment, forms) for segment in index.segments) for forms in {*words}}
-
-
-def _chunks_with(segment: IndexSegment, forms: Forms) -> int:
-    rows = [_living_postings(segment, form)[0] for form in forms]
-    return len(rows[0]) if len(rows) == 1 else len(np.unique(np.concatenate(rows)))
+    counts = Counter[Forms]()
+    for forms, segment in itertools.product({*words}, index.segments):
+        rows = [_living_postings(segment, form)[0] for form in forms]
+        counts[forms] += len(rows[0]) if len(rows) == 1 else len(np.unique(np.concatenate(rows)))
+    return counts
 
 
 def _living(index: Index) -> tuple[int, int]:

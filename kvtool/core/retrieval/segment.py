@@ -65,7 +65,12 @@ class Postings:
             keys.append(np.repeat(postings.keys, np.diff(postings.offsets))[kept])
             rows.append(moved[kept].astype(np.uint32))
             counts.append(postings.counts[kept])
-        return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
+        all_keys, all_rows, all_counts = (np.concatenate(arrays) for arrays in (keys, rows, counts))
+        order = np.lexsort((all_rows, all_keys))
+        ordered = all_keys[order]
+        starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if len(ordered) else order
+        offsets = np.append(starts, len(ordered)).astype(np.int64)
+        return cls(ordered[starts], offsets, all_rows[order], np.minimum(all_counts[order], _MOST).astype(np.uint16))
 
     def of(self, key: int) -> tuple[Array, Array]:
         at = int(np.searchsorted(self.keys, np.uint64(key)))
@@ -88,14 +93,6 @@ class Postings:
     @classmethod
     def from_tables(cls, tables: Tables, name: str) -> Postings:
         return cls(*(tables[f"{name}_{field}"] for field in cls.__slots__))
-
-
-def _sorted(keys: Array, rows: Array, counts: Array) -> Postings:
-    order = np.lexsort((rows, keys))
-    keys = keys[order]
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.empty(0, np.int64)
-    offsets = np.append(starts, len(keys)).astype(np.int64)
-    return Postings(keys[starts], offsets, rows[order], np.minimum(counts[order], _MOST).astype(np.uint16))
 
 
 _OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
@@ -181,8 +178,6 @@ class IndexSegment:
             **titles.to_arrays("title"),
         }
         return cls(Tables(arrays, {}))
-
-    # ---- documents and chunks ----
 
     def __len__(self) -> int:
         return len(self.lengths)
