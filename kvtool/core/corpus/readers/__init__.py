@@ -80,10 +80,8 @@ _FOREIGN = (
     *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
-    *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
-    *(".nfo", ".me", ".1st", ".po", ".pot", ".pod", ".textile", ".wiki"),
-    *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
-    *("notice", "todo", "install", "contributing"),
+    *".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki".split(),
+    *"readme license licence copying authors changelog changes news notice todo install contributing".split(),
 )
 _MARKDOWN = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd")
 _CODE = (
@@ -99,10 +97,7 @@ _CODE = (
     *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
     *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
 )
-_OPENDOCUMENT = (
-    *(".odt", ".ott", ".fodt", ".ods", ".ots", ".fods"),
-    *(".odp", ".otp", ".fodp", ".odg", ".otg", ".fodg", ".odf"),
-)
+_OPENDOCUMENT = tuple(".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf".split())
 _XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf".split()
 _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),

@@ -47,17 +47,17 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
                 documents += _read_member(archive, info, PurePath(name), f"{source}#{name}", read_as)
             except EmptyFile:
                 continue
+            except MissingPackage as error:
+                missing = error
+                failures.append(f"{name}: {error.message} ({error.hint})")
             except UnreadableFile as error:
-                missing = error if isinstance(error, MissingPackage) else missing
-                hint = f" ({error.hint})" if isinstance(error, MissingPackage) else ""
-                failures.append(f"{name}: {error.message}{hint}")
+                failures.append(f"{name}: {error.message}")
             if len(members) > _MOST_FILES or sum(len(document.text) for document in documents) > _MOST_TEXT:
                 raise BinaryFile(f"archive of {len(members):,} files with much text: unpack it, and name the folder")
     notes = (*unread_note(unread), *shortened(failures))
-    if not documents and missing is not None:
-        raise missing
     if not documents:
-        raise BinaryFile(f"archive without a document that can be read ({'; '.join(notes) or 'empty'})")
+        why = f"archive without a document that can be read ({'; '.join(notes) or 'empty'})"
+        raise missing or BinaryFile(why)
     return [replace(documents[0], notes=(*documents[0].notes, *notes)), *documents[1:]]
 
 

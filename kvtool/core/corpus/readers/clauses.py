@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.ir import counter, integer
@@ -34,8 +34,8 @@ class Styles:
         self._styles = {} if root is None else {each.get("styleId", ""): each for each in root.findall("w-style")}
         usual = (key for key, each in self._styles.items() if each.get("type") == "paragraph" and each.get("default"))
         self.usual = next(usual, "")
-        self.chain = lru_cache(maxsize=None)(self._find_chain)
-        self.find = lru_cache(maxsize=None)(self._find)
+        self.chain = cache(self._find_chain)
+        self.find = cache(self._find)
 
     def _find_chain(self, key: str) -> dict[str, Element]:
         found: dict[str, Element] = {}
@@ -57,7 +57,7 @@ class Clauses:
         self._lists = {} if root is None else {each.get("numId", ""): each for each in root.findall("w-num")}
         plans = [] if root is None else root.findall("w-abstractNum")
         self._plans = {each.get("abstractNumId", ""): each for each in plans}
-        self._levels = lru_cache(maxsize=None)(self._find_levels)
+        self._levels = cache(self._find_levels)
         self._counts: dict[str, dict[int, int]] = {}
         self._begun: set[tuple[str, int]] = set()
 

@@ -137,20 +137,14 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     for magic, name in _BINARY:
         if data.startswith(magic):
             raise BinaryFile(f"binary: {name}", "convert it to text first")
-    text, notes = _with_bom(data) or _without_bom(data, declared)
+    boms = ((bom, codec) for bom, codec in _BOMS if data.startswith(bom))
+    bom, codec = next(boms, (b"", ""))
+    if codec == "utf-32-le" and _strict(data[len(bom) :], codec) is None:
+        bom, codec = next(boms)  # UTF-16 whose first character is NUL
+    text, notes = _repaired(data[len(bom) :], codec) if codec else _without_bom(data, declared)
     if "\0" in text:
         raise BinaryFile("binary: contains NUL")
     return text, notes
-
-
-def _with_bom(data: bytes) -> Decoded | None:
-    for bom, codec in _BOMS:
-        if data.startswith(bom):
-            body = data[len(bom) :]
-            if codec == "utf-32-le" and _strict(body, codec) is None:
-                continue  # UTF-16 whose first character is NUL
-            return _repaired(body, codec)
-    return None
 
 
 def _without_bom(data: bytes, declared: str) -> Decoded:
@@ -167,9 +161,12 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
     named = _as_declared(data, declared.lower())
     if named is not None:
         return named, ()
-    if _is_damaged_utf8(data):
-        return _repaired(data, "utf-8")
-    return _repaired(data, chosen.get()) if chosen.get() else _legacy(data)
+    if codec := "utf-8" if _is_damaged_utf8(data) else chosen.get():
+        return _repaired(data, codec)
+    _refuse_controls(data, 0.02)
+    codec = _guess(_sample(data), final=len(data) <= _SAMPLE)
+    text, notes = _repaired(data, codec)
+    return text, (f"not UTF-8, read as {codec}: `--encoding NAME` sets another", *notes)
 
 
 def _as_declared(data: bytes, label: str) -> str | None:
@@ -231,28 +228,15 @@ def _is_damaged_utf8(data: bytes) -> bool:
 
 def _utf16(data: bytes) -> str:
     """Decode UTF-16 without BOM, in the byte order that yields more spaces and ASCII."""
-    texts = (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))
-    written = [text for text in texts if text and "\0" not in text and _is_written(text)]
-    if not written:
+    best, most = "", 0  # ASCII characters
+    for text in filter(None, (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))):
+        sample = text[:_SAMPLE]
+        count = len(sample) - len(_NOT_ASCII.findall(sample))
+        if "\0" not in text and count > most and len(_WRITTEN.findall(sample)) >= 0.97 * len(sample):
+            best, most = text, count
+    if not best:
         raise BinaryFile("binary: contains NUL")
-    return max(written, key=_ascii_count)
-
-
-def _is_written(text: str) -> bool:
-    sample = text[:_SAMPLE]
-    return len(_WRITTEN.findall(sample)) >= 0.97 * len(sample) and _ascii_count(text) > 0
-
-
-def _ascii_count(text: str) -> int:
-    sample = text[:_SAMPLE]
-    return len(sample) - len(_NOT_ASCII.findall(sample))
-
-
-def _legacy(data: bytes) -> Decoded:
-    _refuse_controls(data, 0.02)
-    codec = _guess(_sample(data), final=len(data) <= _SAMPLE)
-    text, notes = _repaired(data, codec)
-    return text, (f"not UTF-8, read as {codec}: `--encoding NAME` sets another", *notes)
+    return best
 
 
 def _sample(data: bytes) -> bytes:

@@ -21,19 +21,7 @@ from kvtool.core.corpus.readers.equations import linear
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
 _UNSEEN = frozenset(
-    (
-        "script",
-        "style",
-        "template",
-        "noscript",
-        "svg",
-        "iframe",
-        "canvas",
-        "object",
-        "datalist",
-        "annotation",
-        "annotation-xml",
-    )
+    "script style template noscript svg iframe canvas object datalist annotation annotation-xml".split()
 )
 _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<>]*+>|\?[^<>]*+>)", re.I)
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
@@ -50,9 +38,7 @@ _BLOCKS = frozenset(
     "address article aside blockquote body caption center dd details dialog div dl dt fieldset figcaption figure "
     "footer form header hgroup hr html legend main p section summary".split()
 )
-_VOID = frozenset(
-    ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
-)
+_VOID = frozenset("area base br col embed hr img input link meta param source track wbr".split())
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
 _CONTROLS = frozenset(("button", "input", "meter", "output", "progress", "select"))
 _STYLED = frozenset(("a", "b", "big", "em", "font", "i", "small", "span", "strong", "u"))
@@ -179,7 +165,8 @@ class _Page:
         self._formula = ""
         self._feed(shortened_references(text))
         while self._tables:
-            self._close_table("table")
+            self._end_row()
+            self._tables.pop()
         self._flush()
         if self._title is not None and not any(block.text.startswith("# ") for block in self.blocks):
             self.blocks.insert(0, self._title)
@@ -354,7 +341,7 @@ class _Page:
         if tag in ("td", "th"):
             self._end_cell()
             self._flush()
-            table.cells = table.cells if table.cells is not None else []
+            table.cells = table.cells or []
             rows, columns = _number(attributes, "rowspan", 1) or _ALL_ROWS, _number(attributes, "colspan", 1)
             table.cells.append(_Cell([], rows, columns if 0 < columns <= _WIDEST else 1))
             table.outer = (self.blocks, self._lists)

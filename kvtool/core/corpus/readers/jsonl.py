@@ -74,7 +74,8 @@ def read(source: str, text: str) -> list[Document]:
 def _rows(text: str) -> list[tuple[int, str]]:
     """The rows with their lines in the file: lines, or indented objects one after another."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if _is_json(lines[0][1]):
+    with suppress(ValueError, RecursionError):
+        json.loads(lines[0][1])
         return lines
     rows, end, number = list[tuple[int, str]](), 0, 1
     with suppress(ValueError, RecursionError):
@@ -85,13 +86,6 @@ def _rows(text: str) -> list[tuple[int, str]]:
             number += rows[-1][1].count("\n")
         return rows
     return lines
-
-
-def _is_json(line: str) -> bool:
-    with suppress(ValueError, RecursionError):
-        json.loads(line)
-        return True
-    return False
 
 
 def _text_key(row: dict[str, Any]) -> str:

@@ -36,7 +36,8 @@ def code_of(number: int, own: dict[int, str]) -> str:
 @lru_cache(maxsize=1 << 16)
 def shown(value: float | str, code: str, is_1904: bool = False) -> str:
     """Write a value in a format, `0.0%`; in the general one if the format is invalid or would hide it."""
-    usual = value if isinstance(value, str) else _general(value)
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
+    usual = value if isinstance(value, str) else f"{value + 0.0:.0f}" if is_whole else f"{value:.15G}"
     if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST or value in (inf, -inf) or value != value:
         return usual
     from xlfmt import format_value
@@ -73,7 +74,3 @@ def _mended(code: str) -> str:
         return found[1] or {".": "\\.", "g": "", "e": "yyyy"}.get(found[0][0].lower(), "d" * len(found[0]))
 
     return _SECTION.sub(lambda each: (_DATE_DOT if _DATE.match(each[0]) else _NUMBER_DOT).sub(mended, each[0]), code)
-
-
-def _general(value: float) -> str:
-    return f"{value + 0.0:.0f}" if value.is_integer() and abs(value) < _EXACT else f"{value:.15G}"

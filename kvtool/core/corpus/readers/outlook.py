@@ -69,7 +69,9 @@ def _message(file: Any, folder: str) -> Message:
     """Make a message of the item in a folder, which is "" or ends with a slash."""
     item, message = _Properties(file, folder), MIMEMultipart()
     headers = HeaderParser(policy=email.policy.default).parsestr(item.text(_HEADERS))
-    values = {name: item.text(tag) for name, tag in _SHOWN.items()} | {"From": _sender(item), "Date": _date(item)}
+    sender, address = item.text(_SENDER), next((each for tag in _ADDRESSES if "@" in (each := item.text(tag))), "")
+    values = {name: item.text(tag) for name, tag in _SHOWN.items()}
+    values |= {"From": f"{sender} <{address}>" if address else sender, "Date": _date(item)}
     for name, value in values.items():
         message[name] = " ".join(str(headers.get(name) or value).split())
     message.attach(_body(item))
@@ -79,12 +81,6 @@ def _message(file: Any, folder: str) -> Message:
         if len(path) == depth and name.startswith(f"{folder}__attach"):
             message.attach(_attachment(file, f"{name}/"))
     return message
-
-
-def _sender(item: _Properties) -> str:
-    name = item.text(_SENDER)
-    address = next((each for tag in _ADDRESSES if "@" in (each := item.text(tag))), "")
-    return f"{name} <{address}>" if address else name
 
 
 def _date(item: _Properties) -> str:

@@ -58,13 +58,9 @@ def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]
     drawn lines."""
     rows: list[list[Piece]] = []
     for line in lines:
-        last = rows[-1][-1] if rows else None
-        if (
-            last
-            and last.text[-1:] != HYPHEN
-            and last.is_beside(line[0])
-            and line[0].left > last.right - last.height / 3
-        ):
+        last, begin = rows[-1][-1] if rows else None, line[0]
+        follows = last and last.is_beside(begin) and begin.left > last.right - last.height / 3
+        if last and follows and last.text[-1:] != HYPHEN:
             rows[-1] += line
         else:
             rows.append([*line])
@@ -123,11 +119,8 @@ def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> li
         columns, cells = _columns(group), [cell for each in group for cell in each]
         lines = [[cell for cell in cells if left <= cell.left <= right] for left, right in columns]
         is_row = all(_spanned(one, two) < 2 for one, two in combinations(group, 2))
-        if (
-            len(columns) > 1 < len(group)
-            and is_row
-            and lines == sorted(lines, key=lambda column: cells.index(column[0]))
-        ):
+        is_row &= lines == sorted(lines, key=lambda column: cells.index(column[0]))
+        if is_row and len(columns) > 1 < len(group):
             low, high = min(cell.bottom for cell in cells), max(cell.top for cell in cells)
             texts = (_BREAK.sub(HYPHEN, "\n".join(cell.text.strip() for cell in column)) for column in lines)
             row = joined = [Piece(next(texts).replace("\n", " "), left, low, right, high) for left, right in columns]
