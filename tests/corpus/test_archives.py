@@ -49,7 +49,7 @@ def test_each_file_is_a_document_with_its_own_places(tmp_path: Path) -> None:
     }
     documents = read(packed(members))
     assert names(documents) == [
-        *("#notes/tide.md", "#README", "#rows.jsonl#x#1", "#rows.jsonl#2", "#b#1.txt", "#report.odt"),
+        *("#notes/tide.md", "#README", "#rows.jsonl#x#1", "#rows.jsonl#2", "#b#1.txt", "#report.odt")
     ]
     assert {file_of(document.source) for document in documents} == {SOURCE}
     tide, report = documents[0], documents[-1]

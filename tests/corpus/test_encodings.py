@@ -192,18 +192,14 @@ def test_runs_of_nul_bytes_in_a_log_of_another_encoding(codec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"SQLite format 3\0\x10\0\x01\x01" + bytes(40), b"a\0b" + bytes(30), b"ab\1\2cd" + bytes(60), bytes(80)],
+    "data", [b"SQLite format 3\0\x10\0\x01\x01" + bytes(40), b"a\0b" + bytes(30), b"ab\1\2cd" + bytes(60), bytes(80)]
 )
 def test_nul_bytes_of_binary_files_are_refused(data: bytes) -> None:
     with pytest.raises(UnreadableFile, match="binary"):
         read(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [bytes(50) + bytes(range(128, 256)), b"a" + bytes(9) + b"\xff\xfe\x84"],
-)
+@pytest.mark.parametrize("data", [bytes(50) + bytes(range(128, 256)), b"a" + bytes(9) + b"\xff\xfe\x84"])
 def test_runs_of_nul_bytes_among_others_are_refused(data: bytes) -> None:
     with pytest.raises(UnreadableFile, match="binary"):
         read(data)

@@ -360,7 +360,7 @@ def test_clauses_count_on_several_levels() -> None:
     body = "".join(p(run(name), numbered(level)) for name, level in zip("abcdefg", (0, 1, 2, 2, 1, 0, 1), strict=True))
     body += p(run("plain")) + p(run("h"), numbered(1)) + p(run("i"), numbered(3))
     assert text_of(body, {"numbering": lists}).split("\n\n") == [
-        *("1. a", "1.1 b", "(a) c", "(b) d", "1.2 e", "2. f", "2.1 g", "plain", "2.2 h", "- i"),
+        *("1. a", "1.1 b", "(a) c", "(b) d", "1.2 e", "2. f", "2.1 g", "plain", "2.2 h", "- i")
     ]
 
 
@@ -378,7 +378,7 @@ def test_starts_and_restarts_of_lists() -> None:
     )
     body = "".join(p(run("x"), numbered(0, list_id)) for list_id in (1, 2, 2, 1, 9, 9))
     assert text_of(body, {"numbering": lists}).split("\n\n") == [
-        *("Article 4: x", "I. x", "II. x", "Article 5: x", "I. x", "II. x"),
+        *("Article 4: x", "I. x", "II. x", "Article 5: x", "I. x", "II. x")
     ]
 
 
@@ -435,7 +435,7 @@ def test_cells_keep_their_columns() -> None:
         cell("Closed in winter", '<w:gridSpan w:val="3"/>'),
     )
     assert text_of(body).replace("\n\n", "\n").split("\n") == [
-        *("Pier | May | June", "North |  | 4", " | 7 | 8", "both | both | 9", "Closed in winter"),
+        *("Pier | May | June", "North |  | 4", " | 7 | 8", "both | both | 9", "Closed in winter")
     ]
 
 
@@ -614,7 +614,7 @@ def test_other_elements_of_the_tree() -> None:
         {"type": "image", "alt_text": "image1.png"},
     ]
     assert [*blocks(elements)] == [
-        *("## Head", "10^6", "[1] Note", "[comment by Ines: Why?]", "[image: A plan of the pier]", ""),
+        *("## Head", "10^6", "[1] Note", "[comment by Ines: Why?]", "[image: A plan of the pier]", "")
     ]
 
 

@@ -22,7 +22,7 @@ FILES = (".gitignore", ".kvtoolignore")  # in each folder; of two that speak of 
 _MOST_BYTES = 1 << 20  # of an ignore file
 _LONGEST_LINE = 4096  # characters, as paths have it: patterns are compiled in quadratic time
 _STAR, _FOLDERS, _FOLDERS_FIRST = "[^/]*", "(?:/.+)?", "^(?:.+/)?"  # what pathspec makes of `*`, `/**/` and `**/`
-_OWN = frozenset((".git", *FILES))  # hidden names that are not reported
+OWN = (".git", *FILES)  # hidden names that are not reported
 
 _SECRETS = (
     *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass", ".htpasswd", ".npmrc", ".pypirc", ".git-credentials"),
@@ -51,10 +51,6 @@ def is_lock(name: str) -> bool:
 
 def is_hidden(name: str) -> bool:
     return name.startswith(".")
-
-
-def is_own(name: str) -> bool:
-    return name in _OWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +95,9 @@ class Roots:
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
-        self._rules: dict[tuple[Path, Path], Rules] = {}
-        self._names: dict[Path, frozenset[str]] = {}
-        self._folded: dict[Path, bool] = {}
+        self._find_rules = cache(self._rules_in)
+        self._list_names = cache(_list_names)
+        self._ignores_case = cache(_is_folded)
 
     def show(self, path: Path) -> bool:
         """Whether one of the folders shows a real path."""
@@ -114,29 +110,22 @@ class Roots:
             is_folder = inner.is_dir()
             if is_hidden(name) or (is_secret(name) and not is_folder):
                 return False
-            if self._rules_in(root, folder).names(inner, is_folder):
+            if self._find_rules(root, folder).names(inner, is_folder):
                 return False
-            if self._ignores_case(root) and os.path.lexists(inner) and name not in self._listed(folder):
+            if self._ignores_case(root) and os.path.lexists(inner) and name not in self._list_names(folder):
                 return False
             folder = inner
         return True
 
-    def _ignores_case(self, root: Path) -> bool:
-        if root not in self._folded:
-            self._folded[root] = _is_folded(root)
-        return self._folded[root]
-
-    def _listed(self, folder: Path) -> frozenset[str]:
-        if folder not in self._names:
-            with suppress(OSError):  # one that cannot be listed shows nothing
-                self._names[folder] = frozenset(os.listdir(folder))
-        return self._names.get(folder, frozenset())
-
     def _rules_in(self, root: Path, folder: Path) -> Rules:
-        if (root, folder) not in self._rules:
-            above = Rules.above(root) if folder == root else self._rules_in(root, folder.parent)
-            self._rules[root, folder] = above.below(folder)
-        return self._rules[root, folder]
+        above = Rules.above(root) if folder == root else self._find_rules(root, folder.parent)
+        return above.below(folder)
+
+
+def _list_names(folder: Path) -> frozenset[str]:
+    with suppress(OSError):
+        return frozenset(os.listdir(folder))
+    return frozenset()
 
 
 def _is_folded(folder: Path) -> bool:

@@ -60,6 +60,7 @@ _TITLE = re.compile(
     re.IGNORECASE,
 )
 _CLOSER = re.compile(r"[)\]}]|(?:else|elif|except|finally|end|catch)\b")
+_FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 _LONGEST_TITLE = 80
 _NARROW, _WIDE, _FULL = 40, 130, 0.7  # characters of a wrapped paragraph's longest line; a full line's share of that
 _CUT_BY_LINES = ("table", "fence", "code")
@@ -102,13 +103,10 @@ def words(text: str, kind: str) -> list[Unit]:
 def finer(text: str, unit: Unit) -> list[Unit]:
     """Cut one unit at the next finer level that cuts it at all; unchanged if it is one character."""
     for level in sorted((level for level in _CUTS if level < unit.finest), reverse=True):
-        cuts, least = _CUTS[level]
-        starts = _thinned(cuts(text, unit.start, unit.end), unit.start, least)
-        pieces = _cut(unit, starts, level)
-        if len(pieces) > 1:
+        if len(pieces := _cut_at(text, unit, level)) > 1:
             return pieces
     half = _middle(text, unit.start, unit.end)
-    return [unit] if half is None else _cut(unit, iter((half,)), Level.HARD)
+    return [unit] if half is None else _cut(unit, (half,), Level.HARD)
 
 
 def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
@@ -160,14 +158,6 @@ def _whole_grapheme(text: str, position: int, end: int) -> int:
     return next((p for p in range(position, last) if not _joined(text, p)), last)
 
 
-def _thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
-    last = start
-    for cut in cuts:
-        if cut - last >= least:
-            last = cut
-            yield cut
-
-
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
     """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
     mark = match[0].rstrip()
@@ -197,18 +187,8 @@ def _joined(text: str, position: int) -> bool:
         return 0x1100 <= ord(before) <= 0x11FF or 0xAC00 <= ord(before) <= 0xD7A3
     if 0x1F3FB <= code <= 0x1F3FF or 0xE0020 <= code <= 0xE007F:  # skin tones, flag tags
         return True
-    return _is_flag_letter(after) and _flag_letters_before(text, position) % 2 == 1
-
-
-def _is_flag_letter(char: str) -> bool:
-    return "\U0001f1e6" <= char <= "\U0001f1ff"
-
-
-def _flag_letters_before(text: str, position: int) -> int:
-    count = 0
-    while count < min(position, 64) and _is_flag_letter(text[position - 1 - count]):
-        count += 1
-    return count
+    above = text[max(0, position - 64) : position]
+    return after in _FLAG_LETTERS and (len(above) - len(above.rstrip(_FLAG_LETTERS))) % 2 == 1
 
 
 # level → (where it cuts, the fewest characters of a piece)
@@ -221,7 +201,16 @@ _CUTS: dict[Level, tuple[Callable[[str, int, int], Iterator[int]], int]] = {
 }
 
 
-def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
+def _cut_at(text: str, unit: Unit, level: Level) -> list[Unit]:
+    find_cuts, least = _CUTS[level]
+    starts, last = [], unit.start
+    for cut in find_cuts(text, unit.start, unit.end):
+        if cut - last >= least:
+            starts.append(last := cut)
+    return _cut(unit, starts, level)
+
+
+def _cut(unit: Unit, starts: Iterable[int], level: Level) -> list[Unit]:
     edges = [unit.start, *starts, unit.end]
     first = Unit(edges[0], edges[1], unit.level, level, unit.heading and len(edges) == 2)
     return [first, *(Unit(start, end, level, level) for start, end in pairwise(edges[1:]))]
@@ -230,42 +219,25 @@ def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
 def _block_units(text: str, block: _Block) -> list[Unit]:
     whole = _whole(block)
     if block.form == "code":
-        return _code_units(text, block, whole)
+        first, *others = _cut(whole, block.lines[1:], Level.ROW)
+        inner = (each if _is_inner(text, each.start) else replace(each, level=Level.SENTENCE) for each in others)
+        return [first, *inner]
     if block.form != "prose":
         return [whole]
-    lines = _prose_lines(text, block)
-    return [piece for line in _cut(whole, lines, Level.LINE) for piece in _sentences(text, line)]
-
-
-def _sentences(text: str, unit: Unit) -> list[Unit]:
-    cuts, least = _CUTS[Level.SENTENCE]
-    starts = _thinned(cuts(text, unit.start, unit.end), unit.start, least)
-    pieces = _cut(unit, starts, Level.SENTENCE)
+    wrapped = _wrapped(text, block)
+    starts = (start for start in block.lines[1:] if start not in wrapped or _ITEM.match(text, start))
+    sentences = (each for line in _cut(whole, starts, Level.LINE) for each in _cut_at(text, line, Level.SENTENCE))
     # what is left of a wrapped paragraph has line ends that mean no more than spaces
-    return [replace(piece, finest=Level.ROW) for piece in pieces]
+    return [replace(sentence, finest=Level.ROW) for sentence in sentences]
+
+
+def _is_inner(text: str, start: int) -> bool:
+    return text[start] in " \t" or _CLOSER.match(text, start) is not None
 
 
 def _whole(block: _Block) -> Unit:
     finest = Level.SENTENCE if block.form in _CUT_BY_LINES else Level.LINE
     return Unit(block.start, block.end, block.level, finest, block.form == "heading")
-
-
-def _code_units(text: str, block: _Block, whole: Unit) -> list[Unit]:
-    """Make a unit of each line; one in the first column that does not close something is a better start."""
-    pieces = _cut(whole, iter(block.lines[1:]), Level.ROW)
-    return [pieces[0], *(replace(piece, level=_code_level(text, piece.start)) for piece in pieces[1:])]
-
-
-def _code_level(text: str, start: int) -> Level:
-    inner = text[start] in " \t" or _CLOSER.match(text, start)
-    return Level.ROW if inner else Level.SENTENCE
-
-
-def _prose_lines(text: str, block: _Block) -> Iterator[int]:
-    wrapped = _wrapped(text, block)
-    for start in block.lines[1:]:
-        if start not in wrapped or _ITEM.match(text, start):
-            yield start
 
 
 def _wrapped(text: str, block: _Block) -> set[int]:
@@ -314,14 +286,12 @@ class _Outliner:
             self._prose_line(start, end)
 
     def finished(self) -> list[_Block]:
-        blocks = self._blocks
-        if blocks:
-            blocks[0].start = blocks[0].lines[0] = 0
-        for block, after in pairwise(blocks):
+        for block, after in pairwise(self._blocks):
             block.end = after.start
-        if blocks:
-            blocks[-1].end = len(self._text)
-        return blocks
+        if self._blocks:
+            self._blocks[0].start = self._blocks[0].lines[0] = 0
+            self._blocks[-1].end = len(self._text)
+        return self._blocks
 
     def _in_fence(self, start: int, blank: bool) -> None:
         block = self._blocks[-1]
@@ -333,8 +303,7 @@ class _Outliner:
 
     def _code_line(self, start: int) -> None:
         if self._gap or not self._blocks:
-            top = self._text[start] not in " \t" and not _CLOSER.match(self._text, start)
-            self._begin(start, "code", Level.PARAGRAPH if top else Level.LINE)
+            self._begin(start, "code", Level.LINE if _is_inner(self._text, start) else Level.PARAGRAPH)
         else:
             self._blocks[-1].lines.append(start)
 
@@ -346,11 +315,9 @@ class _Outliner:
             last.lines.append(start)
             return
         form = self._form(start, end)
-        starts = self._gap or last is None or last.form != form or form in ("heading", "fence")
-        if last is None or starts:
-            section = form == "heading"
-            after_gap = Level.PARAGRAPH if self._gap else Level.LINE
-            self._begin(start, form, Level.SECTION if section else after_gap)
+        if self._gap or last is None or last.form != form or form in ("heading", "fence"):
+            level = Level.PARAGRAPH if self._gap else Level.LINE
+            self._begin(start, form, Level.SECTION if form == "heading" else level)
         else:
             last.lines.append(start)
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
@@ -35,6 +35,7 @@ from kvtool.core.corpus.options import PATH
 from kvtool.core.corpus.readers import ending_of, read_documents, source_of
 from kvtool.core.corpus.readers.document import Document, EmptyFile, PassingFailure, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import chosen, decode
+from kvtool.core.corpus.tables import line_marks
 
 MOST_TEXT = 1 << 27  # characters of a file's text
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
@@ -73,7 +74,7 @@ class Reading:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._end_child()
 
     def takes(self, path: PurePath) -> bool:
         return ending_of(path) in self.commands or readers.is_known(path)
@@ -122,23 +123,23 @@ class Reading:
         that."""
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
-            self._end()
+            self._end_child()
             child = self._child = Child(self.bounds, self.encoding)
         try:
             return child.ask(path, data)
         except _Ended as ended:
-            self._end()
+            self._end_child()
             if child.files == 1 or ended.late:
                 raise (UnreadableFile if ended.lasts else PassingFailure)(*ended.why) from ended
         except BaseException:
-            self._end()
+            self._end_child()
             raise
         return self._ask(path, data)
 
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
 
 def _program(command: str) -> str:
@@ -152,13 +153,7 @@ def _documents(answer: Mapping[str, Any]) -> list[Document]:
     if "error" in answer:
         raise UnreadableFile.from_row(answer)
     return [
-        Document(
-            one["source"],
-            one["text"],
-            one["kind"],
-            tuple(one["notes"]),
-            tuple(Mark(mark["start"], mark["place"]) for mark in one["marks"]),
-        )
+        Document(**{**one, "notes": tuple(one["notes"]), "marks": tuple(Mark(**mark) for mark in one["marks"])})
         for one in answer["documents"]
     ]
 
@@ -202,14 +197,13 @@ class Child:
             stdin.flush()
         answer = json.loads(self._line())
         if answer.get("error") == "MemoryError":
-            why = f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read"
-            raise _Ended((why, "`--read-memory 8GB` allows more"), lasts=True)
+            why = f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read", "`--read-memory 8GB` allows more"
+            raise _Ended(why, lasts=True)
         return dict(answer)
 
     def end(self) -> None:
-        if hasattr(os, "killpg"):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -241,11 +235,11 @@ class Child:
         if not is_late:
             with suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(5)
-        if is_late or (code is not None and code == -getattr(signal, "SIGALRM", 0)):
-            why = f"takes over {self._bounds.seconds:g} s to read"
-            return _Ended((why, "`--read-timeout 10m` allows more"), late=True)
-        why = f"damaged: what reads it has crashed (code {code})"
-        return _Ended((why, "open it in its own program and save it anew"))
+        if is_late or (code is not None and code == -signal.SIGALRM):
+            why = f"takes over {self._bounds.seconds:g} s to read", "`--read-timeout 10m` allows more"
+            return _Ended(why, late=True)
+        why = f"damaged: what reads it has crashed (code {code})", "open it in its own program and save it anew"
+        return _Ended(why)
 
 
 def serve(seconds: int, memory: int, encoding: str) -> None:
@@ -257,11 +251,9 @@ def serve(seconds: int, memory: int, encoding: str) -> None:
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         data = sys.stdin.buffer.read(asked["size"])
-        if hasattr(signal, "alarm"):
-            signal.alarm(seconds)
+        signal.alarm(seconds)
         answer = json.dumps(_answer(Path(asked["path"]), data, asked["most"]))
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)  # before the answer is written: then it is the next file that is read
+        signal.alarm(0)  # before the answer is written: then it is the next file that is read
         answers.write(answer + "\n")
         answers.flush()
 
@@ -296,17 +288,9 @@ def _read_by(command: str, path: Path, seconds: float, most: int) -> list[Docume
         text, notes = decode(said.read())
     pages = text.split("\f")
     if len(pages) == 1:
-        return [Document(source_of(path), text, "text", notes, tuple(_lines(text)))]
-    document = numbered(source_of(path), "text", "p.", pages)
-    return [replace(document, notes=notes)]
-
-
-def _lines(text: str) -> Iterator[Mark]:
-    start = 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield Mark(start, f"text line {number}")
-        start += len(line) + 1
+        marks = tuple(Mark(mark.start, f"text line {mark.place}") for mark in line_marks(text))
+        return [Document(source_of(path), text, "text", notes, marks)]
+    return [replace(numbered(source_of(path), "text", "p.", pages), notes=notes)]
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:

@@ -23,6 +23,7 @@ CountTokens = Callable[[Sequence[str]], list[int]]
 """Number of tokens of each text, tokenised separately."""
 
 _BATCH = 8192  # texts in one call of the counter
+_LONGEST_TOKEN = 64  # characters; longer texts are cut without being counted
 _LONGEST_UNIT = 4000  # characters; a tokenizer is quadratic on lines without spaces
 
 
@@ -55,9 +56,12 @@ def split(text: str, settings: SplitSettings, count_tokens: CountTokens, kind: s
     if not text or text.isspace():
         return []
     work = _Work(text, settings.max_tokens, count_tokens)
-    if work.fits_whole():
+    if len(text) <= _LONGEST_TOKEN * work.most and work.count([text.strip()])[0] <= work.most:
         return [Span(0, len(text))]
-    groups = METHODS[settings.method](work, settings, kind)
+    cut, *shares = METHODS[settings.method]
+    most, least = settings.max_tokens, settings.min_tokens
+    limits = _Limits(most, *(most if share == 8 else least or most * share // 8 for share in shares))
+    groups = work.packed(cut(text, kind), limits)
     edges = [*(group[0].start for group in groups), len(text)]
     return [Span(start, end) for start, end in pairwise(edges)]
 
@@ -81,12 +85,6 @@ class _Work:
     most: int
     counter: CountTokens
 
-    def fits_whole(self) -> bool:
-        """Return True if the text is one chunk; texts of over 64 characters a token are not counted."""
-        if len(self.text) > 64 * self.most:
-            return False
-        return self.count([self.text.strip()])[0] <= self.most
-
     def count(self, texts: Sequence[str]) -> list[int]:
         batches = (texts[i : i + _BATCH] for i in range(0, len(texts), _BATCH))
         return [count for batch in batches for count in self.counter(batch)]
@@ -95,19 +93,18 @@ class _Work:
         ready = [part for piece in pieces for part in self._tamed(piece)]
         sizes = self.count([self._counted_text(unit) for unit in ready])
         large = [i for i, size in enumerate(sizes) if size > self.most]
-        while cut := self._cut_large(ready, large):
+        while True:
+            # those that stay too long without the space around them
+            counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
+            parts = {i: finer(self.text, ready[i]) for i, n in zip(large, counts, strict=True) if n > self.most}
+            cut = {i: finer_units for i, finer_units in parts.items() if len(finer_units) > 1}
+            if not cut:
+                return ready, sizes
             ready, sizes, fresh = _replaced(ready, sizes, cut)
             counts = self.count([self._counted_text(ready[i]) for i in fresh])
             for i, size in zip(fresh, counts, strict=True):
                 sizes[i] = size
             large = [i for i, size in zip(fresh, counts, strict=True) if size > self.most]
-        return ready, sizes
-
-    def _cut_large(self, ready: list[Unit], large: list[int]) -> dict[int, list[Unit]]:
-        counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
-        too_long = [i for i, count in zip(large, counts, strict=True) if count > self.most]
-        parts = {i: finer(self.text, ready[i]) for i in too_long}
-        return {i: units_ for i, units_ in parts.items() if len(units_) > 1}
 
     def packed(self, pieces: list[Unit], limits: _Limits) -> list[Group]:
         ready, sizes = self.sized(pieces)
@@ -196,9 +193,10 @@ class _Packer:
 
     def _next_start(self, first: int) -> int:
         limits, count = self._limits, len(self._units)
-        last = self._reach(first, limits.most)
+        last = max(first + 1, bisect_right(self._sums, self._sums[first] + limits.most) - 1)
         low = bisect_left(self._sums, self._sums[first] + limits.section, first + 1)
-        section = next((i for i in range(low, last + 1) if self._is_section(i)), None)
+        inside = range(low, min(last + 1, count))
+        section = next((i for i in inside if self._units[i].level == Level.SECTION and self._allowed(i)), None)
         if section is not None and self._rest(section) >= limits.section:
             return section
         if last == count:
@@ -210,16 +208,12 @@ class _Packer:
             halves = [i for i in window if self._rest(i) <= limits.most]
             if halves:
                 return self._balanced(halves)
-        return self._best(window) if window else self._fallback(first, last)
-
-    def _reach(self, first: int, most: int) -> int:
-        return max(first + 1, bisect_right(self._sums, self._sums[first] + most) - 1)
+        if window:
+            return self._best(window)
+        return next((i for i in range(last, first, -1) if self._allowed(i)), last)
 
     def _rest(self, index: int) -> int:
         return self._sums[-1] - self._sums[index]
-
-    def _is_section(self, index: int) -> bool:
-        return index < len(self._units) and self._units[index].level == Level.SECTION and self._allowed(index)
 
     def _allowed(self, index: int) -> bool:
         """Return True if a chunk may begin here: no chunk should end with a heading."""
@@ -233,16 +227,10 @@ class _Packer:
     def _best(self, window: list[int]) -> int:
         level = max(self._units[i].level for i in window)
         equals = [i for i in window if self._units[i].level == level]
-        return equals[0] if len(equals) == 1 else min(equals, key=self._hash)
-
-    def _hash(self, index: int) -> bytes:
-        unit = self._units[index - 1]
-        content = self._text[unit.start : unit.end].encode("utf-8", "surrogatepass")
-        return blake2b(content, digest_size=8).digest()
-
-    def _fallback(self, first: int, last: int) -> int:
-        """Choose for units too large for the window: as full as possible, if need be after a heading."""
-        return next((i for i in range(last, first, -1) if self._allowed(i)), last)
+        if len(equals) == 1:
+            return equals[0]
+        texts = {i: self._text[self._units[i - 1].start : self._units[i - 1].end] for i in equals}
+        return min(equals, key=lambda i: blake2b(texts[i].encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
@@ -250,36 +238,10 @@ def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
     return [pieces[a:b] for a, b in pairwise(edges)]
 
 
-def _semantic(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Cut at sections, then paragraphs, lines and sentences; among equals the content decides."""
-    least = settings.min_tokens or settings.max_tokens * 3 // 8
-    return work.packed(units(work.text, kind), _Limits(settings.max_tokens, least, least))
-
-
-def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Make one chunk of a section where it fits; only sections of under max/8 tokens are joined."""
-    del kind
-    most = settings.max_tokens
-    limits = _Limits(most, settings.min_tokens or most * 3 // 8, settings.min_tokens or most // 8)
-    return work.packed(units(work.text, "markdown"), limits)
-
-
-def _paragraph(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Keep paragraphs whole, and cut one only if it is too long."""
-    most = settings.max_tokens
-    least = settings.min_tokens or most // 2
-    return work.packed(paragraphs(work.text, kind), _Limits(most, least, least))
-
-
-def _fixed(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Take as many words as fit: the baseline, which is not stable under edits."""
-    most = settings.max_tokens
-    return work.packed(words(work.text, kind), _Limits(most, most, most))
-
-
-METHODS: dict[str, Callable[[_Work, SplitSettings, str], list[Group]]] = {
-    "semantic": _semantic,
-    "markdown": _markdown,
-    "paragraph": _paragraph,
-    "fixed": _fixed,
+# how a method cuts a text, and from which eighth of a chunk on it seeks a boundary, and begins a new one at a heading
+METHODS: dict[str, tuple[Callable[[str, str], list[Unit]], int, int]] = {
+    "semantic": (units, 3, 3),
+    "markdown": (lambda text, kind: units(text, "markdown"), 3, 1),
+    "paragraph": (paragraphs, 4, 4),
+    "fixed": (words, 8, 8),  # the baseline, which is not stable under edits
 }

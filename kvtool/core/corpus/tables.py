@@ -124,7 +124,7 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
         parts += [text[span.start : at], header, text[at : span.end]] if header else [text[span.start : span.end]]
         moved.append(Span(span.start + added, span.end + added + len(header)))
         added += len(header)
-    marks = tuple(_moved(document.marks or _lines(text), inserted)) if inserted else document.marks
+    marks = tuple(_moved(document.marks or line_marks(text), inserted)) if inserted else document.marks
     return replace(document, text="".join(parts), marks=marks), moved
 
 
@@ -148,15 +148,17 @@ def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterat
         yield Mark(mark.start + added, mark.place)
 
 
-def _lines(text: str) -> Iterator[Mark]:
+def line_marks(text: str) -> Iterator[Mark]:
     for number, found in enumerate(_LINE.finditer(text), 1):
         if found[0].strip():
             yield Mark(found.start(), number)
 
 
 def _tables(document: Document) -> list[_Table]:
-    if document.kind in ("code", "table"):
-        return [*_delimited(document.text)] if document.kind == "table" else []
+    if document.kind == "table":
+        return [*_delimited(document.text)]
+    if document.kind == "code":
+        return []
     return [table for rows in _runs(document.text) if (table := _headed(document.text, rows)) is not None]
 
 
@@ -215,7 +217,7 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
     numbers = [int(cell) for cell in named if cell.isdecimal() and len(cell) < 9]
     counts = len(named) > len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
     for column, cell in enumerate(row):
-        below = [other[column] for other in body if column < len(other) and other[column]]
+        below = _cells_of(body, column)
         alike = sum(_shape(other) == _shape(cell) for other in below) * 2 > len(below)
         if cell in below and not counts:
             return False
@@ -226,13 +228,16 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
 
 def _heads_numbers(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
     """Return True for words, not all the same, above columns of numbers."""
-    heads = [cell for column, cell in enumerate(row) if cell and _mostly_numbers(body, column)]
-    return len(set(heads)) > 1 and not any("0" in _shape(cell) for cell in heads)
+    heads = set()
+    for column, cell in enumerate(row):
+        below = _cells_of(body, column)
+        if cell and sum(_shape(other) == "0" for other in below) * 2 > len(below):
+            heads.add(cell)
+    return len(heads) > 1 and not any("0" in _shape(cell) for cell in heads)
 
 
-def _mostly_numbers(body: Sequence[Sequence[str]], column: int) -> bool:
-    below = [other[column] for other in body if column < len(other) and other[column]]
-    return sum(_shape(other) == "0" for other in below) * 2 > len(below)
+def _cells_of(body: Sequence[Sequence[str]], column: int) -> list[str]:
+    return [row[column] for row in body if column < len(row) and row[column]]
 
 
 @lru_cache(1024)

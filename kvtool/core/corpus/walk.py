@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.common.spelling import as_on_disk
-from kvtool.core.corpus.ignoring import Roots, Rules, is_hidden, is_lock, is_own, is_secret
+from kvtool.core.corpus.ignoring import OWN, Roots, Rules, is_hidden, is_lock, is_secret
 from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.readers import is_archive, is_image, kind_of
 from kvtool.core.corpus.reading import Reading
@@ -145,11 +145,11 @@ class _Search:
             status = path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.remembered(given):
-                raise _missing(given, error) from error
+                raise UsageError(f"no such file or folder: {given}", "check the spelling of the path") from error
             self.missing.append(given)
             return
         except OSError as error:
-            raise _missing(given, error) from error
+            raise UsageError(f"cannot look at {given}: {_reason(error)}", "check links and permissions") from error
         except ValueError as error:
             raise UsageError(f"not a path: {given!r}", "a path cannot contain NUL") from error
         if not self._is_shown(path):
@@ -183,7 +183,8 @@ class _Search:
 
     def _take_file(self, path: Path, status: os.stat_result, guessed: bool = False) -> bool:
         if not stat.S_ISREG(status.st_mode):
-            self._skip(path, Skip.SPECIAL, f"{_type_name(status.st_mode)}, not a file")
+            what = next((name for test, name in _TYPES if test(status.st_mode)), "a special file")
+            self._skip(path, Skip.SPECIAL, f"{what}, not a file")
             return False
         if self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
@@ -221,10 +222,12 @@ class _Search:
     def _left_out(self, entry: os.DirEntry[str], path: Path, rules: Rules) -> bool:
         """Return True if a file or a folder is passed over because it was not named itself."""
         name, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
-        if not is_folder and (is_secret(name) or (entry.is_symlink() and is_secret(_end_of(path)))):
+        if not is_folder and (
+            is_secret(name) or (entry.is_symlink() and is_secret(os.path.basename(os.path.realpath(path))))
+        ):
             self._skip(path, Skip.SECRET, "may hold keys or passwords: name it to have it read")
         elif is_hidden(name):
-            if not is_own(name):
+            if name not in OWN:
                 self._skip(path, Skip.HIDDEN, "hidden: name it to have it read")
         elif self.ignore and rules.names(path, is_folder):
             self._skip(path, Skip.IGNORED, "named by an ignore file (--no-ignore takes it)")
@@ -240,33 +243,24 @@ class _Search:
         return self.roots is None or self.roots.show(Path(os.path.realpath(path)))
 
     def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:
-        if entry.is_symlink():
-            return self._link_wanted(path, below, root)
-        if not entry.is_file(follow_symlinks=False):
-            return not self.include or _matches(below, self.include)
-        return self._name_wanted(path, below)
-
-    def _link_wanted(self, path: Path, below: str, root: Path) -> bool:
+        is_link, is_included = entry.is_symlink(), not self.include or _matches(below, self.include)
+        if not is_link and not entry.is_file(follow_symlinks=False):
+            return is_included
         try:
-            is_folder = stat.S_ISDIR(path.stat().st_mode)
+            is_folder = is_link and stat.S_ISDIR(path.stat().st_mode)
         except OSError as error:
-            if not self.include or _matches(below, self.include):
+            if is_included:
                 self._skip(path, Skip.LINK, _reason(error))
             return False
-        if not is_folder and not self._name_wanted(path, below):
+        if not is_folder and not is_included:
             return False
-        if not Path(os.path.realpath(path)).is_relative_to(root):
-            self._skip(path, Skip.LINK, "a link that leads out of the folder is not followed")
-            return False
-        return not is_folder  # a folder inside is walked under its own name
-
-    def _name_wanted(self, path: Path, below: str) -> bool:
-        if self.include and not _matches(below, self.include):
-            return False
-        if self.reading.refuses(path):
+        if not is_folder and self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
-            return False
-        return True
+        elif is_link and not Path(os.path.realpath(path)).is_relative_to(root):
+            self._skip(path, Skip.LINK, "a link that leads out of the folder is not followed")
+        else:
+            return not is_folder  # a folder inside is walked under its own name
+        return False
 
     def _is_asked_for(self, path: Path) -> bool:
         spelled = (PurePosixPath(glob).suffix for glob in self.include)
@@ -277,10 +271,6 @@ class _Search:
 
     def _skip(self, path: Path, kind: Skip, reason: str) -> None:
         self.skipped.setdefault(str(path), Skipped(str(path), kind, reason))
-
-
-def _end_of(link: Path) -> str:
-    return os.path.basename(os.path.realpath(link))
 
 
 def _absolute(path: Path) -> Path:
@@ -308,12 +298,6 @@ def _rank(file: FoundFile, real: str) -> tuple[bool, str]:
     return file.name != real, file.name
 
 
-def _missing(given: Path, error: OSError) -> UsageError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return UsageError(f"no such file or folder: {given}", "check the spelling of the path")
-    return UsageError(f"cannot look at {given}: {_reason(error)}", "check links and permissions")
-
-
 def _reason(error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return "a link that leads to itself"
@@ -328,7 +312,3 @@ _TYPES = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-
-
-def _type_name(mode: int) -> str:
-    return next((name for test, name in _TYPES if test(mode)), "a special file")
