@@ -136,9 +136,6 @@ def test_a_link_shows_nothing_that_its_root_does_not(shared: Path, target: str) 
 
 def test_a_link_to_what_is_shown_is_read(shared: Path) -> None:
     (shared / "sub" / "link.md").symlink_to(shared / "sub" / "a.md")
-    (shared / "sub" / "a.md").rename(shared / "sub" / "x.md")
-    (shared / "sub" / "link.md").unlink()
-    (shared / "sub" / "link.md").symlink_to(shared / "sub" / "x.md")
     assert names(shared, find_files([shared / "sub" / "link.md"], roots=[shared])) == ["sub/link.md"]
 
 

@@ -68,14 +68,8 @@ def test_notes_comments_and_text_boxes_follow_their_paragraph() -> None:
     )
     made = flat("text", body)
     assert lines(made) == [
-        "The toll[1] is 4 crowns.[ii]",
-        "[1] Sundays free",
-        "[comment by Ann: Sure?]",
-        "Boxed",
-        "a | b",
-        "[image: A map of the pier]",
-        "[ii] Old law",
-        "Next",
+        *("The toll[1] is 4 crowns.[ii]", "[1] Sundays free", "[comment by Ann: Sure?]", "Boxed", "a | b"),
+        *("[image: A map of the pier]", "[ii] Old law", "Next"),
     ]
     assert places(made) == ["¶ 1", "¶ 2"]
 
@@ -135,11 +129,7 @@ def test_headings_have_their_numbers() -> None:
         '<style:style style:name="Plain" style:list-style-name=""/>'
     )
     heads = [
-        ("1", "Tides", ""),
-        ("2", "Spring", ""),
-        ("2", "Neap", ""),
-        ("1", "Index", "Plain"),
-        ("1", "Winds", ""),
+        *(("1", "Tides", ""), ("2", "Spring", ""), ("2", "Neap", ""), ("1", "Index", "Plain"), ("1", "Winds", "")),
         ("2", "Gale", ""),
     ]
     body = "".join(f'<text:h text:outline-level="{n}" text:style-name="{s}">{t}</text:h>' for n, t, s in heads)
@@ -196,6 +186,13 @@ def test_an_empty_merged_cell_keeps_its_columns() -> None:
     wide = '<table:table-cell table:number-columns-spanned="2"/><table:covered-table-cell/>'
     row = f"<table:table-row>{wide}<table:table-cell><text:p>May</text:p></table:table-cell></table:table-row>"
     assert lines(flat("text", f"<table:table>{row}</table:table>")) == [" |  | May"]
+
+
+def test_hidden_sections_are_read_and_named() -> None:
+    section = "<text:section text:name='{}' text:display='{}'><text:p>The mill is {}.</text:p></text:section>"
+    made = flat("text", section.format("A", "true", "old") + section.format("B&#10;error: no", "none", "new"))
+    assert lines(made) == ["The mill is old.", "The mill is new."]
+    assert made.notes == ("hidden section 'B\\nerror: no': read like those that are shown",)
 
 
 def test_form_fields_are_counted() -> None:

@@ -150,13 +150,7 @@ def test_a_value_in_the_last_cell_of_a_sheet_stays_one_short_line() -> None:
 
 def test_merged_labels_stand_in_each_row_and_column() -> None:
     cells = [
-        ("A1", "Place"),
-        ("B1", "Rain"),
-        ("B2", "Jan"),
-        ("C2", "Feb"),
-        ("A3", "Oslo"),
-        ("B3", 1),
-        ("C3", 2),
+        *(("A1", "Place"), ("B1", "Rain"), ("B2", "Jan"), ("C2", "Feb"), ("A3", "Oslo"), ("B3", 1), ("C3", 2)),
         ("B4", 3),
     ]
     book = rows(*cells)
@@ -188,9 +182,7 @@ def test_formulas_without_a_saved_value_are_shown_and_counted() -> None:
 
 def test_saved_values_stand_for_their_formulas() -> None:
     def calculated(text: str) -> str:
-        return text.replace("<f>SUM(A1:A2)</f><v></v>", "<f>SUM(A1:A2)</f><v>5</v>").replace(
-            "<f>SUM(A1:A2)</f><v />", "<f>SUM(A1:A2)</f><v>5</v>"
-        )
+        return re.sub(r"(SUM\(A1:A2\)</f>)<v(?:></v>| ?/>)", r"\1<v>5</v>", text)
 
     data = edited(saved(rows(("A1", 2), ("A2", 3), ("A3", "=SUM(A1:A2)"))), "xl/worksheets/sheet1.xml", calculated)
     assert read(data).text == "# Costs\n2\n3\n5\n"
@@ -302,13 +294,17 @@ def test_margins_of_printed_pages_are_read_without_their_controls() -> None:
     assert read(saved(book)).text == "# Costs\nsea\nDraft of May\n"
 
 
-def test_hidden_rows_and_columns_are_read_and_named() -> None:
+def test_hidden_sheets_rows_and_columns_are_read_and_named() -> None:
     book = rows(("A1", "oak"), ("B1", "elm"), ("A2", "ash"))
     book["Costs"].row_dimensions[2].hidden = True
     book["Costs"].column_dimensions["B"].hidden = True
+    for title, state in (("Pay", "hidden"), ("Deep", "veryHidden"), ("Bare", "hidden")):
+        book.create_sheet(title).sheet_state = state
+    book["Pay"]["A1"] = book["Deep"]["A1"] = "yew"
     document = read(saved(book))
-    assert document.text == "# Costs\noak | elm\nash\n"
+    assert document.text == "# Costs\noak | elm\nash\n# Pay\nyew\n# Deep\nyew\n"
     assert document.notes == (
+        "hidden sheets 'Pay', 'Deep': read like those that are shown",
         "hidden row 'Costs 2': read like those that are shown",
         "hidden column 'Costs B': read like those that are shown",
     )

@@ -256,31 +256,17 @@ def test_equations_are_read_in_one_line(equation: str, shown: str) -> None:
 
 def test_raised_and_lowered_characters_keep_their_sense() -> None:
     high, low = '<w:vertAlign w:val="superscript"/>', '<w:vertAlign w:val="subscript"/>'
-    body = p(
-        run("10")
-        + run("-", high)
-        + run("6", high)
-        + run(" m of H")
-        + run("2", low)
-        + run("O, the 21")
-        + run("st", high)
-    )
-    assert text_of(body) == "10^-6 m of H2O, the 21st"
+    power, formula = run("10") + run("-", high) + run("6", high), run(" m of H") + run("2", low)
+    assert text_of(p(power + formula + run("O, the 21") + run("st", high))) == "10^-6 m of H2O, the 21st"
     assert text_of(p(run("10") + run("5", '<w:position w:val="6"/>') + run("A", '<w:position w:val="6"/>'))) == "10^5A"
 
 
 @pytest.mark.parametrize(
     ("before", "number", "shown"),
     [
-        ("a note", "3", "a note[3]"),
-        ("in 1987", "4 ", "in 1987[4] "),
-        ("et al.", "1,2", "et al.[1,2]"),
-        ("5%", "3", "5%[3]"),
-        ("5 m", "2", "5 m^2"),
-        ("[x]", "2", "[x]^2"),
-        ("(a+b)", "2", "(a+b)^2"),
-        ("", "3", "3"),
-        ("see ", "3", "see 3"),
+        *(("a note", "3", "a note[3]"), ("in 1987", "4 ", "in 1987[4] "), ("et al.", "1,2", "et al.[1,2]")),
+        *(("5%", "3", "5%[3]"), ("5 m", "2", "5 m^2"), ("[x]", "2", "[x]^2"), ("(a+b)", "2", "(a+b)^2")),
+        *(("", "3", "3"), ("see ", "3", "see 3")),
     ],
 )
 def test_raised_numbers_of_notes_are_in_brackets(before: str, number: str, shown: str) -> None:
@@ -620,11 +606,7 @@ def test_other_elements_of_the_tree() -> None:
 
 def test_lines_of_pieces() -> None:
     pieces = [
-        ("x", ""),
-        ("n+1", "superscript"),
-        (" and 10", ""),
-        ("2", "subscript"),
-        (", Foo", ""),
+        *(("x", ""), ("n+1", "superscript"), (" and 10", ""), ("2", "subscript"), (", Foo", "")),
         ("TM", "superscript"),
     ]
     assert line(pieces) == "x^(n+1) and 10_2, FooTM"
