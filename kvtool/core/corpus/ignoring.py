@@ -100,7 +100,6 @@ class Roots:
         self._ignores_case = cache(_is_folded)
 
     def show(self, path: Path) -> bool:
-        """Whether one of the folders shows a real path."""
         return any(self._shows(root, path) for root in (path, *path.parents) if root in self._folders)
 
     def _shows(self, root: Path, path: Path) -> bool:
@@ -129,7 +128,6 @@ def _list_names(folder: Path) -> frozenset[str]:
 
 
 def _is_folded(folder: Path) -> bool:
-    """Return True if the file system finds the folder under another case, too."""
     try:
         return os.path.samefile(folder, str(folder).swapcase())
     except OSError:
@@ -154,12 +152,9 @@ def _read(path: Path) -> GitIgnoreSpec | None:
 
 
 def _linear(regex: str) -> str:
-    """Rewrite the regular expression of a pattern so that it takes time linear in a path.
-
-    As it comes, `*a*a*a*b` tries every way to share a name among its stars, and `a/**/a/**/b` every way to share its
-    folders. Without loss each but the last may take the shortest way there is, and keep to it: that leaves most to the
-    others.
-    """
+    """Rewrite the regular expression of a pattern so that it takes time linear in a path: `*a*a*b` and `a/**/a/**/b`
+    try every way to share a path among their stars, but each star except the last may take the shortest without
+    loss."""
     first, *others = (_with_short_stars(part) for part in regex.split(_FOLDERS))
     if not others:
         return first

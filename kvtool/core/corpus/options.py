@@ -50,7 +50,6 @@ def is_charset(name: str) -> bool:
 
 
 def encoding_error(name: str) -> str:
-    """Return the error in the name of an encoding; empty if it is valid."""
     return "" if is_charset(name) else "is not a known encoding, such as cp1251, latin-1 or shift_jis"
 
 
@@ -62,15 +61,13 @@ def shard_error(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of the files; `index` counts from 0. A digest of its path assigns a file to its part, so a file stays in
-    its part when others are added or removed."""
+    """A part of the files, by a digest of their paths: files keep their part when others are added or removed."""
 
     index: int
     parts: int
 
     @classmethod
     def read(cls, value: str) -> Shard:
-        """Read `I/N`, in which `shard_error` finds none."""
         index, _, parts = value.partition("/")
         return cls(int(index) - 1, int(parts))
 

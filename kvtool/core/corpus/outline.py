@@ -1,8 +1,5 @@
-"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit.
-
-A paragraph is cut at sentence ends, clauses, words, and at last anywhere. Each such cut has white space or text before
-it and a visible character at it, so no piece between two cuts is only white space.
-"""
+"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit. A paragraph is cut
+at sentence ends, clauses, words, and at last anywhere, but no piece is only white space."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of text that is only cut if it is too long for a chunk; `finest` is the level from which `finer`
-    continues."""
+    """A piece of text that is only cut if it is too long for a chunk; `finer` continues from its `finest` level."""
 
     start: int
     end: int
@@ -93,7 +89,6 @@ def paragraphs(text: str, kind: str) -> list[Unit]:
 
 
 def words(text: str, kind: str) -> list[Unit]:
-    """Cut a text into words, and what has no spaces into pieces of at most 60 characters."""
     del kind
     whole = Unit(0, len(text), Level.PARAGRAPH, Level.CLAUSE)
     found = finer(text, whole)
@@ -134,8 +129,7 @@ def _word_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
-    """Cut a text without marks after characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts
-    near it."""
+    """Cut after characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts near it."""
     visible = _VISIBLE.search(text, start, end)
     for match in _hard_piece().finditer(text, visible.start() if visible else end, end):
         cut = _whole_grapheme(text, match.end(), end)
@@ -241,8 +235,7 @@ def _whole(block: _Block) -> Unit:
 
 
 def _wrapped(text: str, block: _Block) -> set[int]:
-    """Find the starts of lines that continue what the line before could not hold: that line is about as long as the
-    longest, and a third of such lines continues in the middle of a sentence."""
+    """Find the starts of lines that continue a full line, if a third of them is in the middle of a sentence."""
     lengths = [after - start for start, after in pairwise(block.lines)]
     longest = max(lengths, default=0)
     if not _NARROW <= longest <= _WIDE:

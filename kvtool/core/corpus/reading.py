@@ -1,9 +1,6 @@
-"""File reading of one run: choice of the reader; user commands; and the process that reads hostile-prone formats.
-
-Whatever a file makes its reader do ends that process at worst: an alarm bounds its time, a limit of the address space
-its memory. A request is a line of JSON and the file's bytes on stdin, an answer a line of JSON on stdout; neither side
-accepts anything else.
-"""
+"""Readers of one run, user commands, and the process that reads hostile-prone formats: an alarm bounds its time, a
+limit of the address space its memory. A request is a line of JSON and the file's bytes on stdin, an answer a line of
+JSON on stdout."""
 
 from __future__ import annotations
 
@@ -55,8 +52,7 @@ class Bounds:
 
 
 class Reading:
-    """The readers of one run. `commands` by file ending (`.djvu`) replace kvtool's own readers; an empty `encoding` is
-    guessed."""
+    """The readers of one run. `commands` by file ending (`.djvu`) come first; an empty `encoding` is guessed."""
 
     def __init__(
         self, commands: Mapping[str, str] | None = None, bounds: Bounds | None = None, encoding: str = ""
@@ -80,7 +76,6 @@ class Reading:
         return ending_of(path) in self.commands or readers.is_known(path)
 
     def refuses(self, path: PurePath) -> bool:
-        """Return True if the name says that the file holds no text, and no command or reader reads it."""
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath, is_whole: bool = False) -> str:
@@ -105,7 +100,6 @@ class Reading:
         return self._means[key]
 
     def documents(self, path: Path, data: bytes) -> list[Document]:
-        """Read the documents of one file. Raises UnreadableFile."""
         token = chosen.set(self.encoding)
         try:
             if command := self.commands.get(ending_of(path)):
@@ -119,8 +113,7 @@ class Reading:
             chosen.reset(token)
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Ask the child process; ask a new one if it ends or lacks memory after earlier files, which may have caused
-        that."""
+        """Ask the child process; a new one if it ends after earlier files, which may have caused that."""
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
             self._end_child()
@@ -212,8 +205,7 @@ class Child:
         self._process.wait()
 
     def _line(self) -> bytes:
-        """Read its answer. End of file is no sign of the end, since its own children may hold the pipe open. Raises
-        _Ended."""
+        """Read its answer, not to the end of the pipe, which its own children may hold open. Raises _Ended."""
         assert self._process.stdout is not None
         pipe, said = self._process.stdout.fileno(), bytearray()
         end = time.monotonic() + self._bounds.seconds + _GRACE

@@ -1,12 +1,6 @@
-"""KVSplit (EPIC, arXiv 2410.15332): documents → chunks along their own structure.
-
-The laws: spans adjoin and join to the text; none has more than `max_tokens`; a text that fits is one
-chunk; and, since a chunk's id is its content, an edit changes the chunks it touches and few others.
-
-Boundaries are content-defined: among the unit ends that make a chunk of min … max tokens, the best level wins, and
-among equals the smallest hash of the following unit. So two texts that differ in one place choose the same boundaries
-again soon after it.
-"""
+"""KVSplit (EPIC, arXiv 2410.15332): documents → chunks along their own structure. Boundaries are content-defined: the
+best level wins, and among equals the smallest hash of the following unit. So an edit changes the chunks it touches and
+few others."""
 
 from __future__ import annotations
 
@@ -90,21 +84,18 @@ class _Work:
         return [count for batch in batches for count in self.counter(batch)]
 
     def sized(self, pieces: list[Unit]) -> tuple[list[Unit], list[int]]:
-        ready = [part for piece in pieces for part in self._tamed(piece)]
-        sizes = self.count([self._counted_text(unit) for unit in ready])
-        large = [i for i, size in enumerate(sizes) if size > self.most]
-        while True:
+        fresh = ready = [part for piece in pieces for part in self._tamed(piece)]
+        sizes: dict[Unit, int] = {}
+        while fresh:
+            counts = self.count([self._counted_text(unit) for unit in fresh])
+            sizes |= zip(fresh, counts, strict=True)
+            large = [unit for unit in fresh if sizes[unit] > self.most]
             # those that stay too long without the space around them
-            counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
-            parts = {i: finer(self.text, ready[i]) for i, n in zip(large, counts, strict=True) if n > self.most}
-            cut = {i: finer_units for i, finer_units in parts.items() if len(finer_units) > 1}
-            if not cut:
-                return ready, sizes
-            ready, sizes, fresh = _replaced(ready, sizes, cut)
-            counts = self.count([self._counted_text(ready[i]) for i in fresh])
-            for i, size in zip(fresh, counts, strict=True):
-                sizes[i] = size
-            large = [i for i, size in zip(fresh, counts, strict=True) if size > self.most]
+            counts = self.count([self._stripped([unit]) for unit in large])
+            parts = {unit: finer(self.text, unit) for unit, n in zip(large, counts, strict=True) if n > self.most}
+            fresh = [part for cut in parts.values() if len(cut) > 1 for part in cut]
+            ready = [part for unit in ready for part in parts.get(unit, (unit,))]
+        return ready, [sizes[unit] for unit in ready]
 
     def packed(self, pieces: list[Unit], limits: _Limits) -> list[Group]:
         ready, sizes = self.sized(pieces)
@@ -130,8 +121,7 @@ class _Work:
                 todo.extend(reversed(parts))
 
     def _counted_text(self, unit: Unit) -> str:
-        """The text to count for a unit: the space after a unit counts with the next one, as tokenizers cut words, so
-        that the counts of units add up to that of their chunk."""
+        """The text to count for a unit: tokenizers count the space after it with the next unit."""
         before = self.text[max(0, unit.start - 16) : unit.start]
         carried = before[len(before.rstrip(" \t")) :]
         return carried + self.text[unit.start : unit.end].rstrip(" \t")
@@ -140,7 +130,6 @@ class _Work:
         return self.text[group[0].start : group[-1].end].strip()
 
     def _repaired(self, group: Group, count: int) -> list[Group]:
-        """Cut a chunk of `count` > most tokens, sizes now being shares of its characters."""
         if len(group) == 1:
             pieces = finer(self.text, group[0])
             if len(pieces) == 1:
@@ -160,22 +149,6 @@ class _Work:
         if self.count([self._stripped(joined)])[0] > self.most:
             return groups
         return [*groups[:-2], joined]
-
-
-def _replaced(
-    ready: list[Unit], sizes: list[int], cut: dict[int, list[Unit]]
-) -> tuple[list[Unit], list[int], list[int]]:
-    """Replace the cut units by their parts; also returns the places of those parts."""
-    units_: list[Unit] = []
-    counts: list[int] = []
-    fresh: list[int] = []
-    for i, (unit, size) in enumerate(zip(ready, sizes, strict=True)):
-        parts = cut.get(i)
-        if parts is not None:
-            fresh.extend(range(len(units_), len(units_) + len(parts)))
-        units_.extend(parts or (unit,))
-        counts.extend([0] * len(parts) if parts else (size,))
-    return units_, counts, fresh
 
 
 class _Packer:
@@ -216,7 +189,6 @@ class _Packer:
         return self._sums[-1] - self._sums[index]
 
     def _allowed(self, index: int) -> bool:
-        """Return True if a chunk may begin here: no chunk should end with a heading."""
         return not self._units[index - 1].heading
 
     def _balanced(self, window: list[int]) -> int:

@@ -1,7 +1,4 @@
-"""Long tables: every chunk that begins inside of one repeats its header rows, so that values keep their headings.
-
-The header rows become part of the document's text at the start of such a chunk; the places of the rows do not change.
-"""
+"""Long tables: every chunk that begins inside of one repeats its header rows in the document's text."""
 
 from __future__ import annotations
 
@@ -47,8 +44,7 @@ class _Table:
 def split_document(
     document: Document, settings: SplitSettings, count_tokens: CountTokens
 ) -> tuple[Document, list[Span]]:
-    """Split a document into chunks, and repeat the header of each cut table in its text. A header of more than half a
-    chunk is not repeated."""
+    """Split a document, and repeat headers of at most half a chunk in the chunks of cut tables."""
     spans = split(document.text, settings, count_tokens, document.kind)
     most_header = _LONGEST_TOKEN * settings.max_tokens
     tables = [] if len(spans) < 2 else [each for each in _tables(document) if each.body - each.start < most_header]
@@ -184,7 +180,6 @@ def _rule_of(text: str, run: Sequence[Span]) -> int:
 
 
 def _headed(text: str, run: list[Span]) -> _Table | None:
-    """Find the header of a run of rows: what precedes a rule of Markdown, or rows that look like headings."""
     rows = [_cells(text[row.start : row.end].strip()) for row in run[: _SAMPLE_ROWS + _HEADER_ROWS]]
     last = _rule_of(text, run) or _last_heading(rows)
     if len(run) < _FEWEST_ROWS or last is None:
@@ -227,7 +222,6 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
 
 
 def _heads_numbers(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
-    """Return True for words, not all the same, above columns of numbers."""
     heads = set()
     for column, cell in enumerate(row):
         below = _cells_of(body, column)
@@ -249,7 +243,6 @@ def _shape(cell: str) -> str:
 
 
 def _delimited(text: str) -> Iterator[_Table]:
-    """Yield the table of a CSV file: from its headings, before which a few lines may name it, to its end."""
     lines = [found[0] for found in _LINE.finditer(text, 0, _SAMPLE) if found[0]][:_SAMPLE_LINES]
     rows = max((_parsed(lines, delimiter) for delimiter in _DELIMITERS), key=_regularity)
     width, _ = _regularity(rows)

@@ -23,8 +23,8 @@ _NOT_SHOWN = "not open to clients: hidden, a secret, or named by an ignore file"
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A regular file to read. `name` is absolute; only links in its folder part are resolved. A `Path` would take
-    several times as much memory. `guessed`: only its content shows whether it is text."""
+    """A file to read. A `Path` as its name would take several times as much memory. `guessed`: its name does not show
+    whether it is text."""
 
     name: str
     size: int
@@ -39,8 +39,7 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be read. `known`: it failed the same way in an earlier run and is unchanged; `read`: it was
-    tried in this run."""
+    """A file that could not be read. `known`: in an earlier run, and it is unchanged; `read`: tried in this run."""
 
     path: str
     error: str
@@ -69,14 +68,12 @@ class Skipped:
 
     @property
     def what(self) -> str:
-        """Return the kind for a summary; for a file without a reader, the kind that its name suggests."""
         return kind_of(PurePosixPath(self.path)) if self.kind is Skip.UNSUPPORTED else self.kind.value
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Files, failures and skipped files, each sorted by path; `missing` paths existed once; `bare` folders have no file
-    to read."""
+    """Result, sorted by path. Paths that are `missing` existed once; `bare` folders have no file to read."""
 
     files: list[FoundFile]
     failures: list[Failure] = field(default_factory=list)
@@ -85,7 +82,6 @@ class Walked:
     bare: list[Path] = field(default_factory=list)
 
     def part(self, shard: Shard) -> Walked:
-        """What a shard holds of it; `missing` and `bare` are about given paths, and stay."""
         return replace(
             self,
             files=[file for file in self.files if shard.holds(file.name)],
@@ -220,7 +216,6 @@ class _Search:
                     yield path
 
     def _left_out(self, entry: os.DirEntry[str], path: Path, rules: Rules) -> bool:
-        """Return True if a file or a folder is passed over because it was not named itself."""
         name, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
         if not is_folder and (
             is_secret(name) or (entry.is_symlink() and is_secret(os.path.basename(os.path.realpath(path))))

@@ -36,16 +36,12 @@ _PLUGINS = found("embedders")
 
 
 class Embeds(Protocol):
-    """Turns texts into unit vectors."""
-
     ref: str
 
     @property
     def digest(self) -> str: ...
 
-    def encode(self, texts: Sequence[str]) -> Array:
-        """Encode as unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
-        ...
+    def encode(self, texts: Sequence[str]) -> Array: ...
 
     def count(self, texts: Sequence[str]) -> int:
         """Count the tokens without special ones; 0 if unknown. Raises ModelError."""
@@ -53,7 +49,6 @@ class Embeds(Protocol):
 
 
 def embedder_of(ref: str, offline: bool = False) -> Embeds:
-    """The embedder of a name: a plugin's, unless a folder has this name; else a model. Raises ModelError."""
     plugin = _PLUGINS.get(ref)
     return Embedder(ref, offline) if plugin is None or Path(ref).exists() else _Plugged(plugin)
 
@@ -138,8 +133,7 @@ class Embedder:
 
 
 def _folder_of(ref: str, offline: bool) -> Path:
-    """Find the model's folder; download a model of a hub. Raises ModelError also for weights that are not safetensors:
-    other formats can run code when they are opened."""
+    """Find or download the model's folder; weights that can run code when they are opened raise ModelError."""
     path = Path(ref).expanduser()
     if path.exists() or looks_local(ref):
         if not path.is_dir():
@@ -206,15 +200,13 @@ _REMEMBERED = f"index/embedder{TABLES}"
 
 
 class Vectors:
-    """Unit vectors of one embedding model, float16 `[vectors, dimensions]`, by ascending keys (uint64) of a chunk and
-    its document's title."""
+    """Unit vectors, float16 `[vectors, dimensions]`, by ascending keys of a chunk and its document's title."""
 
     def __init__(self, keys: Array, rows: Array) -> None:
         self.keys, self.rows = keys, rows
 
     @classmethod
     def open(cls, path: Path, warn: Warn = warn_nobody) -> Vectors:
-        """Read the stored vectors; without valid ones there are none."""
         try:
             with suppress(FileNotFoundError, KeyError):
                 tables = open_tables(path)
@@ -232,8 +224,7 @@ class Vectors:
         return np.where(known, at, -1)
 
     def update(self, wanted: Array, encode: Callable[[Array], Array]) -> bool:
-        """Keep the vectors of these keys and no others; returns whether something changed. `encode` makes vectors for
-        positions in `wanted`."""
+        """Keep the vectors of these keys and no others; returns whether something changed."""
         unique, first = np.unique(wanted, return_index=True)
         places = self.places(unique)
         missing = np.flatnonzero(places < 0)
@@ -310,7 +301,6 @@ def remember(store: Store, ref: str) -> None:
 
 
 def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
-    """The embedding model of the last ingest that named one."""
     with suppress(OSError):  # none was named
         try:
             return open_tables(store.side_file(_REMEMBERED)).texts["model"]

@@ -53,8 +53,7 @@ class Places:
         self._revision: int | None = None
 
     def of_chunks(self, text: str) -> list[Passage]:
-        """The passage of a chunk, given by its id in hex or the beginning of it; or all passages at a place. Raises
-        UsageError."""
+        """The passages of a chunk's id in hex or its beginning, or of a place. Raises UsageError."""
         self._follow()
         if not is_id(text):
             return self._at(text)
@@ -66,7 +65,6 @@ class Places:
         return [self._passages[chunk_named(text, self._passages)]]
 
     def of_document(self, name: str) -> list[Passage]:
-        """The passages of a document, or of all documents of a file. Raises UsageError."""
         return [passage for document in self._documents(name) for passage in passages_in(document)]
 
     def _documents(self, name: str) -> list[DocumentEntry]:
@@ -93,7 +91,7 @@ class Places:
         raise UsageError(f"{place!r} names no chunk", hint)
 
     def _at_label(self, path: str, label: str) -> list[Passage]:
-        """The passages that are cited as `p. 12–13` or `Costs row 9 – Taxes row 2`, or hold something of `p. 12`."""
+        """The passages that are cited as `p. 12–13`, or hold something of `p. 12`."""
         for document in self._documents(path):
             for mark in document.marks:
                 if label == mark.place:
@@ -131,7 +129,7 @@ def _label_starts(place: str) -> Iterator[int]:
 
 
 def _holding(document: DocumentEntry, start: int) -> list[Passage]:
-    """The passages with something of the part of a document that begins at `start`; the next one for an empty line."""
+    """The passages with something of the part that begins at `start`; the next one for an empty line."""
     text, stop = document.text, end_of(document.text, document.marks, start)
     after = [passage for passage in passages_in(document) if passage.end > start]
     inside = [passage for passage in after if text[max(start, passage.start) : min(stop, passage.end)].strip()]
@@ -139,8 +137,7 @@ def _holding(document: DocumentEntry, start: int) -> list[Passage]:
 
 
 def _matching(name: str, sources: Sequence[str]) -> list[str]:
-    """The sources that a name means: the path itself, or a file's documents, else the one path ending with it. Raises
-    UsageError."""
+    """The sources of a path, or of the one path ending with it. Raises UsageError."""
     same = _of_file(os.path.abspath(name), sources) or _of_file(name, sources)
     if same:
         return same
@@ -166,10 +163,9 @@ _TIES = 8  # found beyond those wanted: a preferred one may replace one of the s
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """How to find chunks. `retriever`: `bm25` (words), `dense` (vectors), `hybrid` (both), or `auto`: both where the
-    store has vectors. `embedder` None is the one that the store remembers. `only`: globs of paths or their ends.
-    `min_score`: share of the best score below which a chunk has to add words of the question; vectors alone cut
-    nothing, since cosines of helpful and other chunks differ too little."""
+    """How to find chunks. `retriever`: `bm25` (words), `dense` (vectors), `hybrid`, or `auto`: both where the store has
+    vectors. `min_score`: share of the best score below which a chunk has to add words of the question; vectors alone
+    cut nothing, since cosines of helpful and other chunks differ too little."""
 
     retriever: str = "auto"
     embedder: str | None = None
@@ -179,8 +175,7 @@ class Retrieval:
 
 
 class Finder:
-    """Finds chunks for questions. The index and the vectors are updated when a question needs them and the store's
-    documents have changed."""
+    """Finds chunks; the index and vectors are updated when a question comes after a change of documents."""
 
     def __init__(
         self, store: Store, warn: Warn = warn_nobody, embedder: Callable[[str, bool], Embeds] = embedder_of
@@ -200,7 +195,6 @@ class Finder:
         return self._index
 
     def follow(self) -> None:
-        """Drop what was read of documents if the store's documents have changed."""
         if self._index is not None and self._index.revision != self._store.documents_revision():
             self._index = None
             self._meanings.clear()
@@ -214,9 +208,8 @@ class Finder:
         prefer: Container[bytes] | None = None,
         is_asked: bool = False,
     ) -> Found:
-        """Find the best `top_k` chunks and cut them where they stop helping. Where only words count, a word that no
-        chunk has is taken for a typo. Chunks to `prefer` come first among equal scores. If a person asks (`is_asked`),
-        stop words and greetings alone find nothing. Raises KvtoolError."""
+        """Find chunks and cut them where they stop helping. Chunks to `prefer` come first among equal scores. If a
+        person asks (`is_asked`), stop words and greetings alone find nothing. Raises KvtoolError."""
         with self._store.view():
             self.follow()
             search = self._search(retrieval)
@@ -267,8 +260,7 @@ class Finder:
         return hits
 
     def _is_search(self, search: Search, question: str, retrieval: Retrieval) -> bool:
-        """Whether a question has a word that some chunk has, stop words and greetings aside. Vectors find chunks
-        without a common word."""
+        """Whether a question has a word of some chunk, stop words and greetings aside; vectors need none."""
         words = asked_terms(without_idle(question), self.index.languages)
         has_idle = len(words) < len(asked_terms(question, self.index.languages))  # else the search itself shows it
         return bool(words) and (not has_idle or search.matches(words) or self._meaning(retrieval) is not None)
@@ -314,7 +306,6 @@ class Finder:
             return count_rare(self.index, asked_terms(text, self.index.languages), share)
 
     def embed(self, ref: str, offline: bool = False) -> None:
-        """Make missing vectors and remember their model. Raises ModelError."""
         self.follow()
         self._meaning_by(ref, offline)
         remember(self._store, ref)

@@ -38,8 +38,7 @@ _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process'
 
 
 class Index:
-    """Segments with the documents of one revision of the store. Rankings use numbers of living documents only: a
-    removed one leaves no trace in a score."""
+    """Segments with the documents of one revision; rankings use numbers of living documents only."""
 
     def __init__(self, segments: list[IndexSegment], marks: tuple[Array, Array], revision: int) -> None:
         self.segments, self.revision = segments, revision
@@ -94,7 +93,6 @@ class Index:
         return sum(int(segment.alive.sum()) for segment in self.segments)
 
     def holders(self, chunk_ids: Collection[bytes]) -> dict[bytes, set[str]]:
-        """Sources of the living documents with these chunks; scans all ids, but reads no document."""
         found: dict[bytes, set[str]] = {}
         for segment, row, chunk_id in self._living_rows(chunk_ids):
             found.setdefault(chunk_id, set()).add(segment.source(segment.document_of(row)))
@@ -138,7 +136,6 @@ class Index:
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[MarkedDocument]:
-        """Yield the new and changed documents of a file, and bury former and removed ones."""
         entry = store.file_at(key)
         known = self._documents_of(key)
         for source in entry.documents if entry is not None else ():
@@ -160,8 +157,7 @@ class Index:
         return places
 
     def _merge(self) -> None:
-        """Keep few segments, each several times as large as the next and most of it living, so every document is merged
-        about log(documents) times."""
+        """Merge segments so that each is several times as large as the next and most of it is living."""
         living = [segment for segment in self.segments if segment.alive.any()]
         self.segments = [
             segment if segment.alive.mean() >= 0.5 else IndexSegment.merged([segment]) for segment in living
@@ -193,7 +189,6 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:
-        """Read the stored index, if any. Raises DamagedError."""
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)

@@ -33,8 +33,8 @@ class Hit:
 
 
 class Found(NamedTuple):
-    """Hits, best first, the number of others that were cut, and words of the question that no chunk has (`from`) with
-    those that were searched for instead (`to`)."""
+    """Hits, best first, the number of others that were cut, and unknown words (`from`) with those searched for
+    (`to`)."""
 
     hits: list[Hit]
     cut: int = 0
@@ -58,21 +58,18 @@ def holds_passage(document: DocumentEntry, passage: Passage) -> bool:
 
 
 def found_by(document: DocumentEntry) -> list[str]:
-    """The text by which each passage is found: its own after its document's title, so that "the institute" is found by
-    the institute's name."""
+    """A passage's text after its document's title, so that "the institute" is found by the institute's name."""
     title = title_of(document.text)
     texts = [document.text[ref.start : ref.end] for ref in document.chunks]
     return [text if number == 0 else f"{title}\n{text}" for number, text in enumerate(texts)]
 
 
 def title_of(text: str) -> str:
-    """A document's first line, without heading marks; "" if it is too long for a title."""
     line = next((line for line in text.splitlines() if line.strip()), "").strip().lstrip("#").strip()
     return line if len(line) <= 120 else ""
 
 
 def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
-    """The place and text of a chunk; empty if the document is gone or damaged."""
     with suppress(DamagedError):
         document = store.document(passage.source)
         if document is not None:

@@ -1,8 +1,5 @@
-"""Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name.
-
-Measured by the recall of all gold paragraphs among five (samples/results/retrieval.md). A hop costs no
-model.
-"""
+"""Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name. Measured
+by the recall of all gold paragraphs among five (samples/results/retrieval.md)."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
 
 
 def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Array]:
-    """The living rows with a form of a word, and the best form's share of the most that the word can count."""
+    """The living rows with a form of a word, and the best form's share of what the word can count."""
     lists = []
     for form in forms:
         rows, counts = _living_postings(segment, form)
@@ -75,13 +72,11 @@ def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
 
 
 def count_rare(index: Index, words: Sequence[Forms], share: float) -> int:
-    """Count the words that occur in some chunks, but in no more than this share of all."""
     most = max(1.0, share * _living(index)[0])
     return sum(0 < with_word <= most for with_word in _holding(index, words).values())
 
 
 def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
-    """Count the living chunks with each of the words, in any of its forms."""
     counts = Counter[Forms]()
     for forms, segment in itertools.product({*words}, index.segments):
         rows = [_living_postings(segment, form)[0] for form in forms]
@@ -113,8 +108,7 @@ Place = tuple[int, int]  # number of a segment, number of a document in it
 
 
 def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
-    """Living documents all of whose title's terms are among the words, each with its share: 1 over the number of
-    documents with the same title."""
+    """Documents all of whose title's terms are among the words, each with 1 over the number of equal titles."""
     keys = np.array(sorted({key_of(word) for word in words}), np.uint64)
     places: list[Place] = []
     titles: list[Array] = []
@@ -143,9 +137,8 @@ Texts = Callable[[Passage], str]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Answers questions over one index. `texts` gives a chunk's text with its document's title, `passages` without
-    (None: chunks of one id are equal; a foreign document may name another document's chunk with a different text).
-    `allowed`: bool `[rows]`."""
+    """Searches one index. `texts` gives a chunk's text with its document's title, `passages` without: a foreign
+    document may name another document's chunk with a different text. `allowed`: bool `[rows]`."""
 
     index: Index
     texts: Texts
@@ -155,8 +148,8 @@ class Search:
     def best(
         self, question: str, top_k: int, meaning: Array | None = None, hop: bool = True, words: bool = True
     ) -> list[Hit]:
-        """Find the best chunks; equal chunks count once, ties in the order of the documents. `meaning`: likeness of
-        every chunk by its vector, float64 `[rows]` in 0 … 1."""
+        """Find the best chunks, each once; ties in the order of the documents. `meaning`: likeness, float64 `[rows]` in
+        0 … 1."""
         base = self._base(asked_terms(question, self.index.languages) if words else [], meaning)
         score = self._with_hop(question, base) if hop and base.any() else base
         hits: list[Hit] = []
@@ -176,8 +169,8 @@ class Search:
         return bool(self._base(words, None).any())
 
     def corrections(self, question: str) -> list[dict[str, str]]:
-        """The unknown words of a question (`from`) with a known word one typo away (`to`): preferably one with the same
-        ending, then one that begins alike, then the most frequent."""
+        """Unknown words (`from`) with a known word one typo away (`to`): the same ending, then the same first letter,
+        then frequency decide."""
         found: list[dict[str, str]] = []
         index, segments = self.index, self.index.segments
         words = ((word, asked_terms(word, index.languages)) for word in dict.fromkeys(typed_words(words_in(question))))
@@ -196,9 +189,8 @@ class Search:
         return found
 
     def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
-        """Cut hits where they stop helping: keep the best, those that score at least `min_score` times as much, and
-        those with words of the question that better kept ones lack (`_ADDED` of all, weighed by idf). A score above 1
-        counts as 1: the rest comes from names, which may lead through several chunks."""
+        """Keep the best hit, those that score at least `min_score` times as much, and those with words of the question
+        that better kept ones lack (`_ADDED` of all, by idf). A score above 1 comes from names, and counts as 1."""
         worth = idf_weights(self.index, asked_terms(question, self.index.languages))
         enough = _ADDED * sum(worth.values())
         kept: list[Hit] = []

@@ -30,8 +30,7 @@ def key_of(term: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Postings:
-    """Rows and counts (uint32, uint16 `[postings]`, rows ascend) of each term (ascending uint64 digests); offsets int64
-    `[terms + 1]`."""
+    """Rows and counts (uint32, uint16 `[postings]`) of each term, given by ascending digests (uint64)."""
 
     keys: Array
     offsets: Array
@@ -106,9 +105,8 @@ class MarkedDocument:
 
 
 class IndexSegment:
-    """Documents sorted by source, with their chunks in order. `words` counts a document's title as part of each of its
-    chunks; `spelled` holds ascending digests of words without accents; `alive` is a mask of documents; `name` is ""
-    until a file keeps it."""
+    """Documents sorted by source, with their chunks in order. `words` counts a title as part of each chunk; `alive` is
+    a mask of documents; `name` is "" until a file keeps it."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -249,8 +247,7 @@ def _sources(sources: Iterable[str]) -> dict[str, Array]:
 def _words(
     documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int], spelled: set[str]
 ) -> Iterator[list[str]]:
-    """Yield the words of one chunk at a time, since all would take more memory than the index. A compound's parts make
-    a chunk longer, the whole of it does not."""
+    """Yield the words of one chunk at a time, since all would take more memory than the index."""
     for entry, language in documents:
         for text in found_by(entry):
             words, wholes = terms(text, language, spelled)

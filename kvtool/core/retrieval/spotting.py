@@ -1,10 +1,6 @@
-"""Spot stored chunks in the token ids of a prompt, wherever a client has pasted them.
-
-A chunk is rarely pasted token by token as it is stored: the text next to a passage changes the tokens at its ends, and
-a client may cut, quote or escape it. So the index holds a few short runs of each chunk, its *anchors*. Where a prompt
-has one of them, the match is extended token by token in both directions. Every matched id is compared: hashes that
-agree by accident cost time and nothing else.
-"""
+"""Spot stored chunks in the token ids of a prompt. The text next to a pasted chunk changes the tokens at its ends, and
+clients cut, quote or escape it. So the index holds short runs of each chunk, its *anchors*; from one of them a match is
+extended in both directions. Every matched id is compared: equal hashes cost time and nothing else."""
 
 from __future__ import annotations
 
@@ -44,8 +40,7 @@ class Span:
 
 
 class Spotter:
-    """An index of chunks by their token ids, of at most 60 bytes a chunk. More `anchors` of a chunk find shorter parts
-    of long texts. `unread` counts chunks that the next update reads again."""
+    """An index of chunks by token ids, of at most 60 bytes a chunk; the next update reads `unread` chunks again."""
 
     def __init__(self, read: Callable[[bytes], Sequence[int] | Tokens], anchors: int = _ANCHORS) -> None:
         self._read, self._anchors = read, anchors
@@ -60,7 +55,6 @@ class Spotter:
         return len(self._ids) + self._hashes.nbytes + self._entries.nbytes + self._filter.nbytes
 
     def update(self, chunk_ids: Iterable[bytes]) -> None:
-        """Hold these chunks and no others."""
         wanted, held = set(chunk_ids), [self._id(number) for number in range(len(self._ids) // ID_BYTES)]
         stays = np.array([chunk_id in wanted for chunk_id in held], bool)
         lacking, new, kept = sorted(wanted.difference(held)), list[bytes](), int(stays.sum())
@@ -113,7 +107,6 @@ class Spotter:
         return self._ids[number * ID_BYTES : (number + 1) * ID_BYTES]
 
     def _places(self, prompt: Tokens) -> Iterator[tuple[int, int]]:
-        """Yield where an anchor may begin, ascending, with its entry."""
         if len(prompt) < WIDTH or not len(self._hashes):
             return
         hashes = _hashes(np.lib.stride_tricks.sliding_window_view(prompt, WIDTH).T)

@@ -51,8 +51,7 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
 
 
 def open_tables(path: Path) -> Tables:
-    """Map a file that :func:`write_tables` wrote; the first time in a process its digest is checked. Raises OSError,
-    DamagedError."""
+    """Map a file of :func:`write_tables`; its digest is checked once a process. Raises OSError, DamagedError."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size < _HEAD.size:

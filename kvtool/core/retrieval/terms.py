@@ -1,8 +1,6 @@
-"""Text → search terms, for any script: stems (Snowball) without accents, compounds split and whole.
-
-A document's words are stemmed in its own language. A question is too short to show its language: each of its words
-is looked up under the stems of all languages that the index holds, so that a word matches itself in any of them.
-"""
+"""Text → search terms, for any script: stems (Snowball) without accents, compounds split and whole. A document is
+stemmed in its language; a question is too short to show one, so its words are looked up in all languages of the
+index."""
 
 from __future__ import annotations
 
@@ -117,8 +115,8 @@ def language_of(text: str) -> str:
 
 
 def terms(text: str, language: str = ENGLISH, spelled: set[str] | None = None) -> tuple[list[str], list[str]]:
-    """The search terms of a text: of its words, compounds split, and of the compounds as wholes. A number's digits are
-    split at its signs, and its value is the whole. `spelled` collects the words."""
+    """Search terms of a text: of its words, compounds split, and of the compounds as wholes. A number's digits are
+    split at its signs; its value is the whole. `spelled` collects the words."""
     text = _cleaned(text)
     words = _WORD.findall(text)
     if spelled is not None:
@@ -129,9 +127,8 @@ def terms(text: str, language: str = ENGLISH, spelled: set[str] | None = None) -
 
 
 def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tuple[str, ...]]:
-    """The words of a question, each as all terms by which a document may have it: its stems in each language and, of a
-    part of a compound, those of the whole. A number's value follows, more often than it has parts: other numbers have
-    those, too."""
+    """The words of a question, each as all terms by which a document may have it. A number's value follows, more often
+    than it has parts: other numbers have those, too."""
     text = _cleaned(text)
     words = [forms for word in _of_each_word(_WORD.findall(text), _asked, languages) for forms in word]
     return words + [(value,) for value, parts in _numbers(text) for _ in range(parts + 1)]
@@ -158,8 +155,7 @@ def folded(word: str) -> str:
 
 
 def near_words(word: str, languages: tuple[str, ...]) -> dict[str, str]:
-    """The words that one typo makes into `word`: a letter left out, added or replaced, or two swapped. Stems that one
-    typo makes into its stems get its ending. A word that no question is about has none."""
+    """Words that one typo makes into `word`, none for one that no question is about. Stems get its ending."""
     word, near = word.casefold(), dict[str, str]()
     stems = {stem for forms in _asked(word, languages) for stem in forms if len(stem) >= _SHORTEST}
     roots = {stem: end for stem in sorted(stems) if len(end := folded(word).removeprefix(stem)) <= _ENDING}

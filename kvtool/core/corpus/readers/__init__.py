@@ -1,9 +1,5 @@
-"""Files → documents: a registry from file ending to reader.
-
-A new reader is a module with `read`, which makes documents of a file's bytes (`@of_text()` where they are text), and a
-row of `_FORMATS`. Readers that are not bounded take time linear in the file's length, which
-`tests/corpus/test_linear.py` checks.
-"""
+"""Files → documents: a registry from file ending to reader. A new reader is a module with `read` and a row of
+`_FORMATS`. Readers that are not bounded take time linear in the file's length (`tests/corpus/test_linear.py`)."""
 
 from __future__ import annotations
 
@@ -37,8 +33,7 @@ from kvtool.core.corpus.readers.encoding import Reader
 
 
 class _Format(NamedTuple):
-    """A format of files; lower-case `endings`, or whole names of files without one. `is_bounded`: a file can make its
-    reader slow, large or end, so a separate process reads it."""
+    """Lower-case `endings`, or names of files without one. `is_bounded`: a separate process reads the file."""
 
     read: Reader
     endings: tuple[str, ...]
@@ -146,7 +141,6 @@ def plugin_of(path: PurePath) -> Plugin | None:
 
 
 def library_of(path: PurePath) -> str:
-    """The library that reads files of this name, with its installed version; "": none is needed."""
     known = _BY_ENDING.get(ending_of(without_gz(path)))
     library = "" if known is None else known.library
     if not library:
@@ -205,7 +199,6 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
 
 
 def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
-    """Read documents under the name of another source than the path."""
     plugin = plugin_of(path)
     if plugin is None:
         name = without_gz(path)

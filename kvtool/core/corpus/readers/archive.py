@@ -33,8 +33,7 @@ ReadAs = Callable[[PurePath, str, bytes], list[Document]]
 
 
 def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
-    """Read all files with a known reader as documents `archive.zip#folder/name.md`; a note counts the others. Raises
-    BinaryFile if there are too many, or none."""
+    """Read files as `archive.zip#folder/name.md`; a note counts the others. Raises UnreadableFile."""
     documents: list[Document] = []
     failures: list[str] = []
     missing: MissingPackage | None = None

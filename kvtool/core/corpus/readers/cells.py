@@ -30,7 +30,7 @@ _FLAGS = {"1": True, "true": True}
 @dataclass(slots=True)
 class Sheet:
     """A sheet; rows and columns count from 1. `merged`: first row and column, last row and column. `hidden_columns`:
-    first and last of each run. `uncalculated`: formulas without a saved value."""
+    first and last of each run."""
 
     title: str
     is_hidden: bool = False
@@ -45,7 +45,6 @@ class Sheet:
     last_row: int = 0
 
     def add_comment(self, cell: str, author: str, text: str) -> None:
-        """Add a comment to its row; many begin with the author's name. Raises ValueError if there is no such cell."""
         author = "" if text.strip().startswith(author) else author
         self.comments.setdefault(place(cell)[0], []).append(comment(text, author, cell))
 

@@ -50,8 +50,6 @@ class Styles:
 
 
 class Clauses:
-    """Counters of all lists of a document, as its paragraphs pass; `root` defines the lists."""
-
     def __init__(self, root: Element | None, styles: Styles) -> None:
         self._styles = styles
         self._lists = {} if root is None else {each.get("numId", ""): each for each in root.findall("w-num")}
@@ -62,7 +60,6 @@ class Clauses:
         self._begun: set[tuple[str, int]] = set()
 
     def _find_levels(self, list_id: str) -> tuple[str, dict[int, Element]]:
-        """Return the id of the plan that a list counts by, and the definitions of its levels."""
         listed = self._lists[list_id]
         linked = value(self._plans.get(value(listed, "w-abstractNumId")), "w-numStyleLink")
         other = self._lists.get(value(self._styles.find(linked, f"{_NUMBER}numId"), "."), listed)

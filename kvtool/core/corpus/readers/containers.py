@@ -55,7 +55,6 @@ def embedded(archive: zipfile.ZipFile) -> int:
 
 
 def member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Unpack one member. Raises UnreadableFile."""
     try:
         with archive.open(name) as file:
             data = file.read(_MOST_TEXT + 1)
@@ -95,7 +94,6 @@ def gunzip_start(data: bytes, most: int) -> bytes:
 
 
 def gunzip(data: bytes) -> bytes:
-    """Unpack a file. Raises UnreadableFile."""
     try:
         with gzip.open(io.BytesIO(data)) as file:
             content = file.read(_MOST_TEXT + 1)

@@ -30,8 +30,7 @@ _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text of the corpus. `source` is a POSIX absolute path, with `#` and a name if the file has several documents;
-    `marks` are places of its parts if these are not its lines."""
+    """A text. `source` is an absolute path, with `#` and a name if the file has several documents."""
 
     source: str
     text: str
@@ -73,7 +72,6 @@ class MissingPackage(UnreadableFile):
 
 
 def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
-    """Note that parts of a file, such as a `sheet`, are read although its own program does not show them."""
     if not names:
         return ()
     shown = ", ".join(repr(name)[:_LONGEST_NAME] for name in names[:_MOST_NAMES])
@@ -99,8 +97,7 @@ def table_row(cells: Iterable[str]) -> str:
 
 @contextmanager
 def opened(what: str, library: str) -> Iterator[None]:
-    """Import a format's library and read a `Word document` with it. Raises MissingPackage, or UnreadableFile for
-    whatever the library raises."""
+    """Turn whatever a format's library raises, also when it is imported, into UnreadableFile."""
     try:
         yield
     except ImportError as error:
@@ -119,8 +116,7 @@ def cleaned(text: str) -> str:
 
 
 def without_data_uris(text: str, *, base64: bool = False) -> str:
-    """Replace long data URIs by `[image]` or `[data]`; their newlines stay. `base64` also replaces long runs outside of
-    URIs, as JSON and XML hold them."""
+    """Replace long data URIs by `[image]` or `[data]`, but for their newlines; `base64`: also other long runs."""
     text = _DATA_URI.sub(_placeholder, text) if "data:" in text.lower() else text
     return _BASE64.sub(_placeholder, text) if base64 else text
 
@@ -137,13 +133,11 @@ def _placeholder(found: re.Match[str]) -> str:
 
 
 def embedded_note(before: str, after: str) -> tuple[str, ...]:
-    """Word the note on data that :func:`without_data_uris` has cut, plain pictures aside."""
     return unread_note({"embedded data": after.count(EMBEDDED) - before.count(EMBEDDED)})
 
 
 def shortened_references(text: str) -> str:
-    """Shorten the numbers of HTML's character references (`&#65;`), since the standard library fails at 4,300
-    digits."""
+    """Shorten numbers of HTML's references (`&#65;`): the standard library fails at 4,300 digits."""
     return _REFERENCE.sub(lambda found: "\ufffd" if found[2] else f"&#{found[1][:1]}", text)
 
 
@@ -157,7 +151,6 @@ class Parts:
         self._embedded = 0  # data URIs left out
 
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
-        """Add a part, if it has text; rows of a table adjoin."""
         text = self.without_data(cleaned(text)).strip("\n")
         first, line_end, more = text.partition("\n")
         is_row, after_row = " | " in first and (not more or more[0] == "\n"), self._after_row

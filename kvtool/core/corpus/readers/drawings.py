@@ -84,7 +84,6 @@ def _pieces(element: Element) -> Iterator[Piece]:
 
 
 def _chart_rows(chart: Element) -> Iterator[str]:
-    """Yield a chart's titles, and its values as tables: a row for each category, a column for each series."""
     if title := " — ".join(filter(None, map(_words, (*chart.iter("c-title"), *chart.iter("title"))))):
         yield f"Chart: {title}"
     series = [
@@ -102,7 +101,6 @@ def _chart_rows(chart: Element) -> Iterator[str]:
 
 
 def _words(element: Element | None) -> str:
-    """The text of a title or of a series' name, written or taken from cells."""
     texts = () if element is None else (each.text or "" for each in element.iter() if each.tag in ("a-t", "c-v"))
     return " ".join("".join(texts).split())
 

@@ -1,10 +1,6 @@
-"""Bytes → text: BOMs, UTF-8, UTF-16, then the legacy encodings.
-
-Guessing happens only where UTF-8 fails, and looks only at the words with bytes that are not ASCII: a name or two in an
-English file are enough. The encoding wins whose reading of these words is likeliest: in letters by the pairs of letters
-of some language (`letters.txt`, made by `samples/tools/letters.py`), in Chinese characters, kana and Hangul by how
-common these are, with a bonus for the encodings that are met most often.
-"""
+"""Bytes → text: BOMs, UTF-8, UTF-16, then guesses by the words that are not ASCII. The likeliest reading wins: of
+letters by pairs of letters of some language (`letters.txt`, made by `samples/tools/letters.py`), of Chinese characters,
+kana and Hangul by how common they are, with a bonus for the encodings that are met most often."""
 
 from __future__ import annotations
 
@@ -130,8 +126,7 @@ def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[Tex
 
 
 def decode(data: bytes, declared: str = "") -> Decoded:
-    """Decode a text without its BOM, with notes on what was guessed. A declared encoding is used only where UTF-8
-    fails."""
+    """Decode a text, with notes on what was guessed. A declared encoding is used only where UTF-8 fails."""
     if not data or data.isspace():
         raise EmptyFile("empty")
     for magic, name in _BINARY:
@@ -200,7 +195,6 @@ def _strict(data: bytes, codec: str) -> str | None:
 
 
 def _repaired(data: bytes, codec: str) -> Decoded:
-    """Decode with U+FFFD in the place of invalid bytes."""
     text = _strict(data, codec)
     if text is not None:
         return text, ()
@@ -227,7 +221,6 @@ def _is_damaged_utf8(data: bytes) -> bool:
 
 
 def _utf16(data: bytes) -> str:
-    """Decode UTF-16 without BOM, in the byte order that yields more spaces and ASCII."""
     best, most = "", 0  # ASCII characters
     for text in filter(None, (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))):
         sample = text[:_SAMPLE]
@@ -240,8 +233,7 @@ def _utf16(data: bytes) -> str:
 
 
 def _sample(data: bytes) -> bytes:
-    """Choose the bytes to detect the encoding by: the first non-ASCII bytes with their context. Pieces begin after
-    ASCII or a break and end at a break, so that no character is torn; only the last one may be cut anywhere."""
+    """Choose the first non-ASCII bytes with their context, from ASCII or a break to a break: no character is torn."""
     if len(data) <= _SAMPLE:
         return data
     pieces: list[bytes] = []

@@ -1,8 +1,5 @@
-"""HTML → its visible text, with headings, paragraphs, list items and table rows as lines.
-
-By own code, since answers cite lines: selectolax (1.0) knows no lines of a page, lxml only those of elements, up to
-65,535, and the standard library's parser takes quadratic time on quotes that do not close.
-"""
+"""HTML → its visible text, by own code, since answers cite lines: selectolax knows no lines of a page, lxml only those
+of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that do not close."""
 
 from __future__ import annotations
 
@@ -97,8 +94,6 @@ def marked(text: str) -> tuple[str, list[Mark]]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A piece of a page: a text, heading, item, row or pre."""
-
     form: str
     text: str
     line: int
@@ -278,7 +273,6 @@ class _Page:
         self._hidden_by, self._hidden_depth = "math", 1
 
     def _shift(self, tag: str, style: str) -> None:
-        """Begin an aside if an element's style raises or lowers its words."""
         shift = _SHIFT.search(style) if tag in _STYLED else None
         if tag == self._shifted[0]:
             self._shifted = tag, self._shifted[1] + 1
@@ -426,8 +420,7 @@ class _Page:
 
 
 def _tag_end(text: str, at: int, dead: set[int]) -> int:
-    """Find the end of a tag from the end of its name; −1: none. `dead` collects beginnings of values in unclosed tags,
-    so that each is searched once."""
+    """Find the end of a tag; −1: none. Beginnings of values in unclosed tags are `dead`: each is searched once."""
     values: list[int] = []
     while (found := _TO_QUOTE.match(text, at)) and (quote := found[2]) and (start := found.end()) not in dead:
         values.append(start)

@@ -36,8 +36,8 @@ Cell = tuple[str, int, int]  # its text, and how many columns and rows it covers
 
 
 def line(pieces: Iterable[Piece]) -> str:
-    """Join texts with `^` or `_` before a raised or lowered one that would be read as part of what it follows; the
-    number of a note gets brackets. A position is `superscript`, `subscript` or anything else."""
+    """Join texts; mark a `superscript` or `subscript` by `^`, `_` or, for the number of a note, brackets where it would
+    be read as part of what precedes it."""
     whole = ""
     for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
         text = "".join(text for text, _ in group)
@@ -88,7 +88,6 @@ def _cells(row: Item) -> list[Cell]:
 
 
 def integer(element: Element | None, name: str, usual: int = 0) -> int:
-    """A decimal attribute; `usual` without a valid one."""
     value = "" if element is None else element.get(name, "")
     return int(value) if value.isdecimal() and len(value) < 10 else usual
 
@@ -105,8 +104,7 @@ def comment(text: str, author: str, cell: str = "") -> str:
 
 
 def counter(count: int, style: str) -> str:
-    """Write an automatic number in a style of Word: `decimal`, `lower_roman`, `upperLetter`; unknown styles are
-    decimal."""
+    """Write an automatic number in a style of Word such as `lower_roman`; unknown styles are decimal."""
     name, text = style.lower().replace("_", ""), str(count)
     letters = _ALPHABETS.get(name, "")
     if 0 < count <= len(letters) * _MOST_LETTERS:
@@ -142,8 +140,7 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
 
 
 def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of numbered paragraphs between headers and footers, each of which is written once. Texts in a
-    list share one number. Raises EmptyFile."""
+    """Make a document of headers, numbered paragraphs and footers. Texts in a list share one number."""
     once: dict[str, str] = {}
     for name, text in margins:
         once.setdefault(text.strip(), name)

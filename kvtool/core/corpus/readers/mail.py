@@ -1,7 +1,4 @@
-"""Mail and saved web pages (MHTML), by the standard library's parser.
-
-Each attachment is read like a file of its name, and is a document of the mail's file.
-"""
+"""Mail and saved web pages (MHTML). Each attachment is read as a document of the mail's file."""
 
 from __future__ import annotations
 
@@ -72,8 +69,7 @@ def read(source: str, data: bytes, registry: Registry) -> list[Document]:
 
 
 def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], registry: Registry) -> list[Document]:
-    """Make documents of messages and attachments. Messages have a label, bytes, and the line on which they begin (0:
-    the file has no lines). Raises UnreadableFile if none can be read."""
+    """Make documents of messages (label, parts, bytes, first line; 0: the file has no lines) and attachments."""
     made: list[Document] = []
     attachments, lost = _Attachments(registry), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
@@ -205,7 +201,6 @@ class _Attachments:
         self._files, self._bytes = _MOST_FILES, _MOST_BYTES
 
     def read(self, prefix: str, files: Iterable[tuple[str, str, bytes]]) -> tuple[list[Document], list[str]]:
-        """Read the files of a message; also returns lines that name them."""
         made: dict[str, Document] = {}
         shown: dict[str, list[str]] = {"Attachments": [], "Attachments, not read": []}
         seen: set[bytes] = set()  # an invitation may be a part and an attachment
@@ -273,8 +268,7 @@ def _is_text(part: Message) -> bool:
 
 
 def _chosen(forms: list[Message]) -> list[Message]:
-    """Choose the forms of one text that are read: the plain one unless it is a stub or contained in another one, and
-    those that say something else."""
+    """Choose the plain form unless it is a stub or contained in another one, and forms that say something else."""
     texts = [(form, _form_text(form)) for form in forms]
     said = [(form, text, pieces) for form, text in texts if (pieces := _pieces(text))]
     said.sort(key=lambda each: each[0].get_content_type() != "text/plain")

@@ -52,7 +52,6 @@ def _printed(cell: Any) -> str:
 
 
 def _output(out: Any) -> str:
-    """An output's plain text; another form if the plain one only names an object."""
     if "ename" in out:
         error = f"{out['ename']}: {out.get('evalue', '')}\n"
         trace = "\n".join(map(str, out.get("traceback", ())))

@@ -137,7 +137,6 @@ class _Reader:
                 yield from self._blocks(child)
 
     def _paragraph(self, element: Element, mark: str = "") -> str:
-        """Write a paragraph or heading, and in further lines its notes, comments and shapes."""
         attached: list[str] = []
         outer, self._readings = self._readings, []
         text = line(self._pieces(element, "", attached)) if len(element) else _WHITE.sub(" ", element.text or "")
@@ -224,7 +223,6 @@ class _Reader:
         return self._next_mark("", rank)
 
     def _next_mark(self, style: str, level: int) -> str:
-        """Count an item of a list and return its shown number."""
         form = self._levels.get((style, level))
         key = (style, level)
         self._numbers[key] = self._numbers.get(key, integer(form, "text:start-value", 1) - 1) + 1
@@ -243,7 +241,6 @@ class _Reader:
         yield from (text for _, text in self._rows(table))
 
     def _rows(self, table: Element) -> Iterator[tuple[int, str]]:
-        """Yield numbered rows of a table. A merged cell appears in each row and column it covers."""
         last = 0
 
         def items() -> Iterator[list[Cell]]:
@@ -263,7 +260,6 @@ class _Reader:
             yield last, text
 
     def _cells(self, row: Element) -> Iterator[Cell]:
-        """Yield the cells of a row up to the last one with a text or a span."""
         empty = 0
         for cell in row:
             if cell.tag != "table:table-cell":

@@ -25,8 +25,6 @@ def named(links: Mapping[str, Link], kind: str) -> str:
 
 
 class Package:
-    """Parts of a file by name; `damaged` names those that cannot be read."""
-
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self.damaged: list[str] = []
         self._archive = archive

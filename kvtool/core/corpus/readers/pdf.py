@@ -55,8 +55,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]:
-    """Remove all but the first of running heads and page numbers, which most pages begin or end with; heads of tables
-    stay."""
+    """Remove running heads and page numbers but for the first; heads of tables stay."""
     texts = [page.strip("\n").split("\n") for page in pages]
     for end in (0, -1):
         kept = []

@@ -53,9 +53,7 @@ class Piece(NamedTuple):
 
 
 def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]) -> tuple[str, set[str]]:
-    """Write columns of prose one after another, tables with their empty cells, all else in the order given; also
-    returns the first lines of tables. `lines` hold the pieces without a line break between them, `drawn` the boxes of
-    drawn lines."""
+    """Write a page of `lines` without breaks and `drawn` boxes; also returns the first lines of its tables."""
     rows: list[list[Piece]] = []
     for line in lines:
         last, begin = rows[-1][-1] if rows else None, line[0]
@@ -100,7 +98,6 @@ def _cells(row: list[Piece]) -> list[Piece]:
 
 
 def _is_raised(piece: Piece, base: Piece, gap: float) -> bool:
-    """Whether a piece is a number in superscript."""
     is_small = piece.height < _SMALL * base.height and gap < base.height / 2
     rise = (piece.bottom - base.bottom) / (base.height or 1)
     return is_small and _RAISED < rise < 1 and _NUMBER.fullmatch(piece.text.strip()) is not None
@@ -228,8 +225,7 @@ def _line(cells: list[Piece]) -> str:
 
 
 def with_whole_words(pages: list[str]) -> list[str]:
-    """Join words that are cut at line ends. "2023-24", "DN-150", X-ray, twenty-one and compounds that the text has
-    elsewhere keep the hyphen."""
+    """Join words that are cut at line ends; X-ray, DN-150 and compounds that the text has keep the hyphen."""
     known = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
 
     def joined(cut: re.Match[str]) -> str:

@@ -28,9 +28,8 @@ _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
 
 
 class Page:
-    """One page: its `text` with form values behind their labels, `extra` values and comments, `heads` (first lines of
-    tables), names of `hidden` fields that are filled in, and counts; `unknown` characters have no meaning in
-    Unicode."""
+    """One page. `extra`: form values without a label, and comments; `heads`: first lines of tables; `hidden`: names of
+    fields that are filled in; `unknown`: number of characters without a meaning in Unicode."""
 
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
         self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
@@ -72,7 +71,6 @@ class Page:
             pdfium.FPDFPage_CloseAnnot(note)
 
     def _add_field(self, form: Any, field: Any, lines: list[list[Piece]]) -> None:
-        """Add the value of a form field after its label, or else after its name."""
         kind = pdfium.FPDFAnnot_GetFormFieldType(form, field)
         is_button = kind in _BUTTONS
         value = " ".join(_value(form, field, kind).split())
@@ -113,8 +111,7 @@ def _value(form: Any, field: Any, kind: int) -> str:
 
 
 def _distance(piece: Piece, box: Piece, is_button: bool) -> float:
-    """The distance of a text from a form field; infinite if it cannot be its label. A button's label may follow it,
-    that of another field may be above it."""
+    """The distance of a text from a form field; infinite if it cannot be its label."""
     if piece.is_beside(box):
         if piece.right < box.left + 2:
             return max(0.0, box.left - piece.right)
@@ -132,8 +129,7 @@ def _string(get: Callable[..., int], *arguments: Any) -> str:
 
 
 def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Piece]], int]:
-    """The lines of a page within its bounds, in pieces where there are gaps or raised characters, and the number of
-    characters without a meaning."""
+    """The lines of a page, in pieces where there are gaps or raised characters, and the number of unknown ones."""
     lines: list[list[Piece]] = []
     content, unknown = _text(textpage)
     page, count_rects, get_rect = textpage.raw, pdfium.FPDFText_CountRects, pdfium.FPDFText_GetRect

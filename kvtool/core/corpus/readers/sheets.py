@@ -83,7 +83,6 @@ def _parts(sheet: Sheet) -> Iterator[tuple[str, str]]:
 
 
 def _columns(sheet: Sheet) -> list[int]:
-    """Columns that hold something, and one for each gap between them."""
     used = sorted({column for cells in sheet.rows.values() for column in cells})
     gaps = [before + 1 for before, column in pairwise(used) if column - before > 1]
     return sorted({*used, *gaps})

@@ -17,7 +17,6 @@ _FONTS = {  # from the codes U+F020 on
 
 
 def symbol(code: str, font: str) -> str:
-    """Write a symbol that is given by its hexadecimal code."""
     number = int(code, 16) if re.fullmatch("[0-9A-Fa-f]{2,4}", code) else 0
     return glyphs(chr(number + 0xF000 * (0x20 <= number < 0x100)), font) if number else ""
 

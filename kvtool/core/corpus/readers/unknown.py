@@ -20,8 +20,7 @@ _NAME_IT = "name the file to have it read"
 
 
 def check(beginning: bytes, size: int) -> None:
-    """Refuse an empty file, a private key, and what is no text for people: base64, code on one line. `beginning` holds
-    the first `SNIFFED` bytes."""
+    """Refuse an empty file, a private key, and a text for machines, by the first `SNIFFED` bytes."""
     written = decode(gunzip_start(beginning, SNIFFED))[0].strip()
     _refuse(written, size)
     breaks = sum(map(str.isspace, written))

@@ -173,7 +173,6 @@ class _Walk:
         return " ".join(filter(None, ("#" * rank, number, text))) if text else ""
 
     def _rank(self, properties: Element | None, style: str) -> int:
-        """The rank of a heading, from 1; 0 for other paragraphs."""
         level = count(properties, "w-outlineLvl", self._level(style))
         return min(6, level + 1) if level < _BODY else 0
 
@@ -306,7 +305,6 @@ class _Walk:
         return marks[key]
 
     def _beside(self, element: Element) -> None:
-        """Collect text boxes, charts, diagrams and text drawn as a picture."""
         if element.tag == "w-txbxContent":
             self._aside += self._texts(element)
         elif element.tag == "textpath":
