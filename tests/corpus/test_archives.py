@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +21,9 @@ from tests.support.office.writers import WRITERS
 SOURCE = "/in/a.zip"
 
 
-def packed(members: dict[str, bytes], **more: Any) -> bytes:
+def packed(members: Mapping[str, bytes | str]) -> bytes:
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", **more) as new:
+    with zipfile.ZipFile(made, "w") as new:
         for name, content in members.items():
             new.writestr(name, content)
     return made.getvalue()

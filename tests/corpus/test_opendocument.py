@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
-
 import pytest
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.opendocument import read
+from tests.corpus.test_archives import packed
 
 _URN = "urn:oasis:names:tc:opendocument:xmlns"
 _NAMES = {name: f"{_URN}:{name}:1.0" for name in ("office", "text", "table", "style", "presentation", "chart", "form")}
@@ -29,14 +27,6 @@ def whole(kind: str, body: str, styles: str = "", masters: str = "") -> str:
 def flat(kind: str, body: str, styles: str = "", masters: str = "") -> Document:
     (made,) = read("/in/a.fodt", whole(kind, body, styles, masters).encode())
     return made
-
-
-def packed(members: dict[str, str]) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return made.getvalue()
 
 
 def lines(made: Document) -> list[str]:

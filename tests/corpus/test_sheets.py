@@ -168,9 +168,8 @@ def test_a_merged_title_stands_once() -> None:
 def test_overlapping_merged_cells_take_no_time() -> None:
     book = rows(*((f"{column}{row}", "x") for column in "ABC" for row in range(1, 101)))
     many = "<mergeCells>" + '<mergeCell ref="A1:XFD1048576"/>' * 50_000 + "</mergeCells>"
-    data = edited(
-        saved(book), "xl/worksheets/sheet1.xml", lambda text: text.replace("<pageMargins", f"{many}<pageMargins")
-    )
+    sheet = "xl/worksheets/sheet1.xml"
+    data = edited(saved(book), sheet, lambda text: text.replace("<pageMargins", f"{many}<pageMargins"))
     assert read(data).text.count("x") == 300
 
 
@@ -191,11 +190,8 @@ def test_saved_values_stand_for_their_formulas() -> None:
 def _with_strings(strings: str, *cells: str) -> bytes:
     """Write a workbook whose cells refer to a table of strings."""
     sheet = "".join(f'<row r="{number}">{cell}</row>' for number, cell in enumerate(cells, 1))
-    data = edited(
-        saved(rows(("A1", 0))),
-        "xl/worksheets/sheet1.xml",
-        lambda text: _with_data(text, f"<sheetData>{sheet}</sheetData>"),
-    )
+    sheet = f"<sheetData>{sheet}</sheetData>"
+    data = edited(saved(rows(("A1", 0))), "xl/worksheets/sheet1.xml", lambda text: _with_data(text, sheet))
     data = edited(data, "xl/sharedStrings.xml", lambda text: f'<sst xmlns="s">{strings}</sst>' if strings else "<sst")
     row = '<Relationship Id="s" Type="x/sharedStrings" Target="/xl/sharedStrings.xml"/></Relationships>'
     return edited(data, "xl/_rels/workbook.xml.rels", lambda text: re.sub("</Relationships>", row, text))
@@ -374,10 +370,7 @@ def _old_book() -> bytes:
     styles = [_record(0x443, bytes([0, each]) + b"\1" + bytes(9)) for each in range(3)]
     fonts = [_record(0x231, struct.pack("<HHH", 200, 0, 0x7FFF) + b"\5Arial")] * 4
     cells = [text(2, 1, "Share"), text(2, 2, "Run"), number(3, 1, 0.475, 1), number(3, 2, 1.5, 2)]
-    cells += [
-        _record(0x205, struct.pack("<HHHBB", 5, 2, 0, 7, 1)),
-        _record(0x205, struct.pack("<HHHBB", 5, 1, 0, 1, 0)),
-    ]
+    cells += [_record(0x205, struct.pack("<HHHBB", 5, *each)) for each in ((2, 0, 7, 1), (1, 0, 1, 0))]
     head = _record(0x409, struct.pack("<HHH", 0, 0x10, 0))
     return b"".join([head, *fonts, *formats, *styles, *cells, _record(10, b"")])
 

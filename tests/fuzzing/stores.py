@@ -31,7 +31,7 @@ from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.tables import open_unsealed, write_tables
+from kvtool.core.retrieval.tables import open_tables, write_tables
 from tests.cache.making import id_of, make_store
 from tests.codec import test_fuzz as records
 from tests.codec.rans.streams import TABLES, stream_of, symbols_for
@@ -275,9 +275,9 @@ def _side_seeds() -> list[bytes]:
 def index_tables(data: bytes) -> None:
     """A file of the retrieval index."""
     path = _place() / "index.tables"
-    path.write_bytes(data)
+    path.write_bytes(side_sealed(data))
     with refused():
-        open_unsealed(path)
+        open_tables(path)
     folder = _place() / "index"
     folder.mkdir(exist_ok=True)
     for name in _index_files():

@@ -114,10 +114,8 @@ def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
-    for match in _SENTENCE_END.finditer(text, start, end):
-        cut = match.end()
-        if cut < end and not _is_false_end(text, match):
-            yield cut
+    ends = (match for match in _SENTENCE_END.finditer(text, start, end) if match.end() < end)
+    return (match.end() for match in ends if not _is_false_end(text, match))
 
 
 def _clause_starts(text: str, start: int, end: int) -> Iterator[int]:
@@ -154,13 +152,10 @@ def _whole_grapheme(text: str, position: int, end: int) -> int:
 
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
     """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
-    mark = match[0].rstrip()
     if text[match.end()].islower():
         return True
-    if mark != ".":
-        return False
     before = text[max(0, match.start() - 12) : match.end()]
-    return _ABBREVIATION.search(before) is not None
+    return match[0].rstrip() == "." and _ABBREVIATION.search(before) is not None
 
 
 @cache
@@ -250,9 +245,8 @@ def _goes_on(char: str) -> bool:
 
 def _blocks(text: str, kind: str) -> list[_Block]:
     outliner = _Outliner(text, kind)
-    for match in _LINE.finditer(text):
-        if match.end() > match.start():
-            outliner.line(match.start(), match.end())
+    for match in filter(lambda match: match[0], _LINE.finditer(text)):
+        outliner.line(match.start(), match.end())
     return outliner.finished()
 
 
@@ -332,9 +326,9 @@ class _Outliner:
     def _is_title(self, start: int, end: int) -> bool:
         """Return True for a title in plain text: `Chapter 3`, `2.1 Scope`, `제3장` or capitals between blank lines."""
         line = self._text[start:end].strip()
-        if not self._gap or len(line) > _LONGEST_TITLE or not _ends_blank(self._text, end):
-            return False
-        if line[-1] in '.!?。,;:…"':
+        below = _LINE.match(self._text, end)
+        ends_blank = below is not None and below.end() < len(self._text) and not below[0].strip()
+        if not self._gap or len(line) > _LONGEST_TITLE or not ends_blank or line[-1] in '.!?。,;:…"':
             return False
         return bool(_TITLE.match(line)) or (line.isupper() and len(line) > 3)
 
@@ -342,14 +336,6 @@ class _Outliner:
         """Return True if a row of signs right below a one-line paragraph makes it a heading."""
         if self._gap or last is None or last.form != "prose" or len(last.lines) != 1:
             return False
-        pattern = _UNDERLINE if self._marked else _RST_UNDERLINE
-        match = pattern.match(self._text, start)
-        if match is None:
-            return False
+        match = (_UNDERLINE if self._marked else _RST_UNDERLINE).match(self._text, start)
         title = self._text[last.start : start].strip()
-        return self._marked or len(match[0].strip()) >= len(title) - 2
-
-
-def _ends_blank(text: str, end: int) -> bool:
-    match = _LINE.match(text, end)
-    return match is not None and match.end() < len(text) and not match[0].strip()
+        return match is not None and (self._marked or len(match[0].strip()) >= len(title) - 2)

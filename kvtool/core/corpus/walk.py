@@ -167,9 +167,11 @@ class _Search:
     def _take_folder(self, folder: Path) -> None:
         root = folder.resolve()
         taken = 0
+        spelled = {PurePosixPath(glob).suffix for glob in self.include} - {""}
         for path in self._walk(root):
             try:
-                taken += self._take_file(path, path.stat(), guessed=not self._is_asked_for(path))
+                is_guessed = not self.reading.takes(path) and path.suffix not in spelled
+                taken += self._take_file(path, path.stat(), is_guessed)
             except FileNotFoundError:
                 self._skip(path, Skip.GONE, "gone since the folder was listed")
             except OSError as error:
@@ -190,7 +192,7 @@ class _Search:
         if real in self.left_out:
             return False
         known = self.found.get(real)
-        if known is None or _rank(file, real) < _rank(known, real):
+        if known is None or (file.name != real, file.name) < (known.name != real, known.name):
             self.found[file.name if file.name == real else real] = file  # mostly one string serves as both
         return True
 
@@ -257,10 +259,6 @@ class _Search:
             return not is_folder  # a folder inside is walked under its own name
         return False
 
-    def _is_asked_for(self, path: Path) -> bool:
-        spelled = (PurePosixPath(glob).suffix for glob in self.include)
-        return self.reading.takes(path) or (bool(path.suffix) and path.suffix in spelled)
-
     def _fail(self, path: Path, error: str) -> None:
         self.failures.setdefault(str(path), Failure(str(path), error))
 
@@ -287,10 +285,6 @@ def _not_text(path: Path) -> str:
     if is_archive(path):
         return "archives are not read: unpack it, and name the folder"
     return f"{path.suffix} files are not read: convert it to text first"
-
-
-def _rank(file: FoundFile, real: str) -> tuple[bool, str]:
-    return file.name != real, file.name
 
 
 def _reason(error: OSError) -> str:

@@ -85,10 +85,8 @@ class Places:
                 return self._at_label(place[: at - 1], place[at:])
             except UsageError as error:
                 refused = error
-        if refused is not None:
-            raise refused
         hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls --chunks` lists ids"
-        raise UsageError(f"{place!r} names no chunk", hint)
+        raise refused or UsageError(f"{place!r} names no chunk", hint)
 
     def _at_label(self, path: str, label: str) -> list[Passage]:
         """The passages that are cited as `p. 12–13`, or hold something of `p. 12`."""
@@ -142,9 +140,7 @@ def _matching(name: str, sources: Sequence[str]) -> list[str]:
     if same:
         return same
     tail = composed("/" + Path(name).as_posix().lstrip("./"))
-    ending = sorted(
-        {each for each in sources if composed(each).endswith(tail) or composed(file_of(each)).endswith(tail)}
-    )
+    ending = sorted(each for each in sources if any(composed(name).endswith(tail) for name in (each, file_of(each))))
     if not ending:
         raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
     if len({file_of(source) for source in ending}) > 1:
@@ -212,7 +208,10 @@ class Finder:
         person asks (`is_asked`), stop words and greetings alone find nothing. Raises KvtoolError."""
         with self._store.view():
             self.follow()
-            search = self._search(retrieval)
+            if not len(self.index):
+                raise NoDocumentsError
+            allowed = self._allowed(retrieval.only) if retrieval.only else None
+            search = Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
             corrections = search.corrections(question) if retrieval.retriever != "dense" else []
             if corrections and self._meaning(retrieval) is not None:
                 corrections = []  # vectors find what a typo means
@@ -244,12 +243,6 @@ class Finder:
             hits += [Hit(place, math.nan) for place in places]
             run_pending()
         return hits
-
-    def _search(self, retrieval: Retrieval) -> Search:
-        if not len(self.index):
-            raise NoDocumentsError
-        allowed = self._allowed(retrieval.only) if retrieval.only else None
-        return Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
 
     def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
         meaning = self._meaning(retrieval)
@@ -317,10 +310,8 @@ class Finder:
         if ref is None:
             if retrieval.retriever == "auto":
                 return None
-            raise UsageError(
-                f"--retriever {retrieval.retriever} needs an embedding model",
-                "name it with --embedder, once, at ingest or here",
-            )
+            hint = "name it with --embedder, once, at ingest or here"
+            raise UsageError(f"--retriever {retrieval.retriever} needs an embedding model", hint)
         try:
             return self._meaning_by(ref, retrieval.offline)
         except ModelError as error:

@@ -116,13 +116,10 @@ def _accented(accent: str, letter: str) -> str:
 
 @of_text()
 def read_latex(source: str, text: str) -> list[Document]:
-    text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], _ACCENT.sub(_letter, text))
+    text = _ACCENT.sub(lambda found: _accented(found[1] or found[2], (found[3] or found[4]).lstrip("\\")), text)
+    text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], text)
     text = _SECTION.sub(lambda found: f"{'#' * _RANKS[found[1]]} {found[2]}", text)
     return document_of(source, text, "markdown")
-
-
-def _letter(found: re.Match[str]) -> str:
-    return _accented(found[1] or found[2], (found[3] or found[4]).lstrip("\\"))
 
 
 @of_text()
