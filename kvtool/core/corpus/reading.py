@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, Self
 
 from kvtool.core import __version__
@@ -67,9 +66,7 @@ class Reading:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end_child()
 
     def takes(self, path: PurePath) -> bool:

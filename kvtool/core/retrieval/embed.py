@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,19 +33,6 @@ _WANTED = ("*.json", "*.txt", "*.model", "*.safetensors")  # configuration, voca
 Encode = Callable[[Sequence[str]], Array]
 Count = Callable[[Sequence[str]], int]
 _PLUGINS = found("embedders")
-
-
-class Embeds(Protocol):
-    ref: str
-
-    @property
-    def digest(self) -> str: ...
-
-    def encode(self, texts: Sequence[str]) -> Array: ...
-
-    def count(self, texts: Sequence[str]) -> int:
-        """Count the tokens without special ones; 0 if unknown. Raises ModelError."""
-        ...
 
 
 def embedder_of(ref: str, offline: bool = False) -> Embeds:
@@ -76,7 +63,7 @@ class _Plugged:
         return _unit(vectors)
 
     def count(self, texts: Sequence[str]) -> int:
-        return 0
+        return 0  # unknown
 
     def _broken(self, why: object) -> ModelError:
         error = why if isinstance(why, PluginError) else self._plugin.broken(why)
@@ -109,10 +96,8 @@ class Embedder:
 
     def encode(self, texts: Sequence[str]) -> Array:
         encode, _ = self._load()
-        rows = []
-        for at in range(0, len(texts), _BATCH):
-            vectors = np.asarray(encode(texts[at : at + _BATCH]), dtype=np.float32)
-            rows.append(_unit(vectors))
+        batches = (encode(texts[at : at + _BATCH]) for at in range(0, len(texts), _BATCH))
+        rows = [_unit(np.asarray(vectors, dtype=np.float32)) for vectors in batches]
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
 
     def count(self, texts: Sequence[str]) -> int:
@@ -132,6 +117,9 @@ class Embedder:
         return self._loaded
 
 
+Embeds = Embedder | _Plugged
+
+
 def _folder_of(ref: str, offline: bool) -> Path:
     """Find or download the model's folder; weights that can run code when they are opened raise ModelError."""
     path = Path(ref).expanduser()
@@ -148,10 +136,8 @@ def _folder_of(ref: str, offline: bool) -> Path:
     if not any(folder.rglob("*.safetensors")):
         raise ModelError(f"{ref} holds no safetensors weights", "use a model that is published as safetensors")
     if pickles := [path for path in folder.rglob(_PICKLE) if not any(path.parent.glob("*.safetensors"))]:
-        raise ModelError(
-            f"{ref} has weights of a part only as {pickles[0].relative_to(folder)}",
-            "use a model all of whose parts are published as safetensors",
-        )
+        hint = "use a model all of whose parts are published as safetensors"
+        raise ModelError(f"{ref} has weights of a part only as {pickles[0].relative_to(folder)}", hint)
     return folder
 
 
@@ -183,9 +169,8 @@ def _sentence(folder: Path) -> tuple[Encode, Count]:
     from kvtool.core.common.collecting import quiet
 
     with quiet():
-        model: Any = SentenceTransformer(
-            str(folder), local_files_only=True, trust_remote_code=False, model_kwargs={"use_safetensors": True}
-        )
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        model: Any = SentenceTransformer(str(folder), **options, model_kwargs={"use_safetensors": True})
 
     def count(texts: Sequence[str]) -> int:
         how = {"add_special_tokens": False, "truncation": True, "max_length": model.max_seq_length}
@@ -208,10 +193,9 @@ class Vectors:
     @classmethod
     def open(cls, path: Path, warn: Warn = warn_nobody) -> Vectors:
         try:
-            with suppress(FileNotFoundError, KeyError):
+            with suppress(FileNotFoundError):
                 tables = open_tables(path)
-                if len(tables["keys"]) == len(tables["rows"]):
-                    return cls(tables["keys"], tables["rows"])
+                return cls(tables["keys"], tables["rows"])
         except (OSError, DamagedError) as error:
             warn(f"the vectors of the chunks are damaged and are made anew: {error}", "")
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))

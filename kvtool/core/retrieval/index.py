@@ -159,9 +159,7 @@ class Index:
     def _merge(self) -> None:
         """Merge segments so that each is several times as large as the next and most of it is living."""
         living = [segment for segment in self.segments if segment.alive.any()]
-        self.segments = [
-            segment if segment.alive.mean() >= 0.5 else IndexSegment.merged([segment]) for segment in living
-        ]
+        self.segments = [each if each.alive.mean() >= 0.5 else IndexSegment.merged([each]) for each in living]
         self.segments.sort(key=len, reverse=True)
         while len(self.segments) > 1 and len(self.segments[-2]) < _GROWTH * len(self.segments[-1]):
             self.segments.append(IndexSegment.merged([self.segments.pop(), self.segments.pop()]))

@@ -122,10 +122,8 @@ class IndexSegment:
         documents = sorted(documents, key=lambda document: document.entry.source)
         entries = [document.entry for document in documents]
         spoken = [language_of(entry.text) for entry in entries]
-        titles = [
-            sorted(set(terms(title_of(entry.text), language)[0]))
-            for entry, language in zip(entries, spoken, strict=True)
-        ]
+        named = zip(map(title_of, (entry.text for entry in entries)), spoken, strict=True)
+        titles = [sorted({*terms(title, language)[0]}) for title, language in named]
         lengths, spelled = list[int](), set[str]()
         refs = [ref for entry in entries for ref in entry.chunks]
         arrays: dict[str, Array] = {
@@ -206,9 +204,8 @@ class IndexSegment:
     def passage(self, row: int) -> Passage:
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
-        return Passage(
-            self.tables["chunk_ids"][row].tobytes(), self.source(document), start, end, row - int(self._first[document])
-        )
+        chunk_id, index = self.tables["chunk_ids"][row].tobytes(), row - int(self._first[document])
+        return Passage(chunk_id, self.source(document), start, end, index)
 
     @cached_property
     def languages(self) -> frozenset[str]:

@@ -48,9 +48,8 @@ def line(pieces: Iterable[Piece]) -> str:
             text = note + text[len(text.rstrip()) :]
         elif mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
             core = text.strip()
-            text = (
-                ("^" if mark is _RAISED else "_") + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]
-            )
+            sign = "^" if mark is _RAISED else "_"
+            text = sign + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]
         whole += text
     return whole
 

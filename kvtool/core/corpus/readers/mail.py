@@ -319,9 +319,9 @@ def _decoded(part: Message) -> str:
 def _begin(data: bytes, part: Message, at: int) -> int:
     """The offset of a part's body in its message, after `at` and an empty line; `at` if it is not found."""
     body = part.get_payload(decode=True) if _keeps_lines(part) else str(part.get_payload()).encode("ascii", "replace")
-    found = (
-        (data.find(empty + body, at), len(empty)) for empty in (b"\n\n", b"\n\r\n") if isinstance(body, bytes) and body
-    )
+    if not isinstance(body, bytes) or not body:
+        return at
+    found = ((data.find(empty + body, at), len(empty)) for empty in (b"\n\n", b"\n\r\n"))
     return min((start + length for start, length in found if start >= 0), default=at)
 
 

@@ -24,9 +24,8 @@ def read(source: str, data: bytes) -> list[Document]:
         parts = [package.part(link.name) for link in links.values() if link.kind in ("commentAuthors", "authors")]
         authors = {each.get("id", ""): each.get("name", "") for part in parts if part is not None for each in part}
         for number, each in enumerate(deck.iterfind("{*}sldIdLst/{*}sldId"), 1):  # which has an id of its own, too
-            part = next(
-                (links[value].name for key, value in each.items() if key.endswith("}id") and value in links), ""
-            )
+            keys = (value for key, value in each.items() if key.endswith("}id"))
+            part = next((links[key].name for key in keys if key in links), "")
             slide = package.part(part)
             texts.append("" if slide is None else "\n".join(_lines(package, part, slide, authors)))
             if slide is None or package.damaged:
