@@ -73,9 +73,8 @@ class Rules:
         return cls() if any(rules.names(each, True) for each in (*parents[:top], root)) else rules
 
     def below(self, folder: Path) -> Rules:
-        more = [
-            (folder.as_posix().rstrip("/") + "/", spec) for name in FILES if (spec := _read(folder / name)) is not None
-        ]
+        base, specs = folder.as_posix().rstrip("/") + "/", (_read(folder / name) for name in FILES)
+        more = [(base, spec) for spec in specs if spec is not None]
         return Rules((*self.each, *more)) if more else self
 
     def names(self, path: Path, is_folder: bool) -> bool:

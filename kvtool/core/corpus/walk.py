@@ -219,9 +219,8 @@ class _Search:
 
     def _left_out(self, entry: os.DirEntry[str], path: Path, rules: Rules) -> bool:
         name, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
-        if not is_folder and (
-            is_secret(name) or (entry.is_symlink() and is_secret(os.path.basename(os.path.realpath(path))))
-        ):
+        target = os.path.realpath(path) if entry.is_symlink() else name
+        if not is_folder and (is_secret(name) or is_secret(os.path.basename(target))):
             self._skip(path, Skip.SECRET, "may hold keys or passwords: name it to have it read")
         elif is_hidden(name):
             if name not in OWN:

@@ -128,9 +128,8 @@ def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> li
 
 def _spanned(row: list[Piece], other: list[Piece]) -> int:
     """Count the pairs of cells of two rows that are above one another, unless a row has only one cell."""
-    return sum(one.left < two.right and two.left < one.right for one in row for two in other) * (
-        len(row) > 1 < len(other)
-    )
+    pairs = ((one, two) for one in row for two in other) if len(row) > 1 < len(other) else ()
+    return sum(one.left < two.right and two.left < one.right for one, two in pairs)
 
 
 def _band(row: list[Piece], drawn: list[Edges]) -> tuple[float, float] | None:

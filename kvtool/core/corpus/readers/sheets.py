@@ -54,15 +54,13 @@ def read(source: str, data: bytes) -> list[Document]:
 def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
     from xlrd import colname
 
+    columns: list[str] = []
     yield from hidden_note("sheet", [each.title for each in sheets if each.is_hidden and (each.rows or each.shapes)])
     yield from hidden_note("row", [f"{each.title} {number}" for each in sheets for number in each.hidden_rows])
-    columns = ((sheet, column) for sheet in sheets for column in _columns(sheet))
-    hidden = [
-        f"{sheet.title} {colname(column - 1)}"
-        for sheet, column in columns
-        if any(first <= column <= last for first, last in sheet.hidden_columns)
-    ]
-    yield from hidden_note("column", hidden)
+    for sheet in sheets:
+        runs = [range(first, last + 1) for first, last in sheet.hidden_columns]
+        columns += [f"{sheet.title} {colname(at - 1)}" for at in _columns(sheet) if any(at in run for run in runs)]
+    yield from hidden_note("column", columns)
     yield from (f"damaged sheet {each.title!r}: not all of it is read" for each in sheets if each.is_damaged)
     if count := sum(sheet.uncalculated for sheet in sheets):
         yield f"formulas without a saved value: {count}, read as formulas"
