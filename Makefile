@@ -97,7 +97,7 @@ type: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m kvtool.cli.reference
-	$(BIN)/python samples/tools/rooms.py kvtool/docs/rooms-after.svg
+	$(BIN)/python samples/tools/rooms.py kvtool/docs/internals/rooms.svg
 
 clean:
 	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

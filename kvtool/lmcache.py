@@ -1,4 +1,4 @@
-"""LMCache serde: KV in LMCache's L2 at levels 1 to 4 of kvtool's codec (kvtool/docs/lmcache.md).
+"""LMCache serde: KV in LMCache's L2 at levels 1 to 4 of kvtool's codec (`kvtool help lmcache`).
 
 A serde turns a chunk of keys and values into bytes and back (`lmcache.v1.distributed.serde`). LMCache's keys have their
 positions, the profile's have none, and LMCache does not say where in its prompt a chunk was. So the encoder finds the
@@ -33,7 +33,7 @@ BITS = 2.75  # a number: level 2, on the models that were measured
 _LEAST = 0.8  # of a level's usual size: with fewer bits it is not tried
 _MAGIC = b"kvl\x01"
 # xxh3-64 of the rest up to the zeros; magic, level, layers, position of the first token, bytes after this header. Then
-# that token f32[2, layers, channels], u32[layers] bytes of each record, the records (kvtool/docs/codec.md), and zeros.
+# that token f32[2, layers, channels], u32[layers] bytes of each record, the records (`kvtool help codec`), and zeros.
 _HEADER = struct.Struct("<Q4sHHII")
 _POSITIONS = 1 << 18  # that a chunk may begin at
 

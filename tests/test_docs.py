@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 import unicodedata
 from fnmatch import fnmatch
@@ -10,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
+import kvtool
 from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.commands import LazyGroup
-from kvtool.cli.help import TOPICS
+from kvtool.cli.help import PAGES as TOPICS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "kvtool" / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("samples/*.md"), *ROOT.glob("samples/results/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("samples/*.md"), *ROOT.glob("samples/results/*.md")]
+)
 README_BYTES = 8 * 1024
+LINKING_OUT = {"codec", "concepts", "plugins", "server", "store-format"}
 _LINK = re.compile(r"!?\[[^]]*\]\(([^)\s]+)\)")
 _COMMAND = re.compile(r"(?:^ {4}|`|&& |; )kvtool ([a-z][^`#\n;&|]*)", re.MULTILINE)
 _CODE = re.compile(r"^ {4}[^\n]*$|```.*?```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -45,15 +50,25 @@ def test_every_link_resolves(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{page.name} links to {link}"
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_links_of_packaged_pages_stay_in_the_package(page: Path) -> None:
+    outside = [link for link in links(page) if not (page.parent / link).resolve().is_relative_to(DOCS)]
+    assert page.stem in LINKING_OUT or not outside
+
+
 def test_every_topic_is_a_page_and_every_page_a_topic() -> None:
-    assert {*TOPICS} == {page.stem for page in DOCS.glob("*.md")}
+    assert {(folder, name) for folder, pages in TOPICS.items() for name in pages} == {
+        (page.parent.name, page.stem) for page in DOCS.rglob("*.md")
+    }
 
 
 def test_every_page_is_linked_from_the_readme_or_the_concepts() -> None:
     known = {
-        (start.parent / link).resolve() for start in (ROOT / "README.md", DOCS / "concepts.md") for link in links(start)
+        (start.parent / link).resolve()
+        for start in (ROOT / "README.md", DOCS / "guide/concepts.md")
+        for link in links(start)
     }
-    assert {*DOCS.glob("*.md")} - known <= {DOCS / "concepts.md"}
+    assert {*DOCS.rglob("*.md")} - known <= {DOCS / "guide/concepts.md"}
 
 
 def test_every_page_of_figures_is_linked() -> None:
@@ -64,7 +79,7 @@ def test_every_page_of_figures_is_linked() -> None:
 def test_the_wheel_holds_every_page_and_picture() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["kvtool"]
-    for path in DOCS.rglob("*"):
+    for path in (path for path in DOCS.rglob("*") if path.is_file()):
         name = path.relative_to(ROOT / "kvtool").as_posix()
         assert any(fnmatch(name, pattern) for pattern in patterns), name
 
@@ -73,21 +88,17 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
 
 
-def test_the_page_of_covered_defects_names_tests_that_exist() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "samples/results/covered.md").read_text(encoding="utf-8"))
-    assert named
-    assert [each for each in named if f"\ndef {each[1]}(" not in (ROOT / "tests" / each[0]).read_text()] == []
-
-
 def test_comments_point_to_something_that_a_reader_has() -> None:
     cited = re.compile(r"\b(?:STORE|CODEC|DESIGN|CLI|PAPERS|STYLE)\.md\b|\bREADME(?: \(|, \"|\))")
-    pages = re.compile(r"\b(?:kvtool/docs|samples/results)/[a-z-]+\.md\b")
+    pages, topics = re.compile(r"\bsamples/results/[a-z-]+\.md\b"), re.compile(r"`kvtool help ([a-z-]+)`")
     for path in [*ROOT.glob("kvtool/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("samples/**/*.py")]:
         text = path.read_text(encoding="utf-8") if path != Path(__file__) else ""
         assert not cited.search(text), f"{path}: {cited.search(text)}"
         for page in pages.findall(text):
             place = ROOT / page
             assert place.exists(), f"{path} cites {page}"
+        known = {*COMMANDS}.union(*TOPICS.values())
+        assert {*topics.findall(text)} <= known, path
 
 
 def flags_of(words: list[str]) -> set[str]:
@@ -107,3 +118,24 @@ def test_options_in_examples_exist(page: Path) -> None:
         if words[0] in COMMANDS:
             named = {word.split("=")[0] for word in words if word.startswith("--")}
             assert named <= flags_of(words), f"{page.name}: kvtool {example}"
+
+
+def test_the_python_page_names_what_exists() -> None:
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"\bcache\.([a-z_]+)\(", text)} <= {*dir(kvtool.Cache)}
+    assert {*re.findall(r"\bkvtool\.([A-Za-z]+)\(", text)} <= {*kvtool.__all__}
+    assert {*re.findall(r"`kvtool ([a-z]+)", text)} <= {*COMMANDS}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.usefixtures("unpacked")
+def test_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "old.md").write_text("An old note.", encoding="utf-8")
+    shutil.copy(ROOT / "samples/corpus/places/kellhaven-observatory.md", "docs")
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for example in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(example, names)

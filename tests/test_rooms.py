@@ -1,4 +1,4 @@
-"""Rooms have one order, and imports point down it (the picture is in kvtool/docs/design.md)."""
+"""Rooms have one order, and imports point down it (the picture is in `kvtool help design`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ ORDER = (
         "errors",
         "common",
         "options",
-        "crew",
         "native",
         "kernels",
         "checkpoint",
@@ -50,7 +49,6 @@ LINES = {
     "common": 1206,
     "compress": 1647,
     "corpus": 7308,
-    "crew": 385,
     "evaluate": 361,
     "fusion": 3483,
     "ingest": 2847,

@@ -14,7 +14,7 @@ _NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def rows() -> list[str]:
-    page = files("kvtool").joinpath("docs/threat-model.md").read_text(encoding="utf-8")
+    page = files("kvtool").joinpath("docs/internals/threat-model.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## Who is trusted with what\n")
     section, _, _ = section.partition("\n## ")
     table = [line for line in section.splitlines() if line.startswith("|")]

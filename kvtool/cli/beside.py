@@ -1,4 +1,4 @@
-"""Answers of another process: a running `kvtool serve`, or an engine that `--keep-alive` leaves loaded."""
+"""Answers of another process: a running `kvtool serve`, or an engine that stays loaded."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 from kvtool.cli.answers import end_answer, show_numbers, show_sources
 from kvtool.cli.options import Run
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.common.files import cache_dir, make_folder, new_file
-from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.files import cache_dir, new_file
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import ReplyChunk, Request
+from kvtool.serve.kept_engine import code_stamp, kept_engine, start_engine
 from kvtool.serve.options import KeepOptions, ServeOptions
 from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
 
 _MODEL = ("model", "device", "dtype")
-_SLOW = 2.0  # seconds of loading, after which `--keep-alive` is mentioned
 
 
-def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
+def answered_beside(run: Run, request: Request) -> bool:
     """Have a question answered by another process of this store and user; False: none does.
 
     Raises
@@ -40,12 +40,8 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
     place, options = run.get(StoreOptions).place, run.get(QueryOptions)
     if not isinstance(place, Path) or _is_looked_into(options):
         return False
-    keep_alive = _keep_alive(run)
-    connected, is_new = connect(socket_path(place)), False
-    if connected is None and keep_alive:
-        connected = _kept(run, place, keep_alive)
-        is_new = connected is not None
-    if connected is None:
+    keep_alive = _seconds_to_keep(run)
+    if (connected := _connected(run, place, request, keep_alive)) is None:
         return False
     run.out.doing("answering")
     try:
@@ -54,13 +50,12 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
                 if options.is_streamed(run.out.on_terminal):
                     run.out.print(event, end="")
             else:
-                _show(run, event, passages)
+                _show(run, event)
     except Declined as declined:
-        say = run.out.status if keep_alive else run.out.detail
-        say(f"the server of this store was not used: {declined.why}")
+        _say_why_not(run, f"the server of this store was not used: {declined.why}")
         return False
-    if is_new:
-        _tell_of_new(run, place)
+    if keep_alive and not is_kept_asked(run):
+        _tell_of_keeping(run, place, keep_alive)
     return True
 
 
@@ -82,13 +77,13 @@ def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, An
     }
 
 
-def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
+def _show(run: Run, answer: Mapping[str, Any]) -> None:
     for text, hint in answer["warnings"]:
         run.out.warning(text, hint)
     facts = answer["facts"]
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, answer["steps"], answer["stepper"])
-    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
+    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]])
 
 
 # ---- an engine that stays ----
@@ -108,60 +103,64 @@ def check_kept(run: Run, is_plain: bool) -> None:
     if not is_plain or _is_looked_into(run.get(QueryOptions)):
         raise UsageError(
             "--keep-alive is for one question that the engine answers itself",
-            "leave out --batch, --compare, --explain, --audit, --token-ids, --timeline and --no-server",
+            "leave out --batch, --compare, --explain, --audit and --token-ids, unset KVTOOL_TIMELINE and KVTOOL_SERVER",
         )
 
 
-def _keep_alive(run: Run) -> float:
-    """Return the seconds to keep an engine: a setting is for people, a flag is also for programs such as cron."""
-    return run.get(KeepOptions).keep_alive if is_kept_asked(run) or _is_person_there() else 0.0
+def _seconds_to_keep(run: Run) -> float:
+    """Return how long an engine stays.
+
+    The option is for everybody; its default and settings are for a person at a terminal, who types there and reads both
+    streams. Pipes and programs such as those of cron start no background process.
+    """
+    is_person = run.out.is_interactive and sys.stderr is not None and sys.stderr.isatty()
+    return run.get(KeepOptions).keep_alive if is_kept_asked(run) or is_person else 0.0
 
 
-def _is_person_there() -> bool:
-    return any(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+def _connected(run: Run, place: Path, request: Request, keep_alive: float) -> socket.socket | None:
+    """Connect to a server of the store, or start its engine if that is to stay; None: this process has to answer."""
+    engine = kept_engine(place)
+    is_outdated = engine is not None and engine.code != code_stamp()
+    connected = None if is_outdated else connect(socket_path(place))
+    if connected is not None or not keep_alive:
+        return connected
+    from kvtool.core.cache.store import Store  # here: most questions start no engine
+    from kvtool.core.retrieval.finder import Finder
+    from kvtool.core.session.identity import model_files, store_identity
 
-
-def _kept(run: Run, place: Path, keep_alive: float) -> socket.socket | None:
-    """Connect to the store's engine, started if necessary; None: there is none, and this process has to answer."""
-    from kvtool.core.cache.layout import read_store_file  # here: most questions start no engine
-    from kvtool.serve.kept_engine import joined
-
-    read_store_file(place)  # what is missing or foreign is this question's error, not the engine's
-    model = run.get(ModelOptions)
-    run.out.doing("loading the model, which stays")
+    model, asking = run.get(ModelOptions), run.get(QueryOptions)
+    with Store.open(place) as store:  # errors are found before a model is loaded, and a download shows its progress
+        asking.find(Finder(store), request)
+        asking.check_of(store_identity(store))
+        model_files(store_identity(store), model, store.made_by())
+    run.out.doing("loading the model")
     options = {
         "model": asdict(model) | {"model": placed(model.model)},
         "memory_cache": run.get(ServeOptions).memory_cache,
         "keep_alive": keep_alive,
     }
     try:
-        found = joined(place, options)
-    except (OSError, subprocess.SubprocessError) as error:
-        found = KvtoolError(str(error))
-    if isinstance(found, KvtoolError):
-        run.out.warning(f"no model stays loaded: {found.message}", found.hint)
+        if engine is not None and is_outdated:
+            engine.end()
+        return start_engine(place, options)
+    except (OSError, subprocess.SubprocessError, KvtoolError) as error:
+        _say_why_not(run, f"no model stays loaded: {error}")
         return None
-    return found
 
 
-def _tell_of_new(run: Run, place: Path) -> None:
-    from kvtool.serve.kept_engine import kept_engines
-
-    for engine in kept_engines():
-        if engine.store == os.path.realpath(place):
-            memory = f"{shown_size(engine.memory)}, " if engine.memory else ""
-            named = f" --store {shlex.quote(str(place))}" if run.resolved.origin("store").layer == "flag" else ""
-            run.out.status(f"the model stays loaded ({memory}process {engine.pid}); `kvtool stop{named}` ends it")
+def _say_why_not(run: Run, text: str) -> None:
+    """Say why no other process answers to those who have asked for one."""
+    (run.out.status if is_kept_asked(run) else run.out.detail)(text)
 
 
-def tell_of_keeping(run: Run, seconds: float) -> None:
-    """Mention `--keep-alive` once to a person who has waited for a model; never again with this home."""
-    if seconds < _SLOW or not run.out.on_terminal or run.get(KeepOptions).keep_alive or run.out.verbosity < 0:
+def _tell_of_keeping(run: Run, place: Path, keep_alive: float) -> None:
+    """Tell a person once, with this home, that the model stays loaded."""
+    if run.out.verbosity < 0 or kept_engine(place) is None:
         return
-    folder = cache_dir() / "engines"
-    with suppress(OSError, KvtoolError):  # it is there: it was said
-        make_folder(folder)
-        new_file(folder / "told").close()
+    with suppress(OSError):  # it is there: it was said
+        new_file(cache_dir() / "engines" / "told").close()
+        named = f" --store {shlex.quote(str(place))}" if run.resolved.origin("store").layer == "flag" else ""
         run.out.status(
-            f"the model took {seconds:.0f} s to load; `kvtool query --keep-alive 5m` keeps it for further questions"
+            f"the model stays loaded for {counted(max(1, round(keep_alive / 60)), 'minute')}: "
+            f"`kvtool stop{named}` unloads it, `--keep-alive 0` turns this off"
         )

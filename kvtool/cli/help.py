@@ -16,38 +16,45 @@ from kvtool.core.errors import UsageError
 
 app = new_app()
 
-TOPICS = {
-    "concepts": "Start here: chunks, fusion modes, compression levels, sharing.",
-    "glossary": "The terms that commands, documentation and code share.",
-    "installation": "Ways to install kvtool, extras, completion, the container.",
-    "documents": "Which files are read, how passages are cited, and what is left out.",
-    "models": "Model families: tested, supported and refused.",
-    "reference": "Every command and every option.",
-    "json": "The fields of --json, and what changed from schema 1 to 2.",
-    "python": "The Python API.",
-    "plugins": "Readers, embedders, fusion modes, codecs and shared stores of other packages.",
-    "conversation": "Chat in a terminal or a pipe: keys, commands, cost, follow-up questions.",
-    "agents": "MCP: offer the store to chat programs, editors and agents.",
-    "server": "The HTTP server: OpenAI-compatible API, access, limits, faster `kvtool query`.",
-    "vllm": "Serve a store's KV to vLLM: the KV connector.",
-    "troubleshooting": "Exit codes, common errors, and what to do about them.",
-    "evaluation": "Measure which fusion mode and how many passages suit your questions.",
-    "cron": "Keep a store up to date from cron or systemd.",
-    "upkeep": "Keep a store small: budget, prune, rm, pin, compact.",
-    "listing": "List documents and chunks, and sort them.",
-    "packs": "Export a store, or a part of it, to one file, and import it.",
-    "shared-stores": "Stores that several machines share, in Redis, S3 or a folder.",
-    "many-machines": "Ingest one corpus on several machines or GPUs.",
-    "scale": "An estimate for a billion chunks: bytes, requests, cost, limits.",
-    "consistency": "What a question sees while other processes write to the store.",
-    "threat-model": "Security: what is trusted, what is checked, and what is not.",
-    "gpu": "Running on a GPU: what is supported, and how to measure it.",
-    "design": "For developers: structure of the code, and invariants that tests check.",
-    "store-format": "The format of the store on disk, byte by byte.",
-    "codec": "Compression: how KV is encoded at each level.",
-    "lmcache": "LMCache's L2 at kvtool's levels: a serde for the KV of vLLM.",
+PAGES = {  # by folder of kvtool/docs
+    "guide": {
+        "concepts": "Start here: chunks, fusion modes, compression levels, sharing.",
+        "installation": "Ways to install kvtool, extras, completion, the container.",
+        "documents": "Which files are read, how passages are cited, and what is left out.",
+        "conversation": "Chat in a terminal or a pipe: keys, commands, cost, follow-up questions.",
+        "server": "The HTTP server: APIs, access, limits, faster `kvtool query`.",
+        "agents": "MCP: offer the store to chat programs, editors and agents.",
+        "evaluation": "Measure which fusion mode and how many passages suit your questions.",
+        "cron": "Keep a store up to date from cron or systemd.",
+        "upkeep": "List what a store holds, and keep it small: ls, budget, prune, rm, pin, compact.",
+        "packs": "Export a store, or a part of it, to one file, and import it.",
+        "shared-stores": "Stores that several machines share, in Redis, S3 or a folder.",
+        "many-machines": "Ingest one corpus on several machines or GPUs.",
+        "vllm": "Serve a store's KV to vLLM: the KV connector.",
+        "lmcache": "LMCache's L2 at kvtool's levels: a serde for the KV of vLLM.",
+        "gpu": "Running on a GPU: what is supported, and how to measure it.",
+        "troubleshooting": "Exit codes, common errors, and what to do about them.",
+    },
+    "reference": {
+        "reference": "Every command and every option.",
+        "json": "The fields of --json.",
+        "python": "The Python API.",
+        "models": "Model families: tested, supported and refused.",
+        "plugins": "Readers, embedders, fusion modes and shared stores of other packages.",
+        "glossary": "The terms that commands, documentation and code share.",
+    },
+    "internals": {
+        "design": "Structure of the code, and invariants that tests check.",
+        "store-format": "The format of the store on disk, byte by byte.",
+        "codec": "Compression: how KV is encoded at each level.",
+        "consistency": "What a question sees while other processes write to the store.",
+        "threat-model": "Security: what is trusted, what is checked, and what is not.",
+        "scale": "An estimate for a billion chunks: bytes, requests, cost, limits.",
+    },
 }
-_PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
+TOPICS = {name: line for pages in PAGES.values() for name, line in pages.items()}
+_ALSO_CALLED = {"modes": "concepts", "parameters": "concepts"}
+_PAGE_LINK = re.compile(r"\[([^]]+)\]\((?:\.\./[a-z]+/)?([a-z-]+)\.md(?:#[^)]*)?\)")
 
 
 @app.command("help")
@@ -75,6 +82,7 @@ def show_help(
         out.result({"topic": " ".join(topic), "text": text}, lambda: out.print(text))
         return
     name = " ".join(topic).strip().lower().removesuffix(".md")
+    name = _ALSO_CALLED.get(name, name)
     if name not in TOPICS:
         raise UsageError(f"there is no page {' '.join(topic)!r}", _in_a_group(topic[0]) or _near(name))
     text = page(name)
@@ -86,7 +94,8 @@ show_help.examples = ("help concepts", "help store ls", "help cron --json")  # t
 
 def page(name: str) -> str:
     """The text of a page, in Markdown."""
-    return (files("kvtool") / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    folder = next(folder for folder, pages in PAGES.items() if name in pages)
+    return files("kvtool").joinpath("docs", folder, f"{name}.md").read_text(encoding="utf-8")
 
 
 def _overview(out: Out) -> None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["human", "json", "jsonl"]
 _VERBOSE = re.compile("-v+|--verbose")
-SCHEMA = 2  # of every JSON object
+SCHEMA = 1  # of every JSON object
 
 
 class OutputClosed(SystemExit):
@@ -435,7 +435,7 @@ class JobView:
             self._out.status(hint)
 
 
-# ---- JSON (kvtool/docs/json.md) ----
+# ---- JSON (`kvtool help json`) ----
 
 
 def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""`kvtool ps`: the engines that `kvtool query --keep-alive` has left loaded."""
+"""`kvtool ps`: the engines that `kvtool query` has left loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def row(engine: KeptEngine) -> dict[str, Any]:
 @app.command()
 @takes(examples=("ps", "ps --json"))
 def ps(run: Run) -> None:
-    """List the models that `query --keep-alive` keeps loaded."""
+    """List the models that `query` keeps loaded."""
     found = kept_engines()
 
     def show() -> None:

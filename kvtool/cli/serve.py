@@ -28,7 +28,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.kept_engine import missing_package
+from kvtool.serve.kept_engine import kept_engine, missing_package
 from kvtool.serve.options import ACCESS, ServeOptions
 from kvtool.serve.unix_socket import listen, socket_path
 
@@ -53,7 +53,7 @@ class ServeFlags(Options, settings=False):
 @takes(
     ServeOptions,
     ServeFlags,
-    QueryOptions.some("fusion", "ratio", "top_k", "min_score", "level", "max_tokens", "system"),
+    QueryOptions.some("fusion", "ratio", "top_k", "level", "set", "max_tokens", "system"),
     StoreOptions,
     ModelOptions,
     LockOptions,
@@ -155,6 +155,8 @@ def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions)
     place = run.get(StoreOptions).place
     if not options.socket or not isinstance(place, Path):
         return []
+    if (kept := kept_engine(place)) is not None:
+        kept.end()
     path = socket_path(place)
     try:
         bound = listen(path)

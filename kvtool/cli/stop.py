@@ -1,4 +1,4 @@
-"""`kvtool stop`: end the engine of a store that `kvtool query --keep-alive` has left loaded."""
+"""`kvtool stop`: end the engine of a store that `kvtool query` has left loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StopFlags(Options, settings=False):
 @app.command()
 @takes(StopFlags, StoreOptions, examples=("stop", "stop --all"))
 def stop(run: Run) -> None:
-    """End the model that `query --keep-alive` keeps loaded for a store.
+    """End the model that `query` keeps loaded for a store.
 
     Answers that are being written are finished first.
     """

@@ -6,8 +6,8 @@ A dialect is a file that reads its requests into `ChatRequest` and writes an `An
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.learned import EVERYBODY
 from kvtool.serve.auth import OWNER
 from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, PromptTokens
+from kvtool.serve.job import Answer, Ask, Event, LeftError, PromptTokens
 from kvtool.serve.metrics import stats_of
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.tools import Hold, with_calls
@@ -52,26 +52,23 @@ Read = Callable[[Mapping[str, Any], QueryOptions, bool], ChatRequest]
 
 
 class Dialect(Protocol):
-    """An API's way to write one answer.
+    """An API's way to write one answer: an object, or a stream, by default of server-sent events."""
 
-    Attributes
-    ----------
-    media_type : of a stream.
-    """
-
-    media_type: ClassVar[str]
+    media_type: ClassVar[str] = "text/event-stream"
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the object of a complete answer."""
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
         """Yield the events before the first piece."""
+        yield from ()
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the events of a piece of text."""
 
     def waiting(self) -> str:
         """Return an event that changes nothing: it keeps the connection open, and shows whether it is."""
+        return ": waiting\n\n"  # a comment
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
@@ -91,7 +88,6 @@ class Trim:
         self._held, self._begun = "", is_begun
 
     def piece(self, text: str) -> str:
-        """Return what can be shown of the text so far, and was not shown."""
         text = self._held + text
         text = text if self._begun else text.lstrip()
         shown = text.rstrip()
@@ -118,20 +114,13 @@ def cached_tokens(answer: Answer) -> int:
 
 
 class Answers:
-    """The way from a request to its answer, the same for all dialects.
-
-    Parameters
-    ----------
-    options : defaults of a question.
-    serving : whether passages in messages are reused and learned, and for whom.
-    """
+    """The way from a request to its answer, the same for all dialects. `options`: defaults of a question."""
 
     def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
         self.engine, self._options, self._serving = engine, replace(options, clamp=True), serving
         self.any_model = serving.any_model
 
     def owner(self, request: Request) -> str:
-        """Return the owner of what is kept of a request."""
         return str(request.scope.get(OWNER, EVERYBODY)) if self._serving.isolate else EVERYBODY
 
     def check_model(self, asked: str, name: str) -> None:
@@ -162,7 +151,7 @@ class Answers:
             events = self._streamed(request, ask, response)
             first = await while_there(request, anext(events))  # an error before it has a status of its own
             return EventStream(first, events, response.media_type)
-        async with listening(self.engine, ask) as heard:
+        with closing(Listening(self.engine, ask)) as heard:
             answer = await while_there(request, heard.whole())
         answer = with_calls(answer, ask.tools, ask.parallel) if ask.tools else answer
         stats_of(request).answer = answer
@@ -170,7 +159,7 @@ class Answers:
 
     async def _streamed(self, request: Request, ask: Ask, response: Dialect) -> AsyncGenerator[str]:
         """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
-        async with listening(self.engine, ask) as heard:
+        with closing(Listening(self.engine, ask)) as heard:
             event = await heard.next(_BEFORE_HEADERS)
             hold, trim = Hold(ask.tools), Trim(bool(ask.request.prefill))
             left: KvtoolError | None = LeftError("the client has left")
@@ -178,7 +167,7 @@ class Answers:
                 while event is None:
                     yield response.waiting()
                     event = await heard.next(_ALIVE_EVERY)
-                for text in response.beginning(heard.prompt):
+                for text in response.beginning(heard.job.tokens):
                     yield text
                 while not isinstance(event, Answer):
                     for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
@@ -200,13 +189,11 @@ class Answers:
 
 
 def _shown(response: Dialect, trim: Trim, text: str) -> Iterator[str]:
-    """Yield the events of a piece of text."""
     if shown := trim.piece(text):
         yield from response.piece(shown)
 
 
 def unknown_model(name: str, known: str) -> Refusal:
-    """Return the error of a request that names another model."""
     hint = "nothing is ingested yet"
     if known:
         hint = f"this server serves {known!r}; `kvtool serve --any-model` answers to every name"
@@ -245,17 +232,16 @@ _CHECK_EVERY = 10.0  # seconds between two checks whether an answer is still in 
 
 
 class Listening:
-    """Queue of a question's events, from the engine's thread to the event loop."""
+    """A question that was asked, with the queue of its events from the engine's thread. Raises BusyError."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, engine: Engine, ask: Ask) -> None:
+        self._engine, self._loop = engine, asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.job: Job | None = None  # once it is submitted
+        self.job = engine.submit(ask, self.tell)
 
-    @property
-    def prompt(self) -> PromptTokens:
-        """Return the tokens of the prompt, once the first event has come."""
-        return PromptTokens(0, 0) if self.job is None else self.job.tokens
+    def close(self) -> None:
+        """Abandon the answer if it is unfinished."""
+        self._engine.scheduler.leave(self.job)
 
     def tell(self, event: Event) -> None:
         """Add an event, in any thread. Raises LeftError if the loop has ended."""
@@ -268,7 +254,7 @@ class Listening:
 
     async def next(self, timeout: float | None = None) -> str | Answer | None:
         """Return the next event; None if none came for so many seconds. Raises the error that ended the answer."""
-        is_over = self.job is not None and self.job.ended  # its last event is in the queue by now
+        is_over = self.job.ended  # its last event is in the queue by now
         try:
             event = await asyncio.wait_for(self._events.get(), timeout)
         except TimeoutError:
@@ -280,30 +266,13 @@ class Listening:
         return event
 
     async def whole(self) -> Answer:
-        """Wait for the complete answer."""
         while not isinstance(event := await self.next(_CHECK_EVERY), Answer):
             pass
         return event
 
 
-@asynccontextmanager
-async def listening(engine: Engine, ask: Ask) -> AsyncIterator[Listening]:
-    """Ask, and listen in this block; at its end an unfinished answer is abandoned. Raises BusyError."""
-    events = Listening()
-    job = events.job = engine.submit(ask, events.tell)
-    try:
-        yield events
-    finally:
-        engine.scheduler.leave(job)
-
-
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Wait for work until the client leaves.
-
-    Raises
-    ------
-    ClientDisconnect : the client has left; the work was cancelled.
-    """
+    """Wait for work until the client leaves: then it is cancelled, and ClientDisconnect raised."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

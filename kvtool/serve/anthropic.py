@@ -6,13 +6,13 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens
+from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
 from kvtool.serve.job import Answer, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
@@ -96,16 +96,12 @@ def _result(block: Mapping[str, Any]) -> Any:
 
 
 @dataclass(slots=True)
-class MessageResponse:
-    """Response of `/v1/messages`: an object, or server-sent events."""
-
-    media_type: ClassVar[str] = "text/event-stream"
+class MessageResponse(Dialect):
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the object of a complete answer."""
         content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] * (
             bool(answer.text) or not answer.calls
         )
@@ -115,20 +111,16 @@ class MessageResponse:
         return self._message(content) | _end(answer) | {"usage": _usage_of(answer), "kvtool": about(answer)}
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield the events before the first piece."""
         yield _event("message_start", message=self._message([]) | {"usage": _usage(prompt.prompt, prompt.cached, 0)})
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the events of a piece of text."""
         yield from self._open()
         yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
     def waiting(self) -> str:
-        """Return an event that changes nothing."""
         return _event("ping")
 
     def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the events after the last piece."""
         if not answer.calls:
             yield from self._open()
         if self._is_open:
@@ -143,11 +135,9 @@ class MessageResponse:
         yield _event("message_stop")
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Yield the event of an error within a stream."""
         yield _event(**error_body(refusal, _PATH))
 
     def _open(self) -> Iterator[str]:
-        """Yield the beginning of the text, once."""
         if not self._is_open:
             self._is_open = True
             yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
@@ -181,13 +171,10 @@ def _usage_of(answer: Answer) -> dict[str, int]:
 
 
 class Anthropic:
-    """Endpoints of the messages API."""
-
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
     async def message(self, request: Request) -> Response:
-        """`POST /v1/messages`."""
         return await self._answers.answered(request, read_message, lambda _, model: MessageResponse(model))
 
     async def count(self, request: Request) -> Response:

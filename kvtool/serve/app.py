@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import Answers, EventStream, listening, while_there
+from kvtool.serve.answers import Answers, EventStream, Listening, while_there
 from kvtool.serve.anthropic import Anthropic
 from kvtool.serve.auth import OWNER, BodyTimeout, Guard, owner_of
 from kvtool.serve.documents import Documents
@@ -57,17 +58,11 @@ def make_app(
     keys: Sequence[str] | None,
     log: AccessLog,
 ) -> ASGIApp:
-    """Make the HTTP application.
-
-    Parameters
-    ----------
-    asking, ingesting : defaults of questions and ingests.
-    keys : of which clients have to send one; None: no key is required.
-    """
+    """Make the HTTP application. `asking`, `ingesting`: defaults. `keys`: None: no key is required."""
     answers = Answers(engine, asking, options)
     openai = OpenAI(answers)
     anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)
-    documents = Documents(engine, ingesting, asking, options.root, options.uploads)
+    documents = Documents(engine, options, ingesting, asking)
 
     async def health(request: Request) -> Response:
         return JSONResponse(await briefly(engine.status))
@@ -127,7 +122,6 @@ def make_app(
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Return the response to an exception of an endpoint."""
     path = request.url.path
     if isinstance(error, Refusal):
         return refused(error, path)
@@ -192,7 +186,7 @@ def _ask(value: Mapping[str, Any]) -> Ask:
 
 
 async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerator[str]:
-    async with listening(engine, ask) as heard:
+    with closing(Listening(engine, ask)) as heard:
         begun = False
         ended: KvtoolError | None = LeftError("the shell has left")
         try:

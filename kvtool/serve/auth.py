@@ -47,16 +47,19 @@ class Guard:
         self._app, self._keys, self._origins = app, keys, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+        if (refusal := self._refusal(scope)) is not None:
             await refused(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = Headers(scope=scope)
-        if not self._is_allowed(headers.get("origin"), scope):
-            hint = "the server's option `cors_origin` can allow them"
-            return Refusal(403, "origin", "pages of this origin may not ask", hint)
+        origin = headers.get("origin")
+        if origin is not None and not {origin, ANY_ORIGIN} & {*self._origins}:
+            own = URL(scope=scope)
+            if origin != f"{own.scheme}://{own.netloc}":
+                hint = "the server's option `cors_origin` can allow them"
+                return Refusal(403, "origin", "pages of this origin may not ask", hint)
         if self._keys is None:
             host = _host(headers)
             if host not in _LOOPBACK:
@@ -72,12 +75,6 @@ class Guard:
             return None
         hint = "send it as `Authorization: Bearer KEY`; who runs the server has the key (`kvtool serve` names its file)"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
-
-    def _is_allowed(self, origin: str | None, scope: Scope) -> bool:
-        if origin is None or ANY_ORIGIN in self._origins or origin in self._origins:
-            return True
-        own = URL(scope=scope)
-        return origin == f"{own.scheme}://{own.netloc}"
 
 
 def _host(headers: Headers) -> str | None:
@@ -95,9 +92,6 @@ class BodyTimeout:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         reading, late = True, False
 
         async def receiving() -> Message:

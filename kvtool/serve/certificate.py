@@ -35,7 +35,6 @@ class Certificate:
         self.context.sni_callback = self._met
 
     def _met(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        """Choose the context of a new connection."""
         stamp = self._stamped()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -90,10 +89,7 @@ def _check_valid(chain: Path, server: ssl.SSLContext) -> None:
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(to_client, to_server),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    )
+    ends = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
     for end in ends * 2:
         try:
             end.do_handshake()

@@ -125,7 +125,6 @@ class ConversationCache:
             self._take(next(iter(self._held)))
 
     def clear(self) -> None:
-        """Remove all conversations."""
         self._held.clear()
         self.nbytes = 0
 
@@ -143,11 +142,9 @@ class ConversationCache:
         return Conversation.over(session, key.options, by_text=True), reason
 
     def _take(self, key: _Key) -> Conversation | None:
-        held = self._held.pop(key, None)
-        if held is None:
-            return None
-        self.nbytes -= held[1]
-        return held[0]
+        conversation, size = self._held.pop(key, (None, 0))
+        self.nbytes -= size
+        return conversation
 
 
 def _begun(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
@@ -180,14 +177,11 @@ def _skip_forgotten(
 
 
 class _Clock:
-    """Milliseconds of work with pauses."""
-
     def __init__(self) -> None:
         self._done, self._since = 0.0, time.perf_counter()
 
     @property
     def ms(self) -> float:
-        """Return the time so far, without the pauses."""
         return (self._done + time.perf_counter() - self._since) * 1e3
 
     def paused(self, steps: Iterable[None]) -> Iterator[None]:

@@ -32,7 +32,8 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, taken, texts, within
+from kvtool.serve.options import ServeOptions
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, check_names, taken, texts, within
 
 _MAX_NAME = 255  # bytes, as in file systems
 _MAX_DOCUMENT = 10**9  # characters: --max-body is less
@@ -41,33 +42,18 @@ _NOTES = ".kvtool-sent"  # hidden: no client can name it, and no ingest reads it
 
 
 class Documents:
-    """Endpoints of documents.
+    """Endpoints of documents. `ingesting`, `asking`: defaults of ingests and of searches."""
 
-    Parameters
-    ----------
-    options, asking : defaults of ingests and of searches.
-    roots : folders below which clients may name files. `uploads`: folder of the documents that they send.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        options: IngestOptions,
-        asking: QueryOptions,
-        roots: tuple[Path, ...],
-        uploads: Path | None,
-    ) -> None:
-        self._engine, self._options, self._asking = engine, options, asking
-        self._uploads = Uploads(uploads) if uploads is not None else None
-        self._roots = tuple(root.resolve() for root in roots)
+    def __init__(self, engine: Engine, serving: ServeOptions, ingesting: IngestOptions, asking: QueryOptions) -> None:
+        self._engine, self._options, self._asking = engine, ingesting, asking
+        self._uploads = Uploads(serving.uploads) if serving.uploads is not None else None
+        self._roots = tuple(root.resolve() for root in serving.root)
         self._one = asyncio.Lock()
 
     async def add(self, request: Request) -> Response:
         """`POST /v1/documents`: ingest what the client sends (`documents`), or files of this machine (`paths`)."""
         value = await body_of(request)
-        for name in value:
-            if name not in ("documents", "paths"):
-                raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        check_names(value, ("documents", "paths"))
         named = await asyncio.to_thread(self._named, texts(value, "paths"))
         sent = [self._sent(row) for row in taken(value, "documents", list, [])]
         if len({path for path, _ in sent}) < len(sent):  # the former version of one would be the other
@@ -93,9 +79,7 @@ class Documents:
     async def search(self, request: Request) -> Response:
         """`GET /v1/search?q=`: the passages that match a question, best first, with their text."""
         query = request.query_params
-        for name in query:
-            if name not in ("q", "top_k", "min_score", "source"):
-                raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        check_names(query, ("q", "top_k", "min_score", "source"))
         question = within(query.get("q", ""), "q", LONGEST_TEXT).strip()
         if not question:
             raise Refusal(400, "no_question", "the question is empty", "GET /v1/search?q=…", "q")
@@ -197,7 +181,6 @@ class Documents:
         return found
 
     def _sent(self, row: Any) -> tuple[Path, bytes]:
-        """Return the path and the bytes of a document that a client sends."""
         if self._uploads is None:
             hint = "its option `uploads` names a folder for them"
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
@@ -249,13 +232,7 @@ class Uploads:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other requests and servers.
-
-        Raises
-        ------
-        BusyError : another request, or another server with the same folder, has the lock.
-        KvtoolError : the folder cannot be written.
-        """
+        """Lock the folder. Raises BusyError: another request or server has the lock."""
         import filelock
 
         lock = filelock.FileLock(self._notes / "lock", mode=0o600, thread_local=False)

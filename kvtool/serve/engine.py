@@ -32,37 +32,26 @@ if TYPE_CHECKING:
 
 
 class IngestShutdown:
-    """Shutdown of ingests by their progress callbacks, as Ctrl-C does: stored files stay, and the next ingest goes on.
-
-    Attributes
-    ----------
-    after_file : end after the current file.
-    now : end after the current batch of chunks.
-    """
+    """Shutdown of ingests: `after_file`, or `now`, after a batch. Stored files stay, and the next ingest goes on."""
 
     def __init__(self) -> None:
         self.after_file = self.now = False
 
     def events(self) -> Events:
-        """Return the callbacks for one ingest."""
         kept = 0
 
-        def stop() -> None:
-            went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
-            raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
+        def advance(count: float = 0, is_file: bool = False) -> None:
+            if self.now or (self.after_file and is_file):
+                went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
+                raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
+
+        def left(path: str, why: str) -> None:
+            advance(is_file=True)
 
         def took(path: str, what: str, chunks: int) -> None:
             nonlocal kept
             kept += what != "removed"
-            left(path, "")
-
-        def left(path: str, why: str) -> None:
-            if self.after_file or self.now:
-                stop()
-
-        def advance(count: float) -> None:
-            if self.now:
-                stop()
+            advance(is_file=True)
 
         return Events(advance=advance, failed=left, skipped=left, took=took)
 
@@ -136,12 +125,7 @@ class Engine:
     # ---- start and shutdown ----
 
     def start(self) -> None:
-        """Load the model if the store exists, and start to answer.
-
-        Raises
-        ------
-        KvtoolError : the store or its model cannot be used.
-        """
+        """Load the model if the store exists, and start to answer. Raises KvtoolError."""
         from kvtool.core.model.generate import prepare_decoding
 
         if self._loaded.exists():
@@ -161,7 +145,6 @@ class Engine:
         self._shutdown.now = True
 
     def close(self) -> None:
-        """End, with an error for unanswered questions."""
         self.halt()
         self.scheduler.close()
         self._loaded.close()
@@ -173,7 +156,6 @@ class Engine:
         return self.scheduler.submit(ask, tell)
 
     def count(self, ask: Ask) -> int:
-        """Return the tokens of a question; see `LoadedModel.count`."""
         return self._loaded.count(ask)
 
     # ---- documents ----
@@ -186,12 +168,7 @@ class Engine:
         return self.place
 
     def ingest(self, options: IngestOptions) -> IngestReport:
-        """Bring the store up to date with files; questions are answered between two batches of chunks.
-
-        Raises
-        ------
-        EndedError : the server shuts down; stored files stay.
-        """
+        """Bring the store up to date with files, while questions are answered. Raises EndedError at the shutdown."""
         from kvtool.core.ingest.job import KeptModel, ingest
 
         with self._writing, self.progress.noted(self._shutdown.events()) as events:
@@ -236,16 +213,7 @@ class Engine:
             return sum(1 for _ in islice(snapshot.keys(tables.DOCUMENTS), count)) == count
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
-        """List the documents with their chunks, as `kvtool store ls --json` does.
-
-        Parameters
-        ----------
-        source : list only the documents that this selects, as in `forget`.
-
-        Raises
-        ------
-        UsageError : it selects nothing in the store.
-        """
+        """List documents as `kvtool store ls --json` does. Raises UsageError if `source` selects none."""
         from kvtool.core.upkeep.listing import documents_of, listed, rows_of
         from kvtool.core.upkeep.selectors import named_documents
 
@@ -256,12 +224,7 @@ class Engine:
         return [row for row in documents if meant is None or row["source"] in meant]
 
     def search(self, question: str, options: QueryOptions) -> dict[str, Any]:
-        """Return what `kvtool search --json` does: the passages that match a question, best first, or none.
-
-        Parameters
-        ----------
-        options : their `top_k`, `source`, `min_score` and the other options of retrieval apply.
-        """
+        """Return what `kvtool search --json` does. Of the options those of retrieval apply."""
         from kvtool.core.query.reply import ReplyChunk
         from kvtool.core.query.staleness import with_changes
         from kvtool.core.retrieval.finder import Finder
@@ -295,7 +258,6 @@ class Engine:
 
     @property
     def decoder(self) -> Decoder | None:
-        """Return the model, if it is loaded."""
         return self._loaded.decoder or self._loaded.spare
 
     def status(self) -> dict[str, Any]:
@@ -350,12 +312,7 @@ class Engine:
             return remembered(store, self._warn)
 
     def embed(self, texts: Sequence[str]) -> tuple[Array, int]:
-        """Return unit vectors of texts, float32 `[texts, dimensions]`, and the number of their tokens.
-
-        Raises
-        ------
-        ModelError : the store has no embedding model, or it cannot be loaded.
-        """
+        """Return unit vectors of texts, float32 `[texts, dimensions]`, and their token count. Raises ModelError."""
         ref = self.embedder_name
         if ref is None:
             raise ModelError("the store has no embedding model", "an ingest that names one (`embedder`) makes it")

@@ -153,7 +153,6 @@ class Answer:
 
 
 def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
-    """Return the entries of an answer's tokens, as OpenAI has them."""
     if begun.options.top_logprobs is None:
         return None
     text_of = cache(lambda token: begun.session.tokenizer.decode([token]))
@@ -316,7 +315,6 @@ class FairQueue:
         return job
 
     def remove(self, job: Job) -> None:
-        """Remove a job of the queue."""
         client = job.ask.client
         self._of[client].remove(job)
         self._count -= 1

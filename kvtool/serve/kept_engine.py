@@ -1,7 +1,7 @@
-"""Engine that stays loaded after a question (`kvtool query --keep-alive`): its record, its start and its end.
+"""Engine that stays loaded after a question: its record, its start and its end.
 
 Each store has, in the cache folder, a record of its engine, a log and a lock. The process of the engine (`resident.py`)
-holds the lock as long as it lives, so a killed one blocks nothing, and a record without a held lock is one of the past.
+holds the lock as long as it lives, so a killed one blocks nothing. A record whose lock nobody holds is out of date.
 
 `kvtool query` imports this module: it must import neither torch nor any library, to start fast.
 """
@@ -18,12 +18,12 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.common.children import python
+from kvtool.core.common.children import HOME, python
 from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.common.installing import extra_line
 from kvtool.core.errors import KvtoolError
@@ -44,22 +44,22 @@ class KeptEngine:
 
     Attributes
     ----------
+    code : see `code_stamp`.
     model : empty while it is loaded.
     started, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
     requests, running : number of questions so far, and of those that are being answered.
     log : file that the process writes.
-    error : why it could not be loaded.
     """
 
     store: str
     pid: int
     log: str
+    code: str = ""
     model: str = ""
     started: float = field(default_factory=time.time)
     ends: float = 0.0
     requests: int = 0
     running: int = 0
-    error: str = ""
 
     @property
     def memory(self) -> int | None:
@@ -70,7 +70,7 @@ class KeptEngine:
             return None
 
     def write(self) -> None:
-        """Put the record in its place. The holder of the lock does."""
+        """Replace the record. Only the holder of the lock may."""
         path = Path(self.log).with_suffix(".json")
         new = path.with_suffix(".new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -79,13 +79,12 @@ class KeptEngine:
 
     def end(self) -> None:
         """Let the process finish its answers and end; wait for that. Raises KvtoolError if it does not end."""
-        lock = Path(self.log).with_suffix(".lock")
-        deadline, asked = time.monotonic() + _END_TIMEOUT, False
-        while _is_held(lock) and (now := _read(lock)) is not None and now.pid == self.pid:
-            if not asked:
+        deadline, is_asked = time.monotonic() + _END_TIMEOUT, False
+        while (now := _read(Path(self.log).with_suffix(".lock"))) is not None and now.pid == self.pid:
+            if not is_asked:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGTERM)
-                asked = True
+                is_asked = True
             if time.monotonic() > deadline:
                 raise KvtoolError(
                     f"process {self.pid} has not ended within {_END_TIMEOUT:g} s", f"`kill -9 {self.pid}` ends it"
@@ -98,60 +97,59 @@ def missing_package() -> str | None:
     return next((name for name in _NEEDED if find_spec(name) is None), None)
 
 
+def code_stamp() -> str:
+    """Return where this kvtool is installed and when its newest file was written."""
+    newest = max((path.lstat().st_mtime_ns for path in (HOME / "kvtool").rglob("*.py")), default=0)
+    return f"{HOME} {newest}"
+
+
 def kept_engines() -> list[KeptEngine]:
     """Return the engines of this user on this machine, the oldest first."""
-    found = (_read(lock) for lock in sorted(_folder().glob("*.lock")) if _is_held(lock))
+    found = (_read(lock) for lock in _folder().glob("*.lock"))
     return sorted((each for each in found if each is not None), key=lambda each: each.started)
 
 
-def joined(place: Path, options: Mapping[str, Any]) -> socket.socket | KvtoolError:
+def kept_engine(place: Path) -> KeptEngine | None:
+    """Return the engine of a store; None: there is none."""
+    lock = _lock(place)
+    return _read(lock) if os.path.exists(lock) else None
+
+
+def start_engine(place: Path, options: Mapping[str, Any]) -> socket.socket:
     """Connect to the engine of a store; start it if there is none, and wait until its model is loaded.
 
     Parameters
     ----------
     options : of `resident.main`.
 
-    Returns
-    -------
-    The connection, or why there is none.
-
     Raises
     ------
-    OSError, subprocess.SubprocessError : the process cannot be started, or the cache folder not be written.
+    KvtoolError, OSError, subprocess.SubprocessError : there is no engine.
     """
     if not hasattr(socket, "AF_UNIX") or not hasattr(os, "fork"):
-        return KvtoolError("this system has no sockets by which an engine could be reached")
+        raise KvtoolError("this system has no sockets by which an engine could be reached")
     if (package := missing_package()) is not None:
-        return KvtoolError(f"an engine that stays needs the package {package}", extra_line("serve"))
-    folder = _folder()
-    make_folder(folder)
-    base = folder / hashlib.sha256(f"{platform.node()}\0{os.path.realpath(place)}".encode()).hexdigest()[:16]
-    lock, began, is_started = base.with_suffix(".lock"), time.time(), False
-    while True:
-        if (made := connect(socket_path(place))) is not None:
-            return made
+        raise KvtoolError(f"an engine that stays needs the package {package}: {extra_line('serve')}")
+    make_folder(_folder())
+    lock, is_started = _lock(place), False
+    while (connected := connect(socket_path(place))) is None:
         with _held(lock) as handle:
             if handle is not None:
-                record = _read(lock)
-                if record is not None and record.error and record.started >= began:
-                    return KvtoolError(record.error)
+                log = lock.with_suffix(".log")
                 if is_started:
-                    return KvtoolError("it has ended early", f"{base.with_suffix('.log')} may say why")
-                if (made := connect(socket_path(place))) is not None:  # of a server that came meanwhile
-                    return made
-                _start(base, {**options, "store": os.path.realpath(place), "lock": handle})
+                    raise KvtoolError(f"it has ended early; {log} says why")
+                lock.with_suffix(".json").unlink(missing_ok=True)
+                _start(log, {**options, "store": os.path.realpath(place), "log": str(log), "lock": handle})
                 is_started = True
         time.sleep(_LOOK_EVERY)
+    return connected
 
 
-def _start(base: Path, options: Mapping[str, Any]) -> None:
+def _start(log: Path, options: Mapping[str, Any]) -> None:
     """Start the process; it takes over the lock."""
-    base.with_suffix(".json").unlink(missing_ok=True)
-    log = base.with_suffix(".log")
-    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    try:
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "w") as said:
         subprocess.run(
-            python(_PARENT, *python(_PROGRAM, json.dumps({**options, "log": str(log)}))),
+            python(_PARENT, *python(_PROGRAM, json.dumps(options))),
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
@@ -159,24 +157,27 @@ def _start(base: Path, options: Mapping[str, Any]) -> None:
             pass_fds=(options["lock"],),
             check=True,
         )
-    finally:
-        os.close(said)
 
 
 def _folder() -> Path:
     return cache_dir() / "engines"
 
 
+def _lock(place: Path) -> Path:
+    name = hashlib.sha256(f"{platform.node()}\0{os.path.realpath(place)}".encode()).hexdigest()[:16]
+    return _folder() / f"{name}.lock"
+
+
 def _read(lock: Path) -> KeptEngine | None:
+    """Return the record of the process that holds a lock; None: no process does, or it has none yet."""
     try:
-        return KeptEngine(**json.loads(lock.with_suffix(".json").read_bytes()))
-    except (OSError, ValueError, TypeError):  # none yet, or another version's
+        with _held(lock, alone=False) as handle:  # others may look, too, and are no engine
+            if handle is not None:
+                return None
+        row = json.loads(lock.with_suffix(".json").read_bytes())
+        return KeptEngine(**{each.name: row[each.name] for each in fields(KeptEngine) if each.name in row})
+    except (OSError, ValueError, TypeError):
         return None
-
-
-def _is_held(lock: Path) -> bool:
-    with _held(lock, alone=False) as handle:  # others may look, too, and are no engine
-        return handle is None
 
 
 @contextmanager

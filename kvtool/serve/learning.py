@@ -42,7 +42,6 @@ class SeenTexts:
         self._spotter = Spotter(lambda digest: self._texts.get(digest, ()), _ANCHORS)
 
     def add(self, texts: Iterable[Sequence[int] | Tokens]) -> None:
-        """Remember texts."""
         for ids in (np.array(text, np.uint32) for text in texts):
             digest = hashlib.blake2b(ids.tobytes(), digest_size=20).digest()
             self._tokens += 0 if digest in self._texts else len(ids)
@@ -104,9 +103,7 @@ class Learner:
     def step(self, opened: Callable[[], Session]) -> None:
         """Compute and store one passage, or look for passages in one request. `opened`: returns the store's session.
 
-        Raises
-        ------
-        KvtoolError : that failed. Where another server is writing, the passage is tried once more.
+        Where another server is writing, the passage is tried once more. Raises KvtoolError if that failed.
         """
         waiting: deque[Any] = self._passages or self._requests
         again = None
@@ -183,7 +180,6 @@ class Learner:
 
 
 def _stored(session: Session, ids: Sequence[int], owner: str) -> list[Run]:
-    """Return the parts of a text that are stored."""
     from kvtool.core.query.prompt import spot_all
 
     return [(span.start, span.stop) for span in spot_all(session, ids, owner)]

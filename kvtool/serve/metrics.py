@@ -26,12 +26,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Statistics of a request, without any text of a question or an answer.
-
-    Attributes
-    ----------
-    status : of the response; 0 before it begins.
-    """
+    """Statistics of a request, without any text of a question or an answer. `status`: 0 before the response."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.monotonic)
@@ -45,7 +40,6 @@ class RequestStats:
         self.error, self.status = error, status
 
     def row(self, method: str, path: str, client: str) -> dict[str, Any]:
-        """Return the request's line in the log."""
         row: dict[str, Any] = {
             "type": "request",
             "time": round(self.at, 3),
@@ -81,7 +75,6 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
 
 
 def stats_of(connection: HTTPConnection) -> RequestStats:
-    """Return the statistics of a request."""
     stats = connection.scope.setdefault(_STATS, RequestStats())
     assert isinstance(stats, RequestStats)
     return stats
@@ -124,7 +117,6 @@ class Metrics:
         self._read.labels("store").inc(max(0, answer.facts["bytes_read"] - shared))
 
     def text(self) -> bytes:
-        """Return all metrics."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -178,9 +170,6 @@ class LoggingMiddleware:
         self._app, self._note = app, note
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         stats = stats_of(HTTPConnection(scope))
 
         async def sending(message: MutableMapping[str, Any]) -> None:

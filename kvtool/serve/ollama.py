@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 import kvtool
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, about, unknown_model
-from kvtool.serve.job import Answer, Call, PromptTokens
+from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Dialect, about, unknown_model
+from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import OpenAI, read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
 from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, error_body, taken, texts
@@ -71,7 +71,7 @@ def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, 
 
 
 @dataclass(slots=True)
-class OllamaResponse:
+class OllamaResponse(Dialect):
     """Response of `/api/chat` or `/api/generate`: an object, or one object a line."""
 
     media_type: ClassVar[str] = "application/x-ndjson"
@@ -79,37 +79,23 @@ class OllamaResponse:
     model: str
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the object of a complete answer."""
-        return self._said(answer.text, answer.calls) | _end(answer)
-
-    def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield nothing."""
-        yield from ()
+        return self.said(answer.text, answer.calls) | _end(answer)
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the line of a piece of text."""
-        yield _line(self._said(text) | {"done": False})
+        yield _line(self.said(text) | {"done": False})
 
     def waiting(self) -> str:
-        """Return an event that changes nothing."""
-        return _line(self._said("") | {"done": False})
+        return _line(self.said("") | {"done": False})
 
     def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the last line."""
         if answer.calls:
-            yield _line(self._said("", answer.calls) | {"done": False})
-        yield _line(self._said("") | _end(answer))
-
-    @property
-    def begun(self) -> dict[str, Any]:
-        """Return the object of an answer without text."""
-        return self._said("")
+            yield _line(self.said("", answer.calls) | {"done": False})
+        yield _line(self.said("") | _end(answer))
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Yield the line of an error within a stream."""
         yield _line(error_body(refusal, "/api/"))
 
-    def _said(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+    def said(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         said: Any = {"role": "assistant", "content": text} if self.kind == "message" else text
         if calls:  # of a message only: `/api/generate` has no tools
             said["tool_calls"] = [{"function": {"name": one.name, "arguments": one.arguments}} for one in calls]
@@ -150,11 +136,9 @@ class Ollama:
         self._answers, self._openai, self._engine = answers, openai, answers.engine
 
     async def chat(self, request: Request) -> Response:
-        """`POST /api/chat`."""
         return await self._answered(request, "message")
 
     async def generate(self, request: Request) -> Response:
-        """`POST /api/generate`."""
         return await self._answered(request, "response")
 
     async def _answered(self, request: Request, kind: Kind) -> Response:
@@ -170,7 +154,7 @@ class Ollama:
         name = await briefly(lambda: self._engine.model_name)
         self._answers.check_model(taken(value, "model", str, "").removesuffix(_TAG), name)
         reason = "unload" if value.get("keep_alive") in (0, "0", "0s") else "load"
-        said = OllamaResponse(kind, name or ANY_NAME).begun
+        said = OllamaResponse(kind, name or ANY_NAME).said("")
         return JSONResponse(said | {"done": True, "done_reason": reason})
 
     async def tags(self, request: Request) -> Response:
@@ -179,9 +163,8 @@ class Ollama:
 
     async def running(self, request: Request) -> Response:
         """`GET /api/ps`: the language model, if it is loaded; it stays loaded."""
-        rows = [
-            row | {"expires_at": "9999-12-31T23:59:59Z"} for row in await briefly(self._models) if "size_vram" in row
-        ]
+        loaded = [row for row in await briefly(self._models) if "size_vram" in row]
+        rows = [row | {"expires_at": "9999-12-31T23:59:59Z"} for row in loaded]
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:

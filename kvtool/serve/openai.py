@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens, unknown_model
+from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens, unknown_model
 from kvtool.serve.job import Answer, Ask, Call, PromptTokens, Turns
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, sampling_options
 from kvtool.serve.tools import call_message, read_tools, text_of
@@ -35,7 +35,7 @@ ALLOWED = (
 )
 _OWN = ("documents", "chunks", "spot", "strict", *ALLOWED)
 _KNOWN = ("kvtool", "model", "stream", "stream_options", "logit_bias", "stop", ENDLESS, *SAMPLING, *USER)
-_OF_CHAT = ("tools", "tool_choice", "response_format", "parallel_tool_calls")
+_OF_CHAT = ("messages", "tools", "tool_choice", "response_format", "parallel_tool_calls")
 _TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
@@ -43,19 +43,14 @@ _MAX_MESSAGES = 4096
 
 
 def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`. `options`, `strict`: defaults.
-
-    Raises
-    ------
-    Refusal, UsageError : it has no question, or asks for something unsupported.
-    """
+    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults. Raises Refusal or UsageError."""
     messages = _messages(taken(value, "messages", list, []))
     prefill = ""
     if messages and messages[-1][0] == "assistant" and not value["messages"][-1].get("tool_calls"):
         prefill, messages = messages[-1][1].rstrip(), messages[:-1]
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
-    return _read(value, "messages", Question(question, messages=messages, prefill=prefill), options, strict, turns)
+    return _read(value, Question(question, messages=messages, prefill=prefill), options, strict, turns)
 
 
 def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
@@ -63,28 +58,25 @@ def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: boo
     prompts = texts(value, "prompt", LONGEST_TEXT)
     if len(prompts) != 1:
         raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
-    return _read(value, "prompt", Question(prompts[0], messages=(("user", prompts[0]),)), options, strict)
+    return _read(value, Question(prompts[0], messages=(("user", prompts[0]),)), options, strict, None)
 
 
 def _read(
-    value: Mapping[str, Any],
-    asked: str,
-    question: Question,
-    options: QueryOptions,
-    strict: bool,
-    turns: Turns | None = None,
+    value: Mapping[str, Any], question: Question, options: QueryOptions, strict: bool, turns: Turns | None
 ) -> ChatRequest:
+    """Parse what both have. `turns`: those before a question of the chat, None for a prompt."""
+    is_chat = turns is not None
     own = taken(value, "kvtool", dict, {})
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
     given = {name: bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
-    if asked == "messages" and value.get("logprobs") is True:
+    if is_chat and value.get("logprobs") is True:
         given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
         value = {**value, "logprobs": None, "top_logprobs": None}
-    check_parameters(value, (asked, *_KNOWN, *(_OF_CHAT if turns is not None else ())))
+    check_parameters(value, (*_KNOWN, *(_OF_CHAT if is_chat else ("prompt",))))
     given |= _sampling(value)
-    tools, grammar = read_tools(value) if turns is not None else ((), "")
+    tools, grammar = read_tools(value) if is_chat else ((), "")
     if grammar and question.prefill:
         raise Refusal(400, "unsupported", "a prefilled answer cannot follow a schema", param="messages")
     if grammar or question.prefill:
@@ -97,21 +89,19 @@ def _read(
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
-    stream = taken(value, "stream_options", dict, {})
-    stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
-    must_find = taken(own, "strict", bool, strict)
+    ask = Ask(
+        question,
+        replace(options, **given),
+        texts(value, "stop", _MAX_STOP, _MAX_STOPS),
+        turns,
+        must_find=taken(own, "strict", bool, strict),
+        tools=tools,
+        parallel=taken(value, "parallel_tool_calls", bool, True),
+    )
     return ChatRequest(
-        ask=Ask(
-            question,
-            replace(options, **given),
-            stop,
-            turns,
-            must_find=must_find,
-            tools=tools,
-            parallel=taken(value, "parallel_tool_calls", bool, True),
-        ),
+        ask,
         stream=taken(value, "stream", bool, False),
-        usage=taken(stream, "include_usage", bool, False),
+        usage=taken(taken(value, "stream_options", dict, {}), "include_usage", bool, False),
         model=taken(value, "model", str, ""),
         user=next(filter(None, [taken(value, name, str, "") for name in USER]), ""),
     )
@@ -197,10 +187,9 @@ def _event(value: Any) -> str:
 
 
 @dataclass(slots=True)
-class OpenAIResponse:
+class OpenAIResponse(Dialect):
     """Response of `/v1/chat/completions` (`chat`) or `/v1/completions`: an object, or server-sent events."""
 
-    media_type: ClassVar[str] = "text/event-stream"
     chat: bool
     model: str
     with_usage: bool = False
@@ -209,7 +198,6 @@ class OpenAIResponse:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the object of a complete answer."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
@@ -218,20 +206,13 @@ class OpenAIResponse:
         return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": about(answer)}
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield the event before the first piece."""
         if self.chat:
             yield _event(self._chunk({"role": "assistant", "content": None if self.with_tools else ""}))
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the events of a piece of text."""
         yield _event(self._chunk({"content": text} if self.chat else text))
 
-    def waiting(self) -> str:
-        """Return an event that changes nothing."""
-        return ": waiting\n\n"  # a comment
-
     def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the events after the last piece."""
         for number, call in enumerate(answer.calls):
             yield _event(self._chunk({"tool_calls": [{"index": number, **_call(call)}]}))
         last = self._chunk({} if self.chat else "", answer)
@@ -241,7 +222,6 @@ class OpenAIResponse:
         yield _DONE
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Yield the events of an error within a stream."""
         yield _event({"error": refusal.to_json()})
         yield _DONE
 
@@ -284,22 +264,16 @@ _MADE = "1970-01-01T00:00:00Z"  # Anthropic's API has it so where the date is no
 
 
 class OpenAI:
-    """Endpoints of the OpenAI API, but for responses."""
-
     def __init__(self, answers: Answers) -> None:
         self._answers, self._engine = answers, answers.engine
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
         return await self._answers.answered(
-            request,
-            read_chat,
-            lambda asked, model: OpenAIResponse(True, model, asked.usage, bool(asked.ask.tools)),
+            request, read_chat, lambda asked, model: OpenAIResponse(True, model, asked.usage, bool(asked.ask.tools))
         )
 
     async def completion(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
         return await self._answers.answered(
             request, read_completion, lambda asked, model: OpenAIResponse(False, model, asked.usage)
         )
@@ -314,7 +288,6 @@ class OpenAI:
         return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        """`GET /v1/models/ID`."""
         name, own = request.path_params["name"], self._engine.model_name
         if name != self._engine.embedder_name:
             if not own:

@@ -10,27 +10,31 @@ from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Access", "Limits and log", "Documents"
+ADDRESS, ACCESS, DOCUMENTS = "Address", "Access", "Documents"
 ANY_ORIGIN = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepOptions(Options, sections=("query",)):
-    """The option of an engine that stays after a question."""
+    """Options of an engine that stays after a question, and of a server's."""
 
     keep_alive: float = option(
-        0.0,
-        "Keep the model loaded in the background for so long after the last question; 0 does not.",
+        300.0,
+        "Keep the model loaded after the last question; 0 does not.",
         group="Answer",
         unit="duration",
         lowest=0,
         highest=7 * 86400,
         own=True,
+        instead="5m on a terminal",
+    )
+    server: bool = option(
+        True, "Ask a running `kvtool serve` of the store, which has loaded the model.", group="Answer", flag=None
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options, sections=("serve",)):
+class ServeOptions(Options, sections=("serve",), group="Limits and log"):
     """Options of a server: its address, its clients, and its limits."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=ADDRESS, setting="serve_host", metavar="ADDRESS")
@@ -47,7 +51,6 @@ class ServeOptions(Options, sections=("serve",)):
         True,
         "Let `kvtool query` of this user use the loaded model, through a local socket.",
         group=ADDRESS,
-        flag="--socket/--no-socket",
         setting="serve_socket",
     )
 
@@ -60,52 +63,30 @@ class ServeOptions(Options, sections=("serve",)):
         instead="serve.key in the user's data folder",
     )
     key: bool = option(
-        True,
-        "Require the API key; --no-key only for clients on this machine.",
-        group=ACCESS,
-        flag="--key/--no-key",
-        setting="serve_key",
+        True, "Require the API key; --no-key only for clients on this machine.", group=ACCESS, setting="serve_key"
     )
     cors_origin: tuple[str, ...] = option(
         (), "Allow web pages of this origin; * allows all.", group=ACCESS, metavar="URL"
     )
 
-    parallel: int = option(8, "Number of answers generated at the same time.", group=LIMITS, lowest=1)
-    queue: int = option(64, "Number of questions that may wait; more get status 429.", group=LIMITS, lowest=1)
-    request_timeout: float = option(
-        300.0, "Maximum time for an answer, with its wait.", group=LIMITS, unit="duration", lowest=0.001
-    )
-    client_timeout: float = option(
-        30.0, "Maximum time that a client may be idle.", group=LIMITS, unit="duration", lowest=0.001
-    )
-    drain_timeout: float = option(
-        30.0, "Maximum time to finish answers at shutdown.", group=LIMITS, unit="duration", lowest=0
-    )
-    max_body: int = option(
-        16 * 10**6, "Maximum size of a request.", group=LIMITS, unit="size", lowest=1, instead="16MB"
-    )
+    parallel: int = option(8, "Number of answers generated at the same time.", lowest=1)
+    queue: int = option(64, "Number of questions that may wait; more get status 429.", lowest=1)
+    request_timeout: float = option(300.0, "Maximum time for an answer, with its wait.", unit="duration", lowest=0.001)
+    client_timeout: float = option(30.0, "Maximum time that a client may be idle.", unit="duration", lowest=0.001)
+    drain_timeout: float = option(30.0, "Maximum time to finish answers at shutdown.", unit="duration", lowest=0)
+    max_body: int = option(16 * 10**6, "Maximum size of a request.", unit="size", lowest=1, instead="16MB")
     memory_cache: int = option(
-        10**9,
-        "Memory for loaded chunks.",
-        group=LIMITS,
-        setting="serve_memory_cache",
-        unit="size",
-        lowest=0,
-        instead="1GB",
+        10**9, "Memory for loaded chunks.", setting="serve_memory_cache", unit="size", lowest=0, instead="1GB"
     )
 
     spot: bool = option(
         True,
         "Reuse stored passages that a client's messages contain, and retrieve none for them.",
         group=DOCUMENTS,
-        flag="--spot/--no-spot",
         setting="serve_spot",
     )
     any_model: bool = option(
-        False,
-        "Answer to every model name that a client sends.",
-        group=ACCESS,
-        setting="serve_any_model",
+        False, "Answer to every model name that a client sends.", group=ACCESS, setting="serve_any_model"
     )
     strict: bool = option(
         False,
@@ -117,7 +98,6 @@ class ServeOptions(Options, sections=("serve",)):
         False,
         "Store passages that come again in clients' messages, and reuse them.",
         group=DOCUMENTS,
-        flag="--learn/--no-learn",
         setting="serve_learn",
     )
     learn_budget: int = option(
@@ -127,24 +107,14 @@ class ServeOptions(Options, sections=("serve",)):
         True,
         "Reuse learned passages and conversations only for the API key that sent them.",
         group=DOCUMENTS,
-        flag="--isolate/--no-isolate",
         setting="serve_isolate",
     )
     keep_conversations: int = option(
-        5 * 10**8,
-        "Memory for conversations that may continue; 0 keeps none.",
-        group=LIMITS,
-        unit="size",
-        lowest=0,
-        instead="500MB",
+        5 * 10**8, "Memory for conversations that may continue; 0 keeps none.", unit="size", lowest=0, instead="500MB"
     )
 
     root: tuple[Path, ...] = option(
-        (),
-        "Let clients ingest files below this folder.",
-        group=DOCUMENTS,
-        metavar="FOLDER",
-        unit="path",
+        (), "Let clients ingest files below this folder.", group=DOCUMENTS, metavar="FOLDER", unit="path"
     )
     uploads: Path | None = option(
         None,
@@ -154,17 +124,15 @@ class ServeOptions(Options, sections=("serve",)):
         unit="path",
     )
     request_log: Path | None = option(
-        None, "Write one line per request to this file.", group=LIMITS, metavar="FILE", unit="path", instead="stdout"
+        None, "Write one line per request to this file.", metavar="FILE", unit="path", instead="stdout"
     )
 
     @property
     def key_path(self) -> Path:
-        """Return the path of the key's file."""
         return self.key_file or data_dir() / "serve.key"
 
     @property
     def is_local(self) -> bool:
-        """Return True if only this machine can reach it."""
         return is_loopback(self.host)
 
     def check(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +48,25 @@ _MANY = 2001  # documents whose list takes seconds
 def page_routes(engine: Engine, options: ServeOptions, ingesting: IngestOptions) -> list[Route]:
     """Return the routes of the page. `ingesting`: options of the ingests whose speed is known."""
 
+    def read_state() -> dict[str, Any]:
+        return {
+            **engine.status(),
+            "ingest": engine.progress.now,
+            "prefill": engine.prefill_speed(ingesting),
+            "many": engine.has_documents(_MANY),
+            "uploads": options.uploads is not None,
+            "max_body": options.max_body,
+            "fusions": list(FUSIONS),
+        }
+
     async def state(request: Request) -> Response:
-        found = await briefly(partial(_state, engine, ingesting))
-        takes = {"uploads": options.uploads is not None, "max_body": options.max_body, "fusions": list(FUSIONS)}
-        return JSONResponse(found | takes, headers={"Cache-Control": "no-store"})
+        return JSONResponse(await briefly(read_state), headers={"Cache-Control": "no-store"})
 
     files = [Route(address, _static(name, kind)) for address, (name, kind) in _FILES.items()]
     return [*files, Route("/page/state", state)]
 
 
 def _static(name: str, kind: str) -> Any:
-    """Return the endpoint of a file."""
     data = (_FOLDER / name).read_bytes()
     headers = {**_HEADERS, "Content-Type": kind, "ETag": f'"{hashlib.sha256(data).hexdigest()[:16]}"'}
 
@@ -69,12 +76,3 @@ def _static(name: str, kind: str) -> Any:
         return Response(data, headers=headers)
 
     return file
-
-
-def _state(engine: Engine, ingesting: IngestOptions) -> dict[str, Any]:
-    return {
-        **engine.status(),
-        "ingest": engine.progress.now,
-        "prefill": engine.prefill_speed(ingesting),
-        "many": engine.has_documents(_MANY),
-    }

@@ -1,7 +1,6 @@
 """Process of an engine that stays loaded for a store (`kept_engine.py` starts it) and only listens at its socket.
 
-It ends some time after the last question, at SIGTERM, and where its store, its socket or its record is no longer the
-one it began with.
+It ends some time after the last question, at SIGTERM, and when its store, socket or log is removed or replaced.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvtool.core.cache.layout import read_store_file
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.model.understudies import cast
 from kvtool.serve.app import local_app
 from kvtool.serve.engine import Engine
-from kvtool.serve.kept_engine import KeptEngine
+from kvtool.serve.kept_engine import KeptEngine, code_stamp
 from kvtool.serve.metrics import AccessLog
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, serve
@@ -55,21 +53,21 @@ class Resident:
     def __init__(self, record: KeptEngine, seconds: float) -> None:
         self._record, self._seconds = record, seconds
         self._place = Path(record.store)
+        self._socket = socket_path(self._place)
         self._watching: asyncio.Task[None] | None = None
 
     def run(self, model: ModelOptions, memory_cache: int) -> None:
         """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
         self._record.write()
         self._uuid = read_store_file(self._place).uuid
-        engine = shell_engine(self._place, model, memory_cache)
-        path, listeners = socket_path(self._place), list[Listener]()
+        engine, listeners = shell_engine(self._place, model, memory_cache), list[Listener]()
         try:
             engine.start()
-            if (bound := listen(path)) is None:
+            if (bound := listen(self._socket)) is None:
                 raise KvtoolError("a server of this store answers already")
-            self._inode = os.stat(path).st_ino
+            self._inode = os.stat(self._socket).st_ino
             inner = local_app(engine, AccessLog(engine, lambda row: _log(json.dumps(row))))
-            listeners.append(Listener(self._counting(inner), bound, path=path))
+            listeners.append(Listener(self._counting(inner), bound, path=self._socket))
             self._record = replace(self._record, model=engine.model_name)
             self._note()
             serve(engine, listeners, _DRAIN, self._watch, _warn)
@@ -103,31 +101,23 @@ class Resident:
             self._record.write()
 
     def _watch(self) -> None:
-        """Look for a reason to end from now on."""
+        """End once no question comes, or none can come."""
 
         async def watch() -> None:
-            while not (why := self._reason_to_end()):
+            while self._is_reachable() and (self._record.running or time.time() < self._record.ends):
                 await asyncio.sleep(_LOOK_EVERY)
-            _log(why)
+            _log("no question came" if self._is_reachable() else "its store, socket or log is gone or replaced")
             signal.raise_signal(signal.SIGTERM)
 
         self._watching = asyncio.get_running_loop().create_task(watch())
 
-    def _reason_to_end(self) -> str:
-        """Return why it ends; empty: it stays."""
+    def _is_reachable(self) -> bool:
+        """Return True if questions of the store come here, and `kvtool stop` finds this process by its log."""
         try:
-            if read_store_file(self._place).uuid != self._uuid:
-                return "the store was replaced"
-        except KvtoolError as error:
-            return f"the store is gone: {error.message}"
-        try:
-            if os.lstat(socket_path(self._place)).st_ino != self._inode:
-                return "another server has taken the socket"
-        except OSError:
-            return "the socket is gone"
-        if not os.path.exists(self._record.log):
-            return "its record is gone"  # `kvtool stop` would not find it
-        return "no question came" if not self._record.running and time.time() >= self._record.ends else ""
+            is_same = read_store_file(self._place).uuid == self._uuid
+            return is_same and os.lstat(self._socket).st_ino == self._inode and os.path.exists(self._record.log)
+        except (OSError, KvtoolError):
+            return False
 
 
 def main() -> None:
@@ -136,17 +126,13 @@ def main() -> None:
     Options: `store`, `model` (of `ModelOptions`), `memory_cache`, `keep_alive` in seconds, `log`, and `lock`, the
     descriptor of the held lock, which lives as long as the process.
     """
-    cast()
     wanted: Mapping[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(wanted["lock"], False)
-    record = KeptEngine(store=wanted["store"], pid=os.getpid(), log=wanted["log"])
-    _log(f"process {record.pid} loads the model of {record.store}")
+    record = KeptEngine(store=wanted["store"], pid=os.getpid(), log=wanted["log"], code=code_stamp())
     try:
         Resident(record, wanted["keep_alive"]).run(ModelOptions(**wanted["model"]), wanted["memory_cache"])
     except Exception as error:
-        why = error.message if isinstance(error, KvtoolError) else f"{type(error).__name__}: {error}"
-        replace(record, error=why).write()
-        _log(f"error: {why}")
+        _log(f"error: {error.message if isinstance(error, KvtoolError) else repr(error)}")
     os._exit(0)  # taking torch down takes a second
 
 

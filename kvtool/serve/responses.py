@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers, ChatRequest, about, cached_tokens
+from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
 from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters
@@ -57,7 +57,6 @@ class Remembered:
         self._held: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def keep(self, owner: str, name: str, exchange: Exchange) -> None:
-        """Remember a response."""
         self._held[owner, name] = text = json.dumps(asdict(exchange))
         self._bytes += len(text)
         while self._bytes > self._limit:
@@ -115,7 +114,6 @@ def _message(item: Any, where: str) -> Message:
 
 
 def _item(item: Any, name: str) -> dict[str, Any]:
-    """Return an item of the input as the API lists it."""
     if item.get("type", "message") != "message":
         return {"id": f"in_{name}", **item}
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -148,16 +146,9 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class ResponsesResponse:
-    """Response of `/v1/responses`: an object, or server-sent events.
+class ResponsesResponse(Dialect):
+    """Response to the body `asked`. `keep`: called with the answer and the response's object, to remember it."""
 
-    Attributes
-    ----------
-    asked : the body of the request. `options`: of its question.
-    keep : called with the answer and the response's object, if that is to be remembered.
-    """
-
-    media_type: ClassVar[str] = "text/event-stream"
     asked: Mapping[str, Any]
     options: QueryOptions
     model: str
@@ -169,10 +160,9 @@ class ResponsesResponse:
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the object of a complete answer."""
         cut = answer.finish == "length"
         said = [self._item(answer.text, cut)] if answer.text or self._is_open or not answer.calls else []
-        output = said + [_call(call, call.json, _status(call)) for call in answer.calls]
+        output = said + [_call(call) for call in answer.calls]
         own = self._object("incomplete" if cut else "completed", output)
         own["completed_at"] = None if cut else int(time.time())
         reason = {"reason": "max_output_tokens"} if cut else None
@@ -181,23 +171,16 @@ class ResponsesResponse:
         return own
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield the events before the first piece."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._object("in_progress", []))
 
     def piece(self, text: str) -> Iterator[str]:
-        """Yield the event of a piece of text."""
         yield from self._open()
         self._said += text
         yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
 
-    def waiting(self) -> str:
-        """Return an event that changes nothing."""
-        return ": waiting\n\n"  # a comment
-
     def end(self, answer: Answer) -> Iterator[str]:
-        """Yield the events after the last piece. Of a corrected answer the last event has the text."""
-        whole = self.whole(answer)
+        whole = self.whole(answer)  # with the text of a corrected answer, of which the draft was streamed
         if not answer.calls:
             yield from self._open()
         if self._is_open:
@@ -205,26 +188,21 @@ class ResponsesResponse:
             yield self._event("response.content_part.done", **self._place, part=_part(self._said))
             yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
         for index, call in enumerate(answer.calls, int(self._is_open)):
-            begun, done, at = (
-                _call(call, "", "in_progress"),
-                _call(call, call.json, _status(call)),
-                {"output_index": index},
-            )
-            yield self._event("response.output_item.added", **at, item=begun)
-            at["item_id"] = done["id"]
+            item = _call(call)
+            begun = item | {"arguments": "", "status": "in_progress"}
+            at = {"output_index": index, "item_id": item["id"]}
+            yield self._event("response.output_item.added", output_index=index, item=begun)
             yield self._event("response.function_call_arguments.delta", **at, delta=call.json)
             yield self._event("response.function_call_arguments.done", **at, name=call.name, arguments=call.json)
-            yield self._event("response.output_item.done", output_index=index, item=done)
+            yield self._event("response.output_item.done", output_index=index, item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Yield the event of an error within a stream."""
         said = refusal.to_json()
         error = {"code": "server_error", "message": said["message"]}
         yield self._event("response.failed", response=self._object("failed", []) | {"error": error})
 
     def _open(self) -> Iterator[str]:
-        """Yield the beginning of the message, once."""
         if not self._is_open:
             self._is_open = True
             item = self._item("", None) | {"content": []}
@@ -249,6 +227,8 @@ class ResponsesResponse:
         echoed = {name: self.asked.get(name) for name in _ECHOED}
         echoed |= {name: getattr(self.options, name) for name in _SAMPLED}
         own = {"id": f"resp_{self.id}", "object": "response", "created_at": self.created, "status": status}
+        text = self.asked.get("text") or {}
+        form = text.get("format") or {"type": "text"}
         return {
             **own,
             **echoed,
@@ -263,26 +243,17 @@ class ResponsesResponse:
             "metadata": self.asked.get("metadata") or {},
             "parallel_tool_calls": self.asked.get("parallel_tool_calls") is not False,
             "store": self.asked.get("store") is not False,
-            "text": (self.asked.get("text") or {}) | {"format": self._format},
+            "text": text | {"format": _FORMAT | form if form["type"] == "json_schema" else form},
             "tool_choice": self.asked.get("tool_choice") or "auto",
             "tools": [_TOOL | tool for tool in self.asked.get("tools") or []],
             "truncation": "disabled",
             "usage": None,
         }
 
-    @property
-    def _format(self) -> dict[str, Any]:
-        form = (self.asked.get("text") or {}).get("format") or {"type": "text"}
-        return _FORMAT | form if form["type"] == "json_schema" else form
 
-
-def _status(call: Call) -> str:
-    return "completed" if call.partial is None else "incomplete"
-
-
-def _call(call: Call, arguments: str, status: str) -> dict[str, Any]:
+def _call(call: Call) -> dict[str, Any]:
     own = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
-    return own | {"arguments": arguments, "status": status}
+    return own | {"arguments": call.json, "status": "completed" if call.partial is None else "incomplete"}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -301,13 +272,10 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 class Responses:
-    """Endpoints of the responses API."""
-
     def __init__(self, answers: Answers) -> None:
         self._answers, self._remembered = answers, Remembered()
 
     async def create(self, request: Request) -> Response:
-        """`POST /v1/responses`."""
         owner, name = self._answers.owner(request), secrets.token_hex(16)
         value = await body_of(request)
         messages: list[Message] = []
@@ -357,7 +325,6 @@ class Responses:
         return self._remembered.exchange(self._answers.owner(request), request.path_params["name"])
 
     async def show(self, request: Request) -> Response:
-        """`GET /v1/responses/ID`."""
         if request.query_params.get("stream", "false") != "false":
             raise Refusal(
                 400, "unsupported", "a response that has ended cannot be streamed", "ask without it", "stream"
@@ -382,7 +349,6 @@ class Responses:
         raise Refusal(400, "not_background", "only a response in the background can be cancelled", hint)
 
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/responses/ID`."""
         name = request.path_params["name"]
         self._remembered.forget(self._answers.owner(request), name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})

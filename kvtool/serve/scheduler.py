@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,10 @@ from kvtool.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.generate import ContinuousBatch, Sampling
+    from kvtool.core.model.generate import ContinuousBatch
     from kvtool.core.query.answer import PreparedAnswer
-    from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
-_ANOTHER_STORE = 2  # attempts of a question whose store is replaced meanwhile
 _RETRY_AFTER = (1, 60)  # seconds, at least and at most
 # Seconds of a prompt between two tokens of other answers; at least as long as the last decoding step took.
 _SLICE = 0.05
@@ -74,7 +72,6 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Decoder | None:
-        """Return the model, if it is loaded."""
         return self._session.decoder if self._session is not None else None
 
     def turn(self) -> AbstractContextManager[None]:
@@ -82,13 +79,7 @@ class LoadedModel:
         return nullcontext() if self._session is None else self._session.decoder.turns.turn()
 
     def session(self) -> Session:
-        """Return the session of the current store.
-
-        Raises
-        ------
-        StoreNotFoundError : the store does not exist, or nothing was ever ingested into it.
-        ModelError : its model cannot be loaded.
-        """
+        """Return the session of the current store. Raises StoreNotFoundError and ModelError."""
         if self._session is not None and not self._is_current(self._session):
             self._open(self.close())
         return self._session or self._open(None)
@@ -114,8 +105,11 @@ class LoadedModel:
         self.spare = None
         try:
             identity = store_identity(store)
-            if decoder is not None and not _is_of(decoder, identity):
-                decoder = None
+            if decoder is not None and (
+                decoder.loaded.fingerprint != identity.fingerprint
+                or str(decoder.kv_dtype).removeprefix("torch.") != identity.dtype
+            ):
+                decoder = None  # it is not the store's
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
             session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # cached chunks are faster, but must not change the search
@@ -132,12 +126,7 @@ class LoadedModel:
         return session
 
     def count(self, ask: Ask) -> int:
-        """Return the tokens of a question with its turns, instruction and tools, without passages; in any thread.
-
-        Raises
-        ------
-        ModelError : no model is loaded, or its template knows no second turn.
-        """
+        """Return the tokens of a question, without passages; in any thread. Raises ModelError if no model is loaded."""
         from kvtool.core.model.prompt import question_tokens, said_tokens, turn_header
         from kvtool.core.query.prompt import parts_for
 
@@ -145,38 +134,25 @@ class LoadedModel:
             raise ModelError("no model is loaded, so there is no tokenizer", "ingest a document first")
         ask, tokenizer = _told(ask, session), session.tokenizer
         parts = parts_for(session, ask.options)
-        pieces: list[Sequence[int]] = [
-            parts.prefix,
-            question_tokens(tokenizer, ask.request.question, parts, ask.request.prefill),
-        ]
+        count = len(parts.prefix) + len(question_tokens(tokenizer, ask.request.question, parts, ask.request.prefill))
         for question, answer in ask.turns or ():
-            pieces += [question_tokens(tokenizer, question, parts), said_tokens(tokenizer, answer)]
-        between = len(turn_header(tokenizer)) * len(ask.turns) if ask.turns else 0
-        return sum(map(len, pieces)) + between
+            count += len(question_tokens(tokenizer, question, parts)) + len(said_tokens(tokenizer, answer))
+        return count + (len(turn_header(tokenizer)) * len(ask.turns) if ask.turns else 0)
 
     def exists(self) -> bool:
-        """Return True if the store exists."""
-        if not isinstance(self.place, Path):
-            return True
-        try:
-            read_store_file(self.place)
-        except StoreNotFoundError:
-            return False
+        if isinstance(self.place, Path):
+            try:
+                read_store_file(self.place)
+            except StoreNotFoundError:
+                return False
         return True
 
     def close(self) -> Decoder | None:
         """Close the store; return the model, if it was loaded."""
-        session, self._session = self._session, None
-        if session is None:
-            return None
-        session.close()
-        return session.decoder
-
-
-def _is_of(decoder: Decoder, identity: StoreIdentity) -> bool:
-    """Return True if a store was made with this model."""
-    kept = str(decoder.kv_dtype).removeprefix("torch.")
-    return (decoder.loaded.fingerprint, kept) == (identity.fingerprint, identity.dtype)
+        decoder, session, self._session = self.decoder, self._session, None
+        if session is not None:
+            session.close()
+        return decoder
 
 
 def _told(ask: Ask, session: Session) -> Ask:
@@ -189,10 +165,6 @@ def _told(ask: Ask, session: Session) -> Ask:
     said = tuple(message for message in ask.request.messages if message[0] != "system")
     request = replace(ask.request, messages=(("system", system), *said) if said else ())
     return replace(ask, request=request, options=replace(ask.options, system=system), tools=())
-
-
-def _sampling_of(job: Job, begun: PreparedAnswer) -> Sampling:
-    return replace(begun.sampling, stop=job.ask.stop)
 
 
 class Scheduler:
@@ -225,17 +197,14 @@ class Scheduler:
     # ---- from any thread ----
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting jobs."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Return the number of running jobs."""
         return len(self._running)
 
     @property
@@ -244,18 +213,15 @@ class Scheduler:
         return len(self._learner) if self._learner is not None else 0
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Add a question. If the queue is full, the newest one of the client with the most is refused.
-
-        Raises
-        ------
-        BusyError : this one is refused, or the server is shutting down.
-        """
+        """Add a question. If the queue is full, the newest of the client with the most is refused. Raises BusyError."""
         job = Job(ask, tell, self._timeout)
         with self._changed:
             if not self._taking:
                 raise BusyError("the server is about to end", _RETRY_AFTER[0])
             last = self._waiting.add(job)
-            busy = BusyError(f"{len(self._waiting)} questions wait already", self._retry_after)
+            least, most = _RETRY_AFTER
+            retry_after = int(min(most, max(least, self._seconds * len(self._waiting) / self._parallel)))
+            busy = BusyError(f"{len(self._waiting)} questions wait already", retry_after)
             self._changed.notify_all()
         if last is job:
             raise busy
@@ -263,12 +229,6 @@ class Scheduler:
             self._tell(last, busy)
             last.ended = True
         return job
-
-    @property
-    def _retry_after(self) -> int:
-        """Return the seconds after which the queue may have space."""
-        least, most = _RETRY_AFTER
-        return int(min(most, max(least, self._seconds * len(self._waiting) / self._parallel)))
 
     def leave(self, job: Job) -> None:
         """Abandon a job: it ends before its next token, or leaves the queue."""
@@ -332,9 +292,11 @@ class Scheduler:
         if self._drafts:  # one of them, so that a question that waits begins before the next
             self._check(self._drafts.popleft(), batch)
         while self._unkept:
-            self._keep(self._unkept.popleft(), batch)
-        if self._can_learn:
-            self._learn(batch)
+            unkept = self._unkept.popleft()
+            self._do_later(unkept.keep, "the computed chunks of a prompt could not be stored", batch)
+        if self._learner is not None and self._can_learn:  # one chunk at most: a question may come meanwhile
+            learn = partial(self._learner.step, self._model.session)
+            self._do_later(learn, "a passage could not be learned", batch)
 
     def _step(self, batch: ContinuousBatch) -> None:
         """Decode a token of every answer, and end complete ones."""
@@ -353,12 +315,7 @@ class Scheduler:
         self._step_took = self._stepped - started
 
     def _run_others(self, batch: ContinuousBatch, job: Job | None = None) -> None:
-        """Decode tokens of other answers between two layers of a job's prompt, if it is time.
-
-        Raises
-        ------
-        KvtoolError : the job is abandoned.
-        """
+        """Decode tokens of other answers between two layers, if it is time. Raises KvtoolError to abandon the job."""
         if job is not None and self._stopped:
             raise BusyError(_ENDED, _RETRY_AFTER[0])
         if job is not None and (lost := job.lost) is not None:
@@ -387,7 +344,6 @@ class Scheduler:
             return [*self._running, *self._waiting]
 
     def _is_time(self) -> bool:
-        """Return True if other answers have waited long enough for a prompt."""
         return time.monotonic() - self._stepped >= max(_SLICE, self._step_took)
 
     def _drop_lost(self, batch: ContinuousBatch, but: Job | None = None) -> None:
@@ -401,13 +357,10 @@ class Scheduler:
     def _begin(self, job: Job, batch: ContinuousBatch) -> None:
         """Compute a job's prompt, or a part of it."""
         from kvtool.core.model.generate import AnswerSequence
-        from kvtool.core.model.preemption import between_layers
 
         job.queue_ms += (time.monotonic() - (job.aside or job.arrived)) * 1e3
-        self._current = job
-        try:
-            with between_layers(lambda: self._run_others(batch, job)):
-                begun = job.begun = self._begun(job)
+        with self._computing(job, batch):
+            begun = job.begun = self._begun(job)
             if begun is None:
                 job.aside = time.monotonic()
                 self._aside.append(job)
@@ -415,26 +368,35 @@ class Scheduler:
             cache, decoder, counts = begun.outcome.fused.cache, begun.session.decoder, begun.outcome.fused.tokens
             kept = 0 if job.cached is None else min(job.cached.kept, counts.resident)
             job.tokens = PromptTokens(counts.prompt, counts.reused + kept)
-            tell = partial(self._tell, job)
-            job.sequence = AnswerSequence(decoder, cache, begun.known, _sampling_of(job, begun), tell)
+            sampling = replace(begun.sampling, stop=job.ask.stop)
+            job.sequence = AnswerSequence(decoder, cache, begun.known, sampling, partial(self._tell, job))
             batch.add(job.sequence)
+
+    @contextmanager
+    def _computing(self, job: Job, batch: ContinuousBatch) -> Iterator[None]:
+        """Do work of a job, with steps of other answers between its layers; an error ends the job."""
+        from kvtool.core.model.preemption import between_layers
+
+        self._current = job
+        try:
+            with between_layers(lambda: self._run_others(batch, job)):
+                yield
         except Exception as error:
             self._end(job, as_error(error))
         finally:
             self._current = None
 
-    def _begun(self, job: Job) -> PreparedAnswer | None:
+    def _begun(self, job: Job, is_again: bool = False) -> PreparedAnswer | None:
         """Return a job's computed prompt; None: it is interrupted. Tried again if the store was just replaced."""
-        for attempt in range(_ANOTHER_STORE):
-            session = self._model.session()
-            if job.session is not session:
-                job.session, job.steps = session, self._steps_of(job, session)
-            try:
-                return self._stepped_through(job)
-            except (ModelError, StoreFormatError):
-                if attempt == _ANOTHER_STORE - 1 or session is self._model.session():
-                    raise
-        raise AssertionError("at least one attempt is made")
+        session = self._model.session()
+        if job.session is not session:
+            job.session, job.steps = session, self._steps_of(job, session)
+        try:
+            return self._stepped_through(job)
+        except (ModelError, StoreFormatError):
+            if is_again or session is self._model.session():
+                raise
+        return self._begun(job, is_again=True)
 
     def _steps_of(self, job: Job, session: Session) -> Generator[PreparedAnswer | None]:
         """Bring a job to its first token. Yields None between two turns of its conversation, at last the prompt."""
@@ -463,14 +425,10 @@ class Scheduler:
         started = time.monotonic()
         while (begun := next(job.steps)) is None:
             run_pending()
-            if self._others_can_begin and time.monotonic() - started >= _SLICE:
+            others_can_begin = self._aside or (self._waiting and len(self._running) < self._parallel)
+            if others_can_begin and time.monotonic() - started >= _SLICE:
                 return None
         return begun
-
-    @property
-    def _others_can_begin(self) -> bool:
-        """Return True if a waiting question could begin, or another prompt is interrupted."""
-        return bool(self._aside or (self._waiting and len(self._running) < self._parallel))
 
     def _answer(self, job: Job) -> None:
         """End a job with its answer; its chunks are stored afterwards."""
@@ -495,47 +453,28 @@ class Scheduler:
     def _check(self, job: Job, batch: ContinuousBatch) -> None:
         """Check a draft by full prefill; what is left to generate joins the batch, and the job ends with that."""
         from kvtool.core.model.generate import AnswerSequence
-        from kvtool.core.model.preemption import between_layers
 
         begun, draft = job.begun, job.draft
         if begun is None or draft is None:  # it was abandoned
             return
-        self._current = job
-        try:
-            sampling = _sampling_of(job, begun)
-            with between_layers(lambda: self._run_others(batch, job)):
-                checked = job.checked = begun.check(draft, sampling, job.drafted)
+        with self._computing(job, batch):
+            sampling = replace(begun.sampling, stop=job.ask.stop)
+            checked = job.checked = begun.check(draft, sampling, job.drafted)
             job.sequence = AnswerSequence(begun.session.decoder, checked.exact.cache, checked.known, sampling)
             batch.add(job.sequence)
-        except Exception as error:
-            self._end(job, as_error(error))
-        finally:
-            self._current = None
 
-    def _keep(self, begun: PreparedAnswer | CachedConversation, batch: ContinuousBatch) -> None:
-        """Store the chunks that an answer has computed."""
+    def _do_later(self, work: Callable[[], object], failure: str, batch: ContinuousBatch) -> None:
+        """Do work after answers, which are valid without it, so that an error is only a warning."""
         from kvtool.core.model.preemption import between_layers
 
         try:
             with between_layers(lambda: self._run_others(batch)):
-                begun.keep()
+                work()
         except Closed:  # replaced by another store
             return
-        except Exception as error:  # the answer is valid
-            failed = as_error(error)
-            self._warn(f"the computed chunks of a prompt could not be stored: {failed.message}", failed.hint)
-
-    def _learn(self, batch: ContinuousBatch) -> None:
-        """Do a step of learning: of one chunk at most, so that a question that comes now waits no longer."""
-        from kvtool.core.model.preemption import between_layers
-
-        assert self._learner is not None
-        try:
-            with between_layers(lambda: self._run_others(batch)):
-                self._learner.step(self._model.session)
         except Exception as error:
             failed = as_error(error)
-            self._warn(f"a passage could not be learned: {failed.message}", failed.hint)
+            self._warn(f"{failure}: {failed.message}", failed.hint)
 
     def _end(self, job: Job, event: Event) -> None:
         """Send a job its last event, unless it has ended already."""

@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,6 @@ class Listener:
     timeout: float = 60.0
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close()
         if self.path is not None:
             leave(self.path)
@@ -74,17 +73,15 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 def address_of(bound: socket.socket, tls: bool) -> str:
-    """Return the URL of a socket."""
     host, port = bound.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Callable[[], None], warn: Warn) -> None:
     """Answer until a signal. `drain`: seconds to finish answers. `ready`: called once clients are answered."""
-    servers = [server_of(listener, drain) for listener in listeners]
-    watchdog = Watchdog(drain + _GRACE, warn)
+    servers = {server_of(listener, drain): listener.socket for listener in listeners}
     with _warning(warn):
-        asyncio.run(_until_signalled(engine, servers, [each.socket for each in listeners], ready, watchdog))
+        asyncio.run(_until_signalled(engine, servers, ready, Watchdog(drain + _GRACE, warn)))
 
 
 class _Server(uvicorn.Server):
@@ -96,11 +93,7 @@ class _Server(uvicorn.Server):
 
 
 async def _until_signalled(
-    engine: Engine,
-    servers: Sequence[uvicorn.Server],
-    sockets: Sequence[socket.socket],
-    ready: Callable[[], None],
-    watchdog: Watchdog,
+    engine: Engine, servers: Mapping[uvicorn.Server, socket.socket], ready: Callable[[], None], watchdog: Watchdog
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -115,7 +108,7 @@ async def _until_signalled(
         loop.call_soon_threadsafe(end)
 
     before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
-    running = [asyncio.ensure_future(server.serve([bound])) for server, bound in zip(servers, sockets, strict=True)]
+    running = [asyncio.ensure_future(server.serve([bound])) for server, bound in servers.items()]
     try:
         while not all(server.started for server in servers):
             await asyncio.sleep(0.01)
@@ -161,7 +154,7 @@ def server_of(listener: Listener, drain: float) -> uvicorn.Server:
     """Return the server of one socket. `drain`: seconds to finish answers at shutdown."""
     config = uvicorn.Config(
         listener.app,
-        http=protocol(listener.timeout),
+        http=type("Protocol", (TimeoutProtocol,), {"timeout": listener.timeout}),
         ws="none",
         lifespan="off",
         loop="asyncio",
@@ -205,7 +198,7 @@ class TimeoutProtocol(H11Protocol):
     a connection ends, too, whose last response is not read.
     """
 
-    timeout: float  # seconds, set by `protocol`
+    timeout: float  # seconds, set by `server_of`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -213,12 +206,10 @@ class TimeoutProtocol(H11Protocol):
         self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._await_head()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
         self._await_head()  # before a request that has arrived already
         super().on_response_complete()
 
@@ -228,12 +219,10 @@ class TimeoutProtocol(H11Protocol):
         self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().resume_writing()
         _cancel(self._read_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_lost(exc)
         _cancel(self._head_timer)
         _cancel(self._read_timer)
@@ -245,11 +234,6 @@ class TimeoutProtocol(H11Protocol):
     def _give_up(self, before: object) -> None:
         if self.cycle is before:  # no request has come since
             self.transport.abort()
-
-
-def protocol(timeout: float) -> type[TimeoutProtocol]:
-    """Return the protocol with a timeout in seconds."""
-    return type("Protocol", (TimeoutProtocol,), {"timeout": timeout})
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -184,12 +184,9 @@ def text_of(content: Any, where: str) -> str:
 
 def _written(call: Any) -> str | None:
     own = call.get("function") if isinstance(call, dict) else None
-    found = _call(own) if isinstance(own, dict) else None
-    return (
-        None
-        if found is None
-        else f'{CALL}\n{{"name": {json.dumps(found.name)}, "arguments": {found.json}}}\n{CALL_END}'
-    )
+    if not isinstance(own, dict) or (found := _call(own)) is None:
+        return None
+    return f'{CALL}\n{{"name": {json.dumps(found.name)}, "arguments": {found.json}}}\n{CALL_END}'
 
 
 # ---- answers ----
@@ -199,13 +196,9 @@ _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
 def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
-    """Return an answer with the calls of these tools that its text has; only a text that is well formed has any.
+    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any.
 
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
-
-    Parameters
-    ----------
-    parallel : False: only the first call is kept.
     """
     said, mark, rest = answer.text.partition(CALL)
     if mark and answer.finish == "length" and not rest.rstrip().endswith(CALL_END):
@@ -274,7 +267,6 @@ class Hold:
         self._holds, self._text, self._shown = bool(tools), "", 0
 
     def piece(self, text: str) -> str:
-        """Return what can be shown."""
         if not self._holds:
             return text
         self._text += text
@@ -283,18 +275,10 @@ class Hold:
             return ""
         end = self._text.find(CALL)
         if end < 0:
-            end = next(
-                (
-                    at
-                    for at in range(len(self._text) - len(CALL) + 1, len(self._text))
-                    if at >= 0 and CALL.startswith(self._text[at:])
-                ),
-                len(self._text),
-            )
+            end = len(self._text) - max(n for n in range(len(CALL)) if self._text.endswith(CALL[:n]))
         shown = self._text[self._shown : end]
         self._shown = max(end, self._shown)
         return shown
 
     def rest(self) -> str:
-        """Return what was not shown."""
         return self._text[self._shown :]

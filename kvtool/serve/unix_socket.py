@@ -47,12 +47,7 @@ def socket_path(store: Path) -> Path:
 
 
 def listen(path: Path) -> socket.socket | None:
-    """Listen at a socket of this user; None: another server listens, or the system has no such sockets.
-
-    Raises
-    ------
-    OSError : the socket cannot be created, or the path is something else.
-    """
+    """Listen at a socket of this user; None: another server does, or the system has none. Raises OSError."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     if (other := connect(path)) is not None:

@@ -28,7 +28,7 @@ from kvtool.core.errors import (
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
-# Limits of a request, checked before any work is done; listed in docs/server.md.
+# Limits of a request, checked before any work is done; listed in `kvtool help server`.
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
 LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
 MOST_NAMES = 256  # in a list of them
@@ -74,7 +74,6 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, error: KvtoolError) -> Refusal:
-        """Make the response to an error."""
         status, code = next((status, code) for kind, status, code in _MEANINGS if isinstance(error, kind))
         return cls(status, code, error.message, error.hint)
 
@@ -140,12 +139,7 @@ def failed(error: KvtoolError, path: str) -> JSONResponse:
 def check_names(
     value: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, Sequence[Any]] = MappingProxyType({})
 ) -> None:
-    """Refuse parameters that would change the answer and are not supported; none is ignored silently.
-
-    Parameters
-    ----------
-    neutral : further parameters, and the values at which they change nothing.
-    """
+    """Refuse other parameters than these, and those of `neutral` at other values: they would change the answer."""
     for name, given in value.items():
         if given is None or name in known:
             continue
@@ -231,22 +225,9 @@ def check_shape(text: str) -> None:
 
 
 def taken(
-    value: Mapping[str, Any],
-    name: str,
-    kind: type | tuple[type, ...],
-    default: Any = None,
-    longest: int = LONGEST_NAME,
+    value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, longest: int = LONGEST_NAME
 ) -> Any:
-    """Return a field of a request; its default if it is missing or null.
-
-    Parameters
-    ----------
-    longest : maximum length of a text in characters.
-
-    Raises
-    ------
-    Refusal : it has another type, or is too long.
-    """
+    """Return a field; its default if it is missing or null. Raises Refusal for another type or a long text."""
     found = value.get(name)
     if found is None:
         return default
@@ -287,16 +268,7 @@ _KINDS: dict[type, str] = {
 
 
 def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
-    """Return a field that is a text or a list of texts.
-
-    Parameters
-    ----------
-    longest : maximum length of each in characters. `most`: maximum number.
-
-    Raises
-    ------
-    Refusal : it has another type, or is too long.
-    """
+    """Return a field that is a text or a list of texts, `most` of them, each up to `longest`. Raises Refusal."""
     found = taken(value, name, (str, list), (), longest)
     found = [found] if isinstance(found, str) else found
     if len(found) > most:

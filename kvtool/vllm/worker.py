@@ -1,7 +1,7 @@
 """Feeding of vLLM's paged cache in a worker: a prompt's fused keys and values are computed and written to its blocks.
 
 Nothing is fed before the gate has passed: kvtool's rows over vLLM's modules are compared with what vLLM itself wrote of
-a request's prompt, and the laws of kvtool/docs/design.md are checked for this model and store.
+a request's prompt, and the laws of `kvtool help design` are checked for this model and store.
 """
 
 from __future__ import annotations
@@ -170,10 +170,6 @@ class Feeder:
                 raise ModelError("the store's records do not fit the model", "use a store of this model")
             selector = selector_for(wanted.options, wanted.options.mode())
             fused = fuse(session.decoder, plan, selector, session.source, patience=wanted.options.load_timeout)
-        for buffer, hidden in zip(fused.cache.buffers, fused.read_set.skipped, strict=True):
-            for segment in hidden:  # no row sees them, but a backend may load them with those next to them
-                buffer.keys[:, :, segment.start : segment.stop] = 0
-                buffer.values[:, :, segment.start : segment.stop] = 0
         device = session.decoder.device
         places = torch.arange(wanted.first, wanted.stop, device=device)
         blocks = torch.tensor(wanted.blocks, device=device)

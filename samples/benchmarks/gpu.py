@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in independent stages that can be resumed: kvtool/docs/gpu.md.
+"""The first hour on a GPU, in independent stages that can be resumed: `kvtool help gpu`.
 
     python samples/benchmarks/gpu_wheels.py wheels                                  # where there is a network
     python samples/benchmarks/gpu.py --wheels wheels --out out --stage laws entropy # there; at most --minutes in all

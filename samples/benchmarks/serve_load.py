@@ -2,7 +2,6 @@
 
     python samples/benchmarks/serve_load.py                                  # 32 clients x 20, tiny; 4 x 20, smollm2
     python samples/benchmarks/serve_load.py --only tiny --clients 8 --requests 5
-    python samples/benchmarks/serve_load.py --out PAGE.md    # writes the results page; on an idle machine
 
 Each question is answered once without a server; every streamed answer has to be that. Then one client asks them one
 after the other, and all clients ask at once, each another question first. Times are the clients', in threads
@@ -279,34 +278,12 @@ def run(load: Load) -> list[str]:
     ]
 
 
-def page(tables: Sequence[str], command: str) -> str:
-    """The results page."""
-    from samples.benchmarks.bench.machine import Host
-
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    head = [
-        "# Server under load",
-        "",
-        f"`{command}`, {time.strftime('%Y-%m-%d')}, commit {commit}. {Host.here().line()}. Clients and server share "
-        f"the machine; load average {os.getloadavg()[0]:.1f} at the end.",
-        "",
-        "Questions of `samples/questions.jsonl` over the sample corpus, chunks of 128 tokens, five in a prompt, "
-        "`union`. *Other than serial* counts streamed answers that are not, letter by letter, what "
-        "`kvtool.open(…).query` says of the same question. A row of one client is the same questions one by one.",
-        "",
-    ]
-    return "\n".join([*head, *tables]).rstrip() + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[load.name for load in LOADS])
     parser.add_argument("--clients", type=int)
     parser.add_argument("--requests", type=int)
     parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--out", type=Path, help="write the page there")
     given = parser.parse_args()
     tables: list[str] = []
     for load in LOADS:
@@ -319,9 +296,6 @@ def main() -> None:
             )
             tables += run(one)
     print("\n".join(tables))
-    if given.out is not None:
-        command = " ".join(["python", *(arg for arg in sys.argv if not arg.startswith("--out"))])
-        given.out.write_text(page(tables, f"{command}"), encoding="utf-8")
 
 
 if __name__ == "__main__":

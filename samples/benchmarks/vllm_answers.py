@@ -2,7 +2,7 @@
 
     python samples/benchmarks/vllm_answers.py STORE MODEL VLLM_PYTHON
 
-MODEL is the folder of the store's model, VLLM_PYTHON the interpreter of vLLM's environment (kvtool/docs/vllm.md). The
+MODEL is the folder of the store's model, VLLM_PYTHON the interpreter of vLLM's environment (`kvtool help vllm`). The
 prompt has the first chunks of three documents. Both compute in float32 with one thread.
 """
 

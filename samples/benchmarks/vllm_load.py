@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 taskset -c 1 /…/vllm/bin/python samples/benchmarks/vllm_load.py STORE MODEL load [--clients 8]
     OMP_NUM_THREADS=1 taskset -c 1 /…/vllm/bin/python samples/benchmarks/vllm_load.py STORE MODEL plain [--rounds 30]
 
-Run in vLLM's environment (kvtool/docs/vllm.md). A process with the connector and one without it answer in turn, and
+Run in vLLM's environment (`kvtool help vllm`). A process with the connector and one without it answer in turn, and
 each measures its own processor time. `load`: prompts of some random chunks of the store with a line before each, a
 question of one's own, and an answer of 16 tokens; a client asks again when it is answered. `plain`: one token after
 300 and 2,000 tokens of the store in random order, in which no passage is found. Each round is a pair in changing order.

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 /…/vllm/bin/python samples/benchmarks/vllm_ttft.py STORE MODEL [--tokens 1000,2000] [--rounds 3]
 
-Run in vLLM's environment (kvtool/docs/vllm.md), with one thread: threads of two libraries that wait spinning disturb
+Run in vLLM's environment (`kvtool help vllm`), with one thread: threads of two libraries that wait spinning disturb
 each other. Prompts are chunks of the store with a line before each, and a question. Next to the wall time of a request
 is the processor time of the process, which other programs on the machine disturb less, and the share of it that vLLM's
 own forward takes: loading layer by layer could hide no more than that. The first request, which the

@@ -3,7 +3,7 @@
     python samples/tools/lines.py [TREE ...]
     python samples/tools/lines.py --budgets
 
-A tree is a checkout of the repository; the one that this script is in by default. The lines of kvtool/docs/design.md.
+A tree is a checkout of the repository; the one that this script is in by default. The lines of `kvtool help design`.
 `--budgets` prints each room's lines, as `LINES` in tests/test_rooms.py has them.
 """
 

@@ -56,7 +56,7 @@ def served(ready: Path) -> Iterator[Served]:
 
 def expected(*suites: str) -> Counter[str]:
     """Checks of these suites, as the documentation counts them."""
-    page = (ROOT / "kvtool" / "docs" / "server.md").read_text(encoding="utf-8")
+    page = (ROOT / "kvtool" / "docs" / "guide" / "server.md").read_text(encoding="utf-8")
     counts = {
         name.strip(): int(count) for name, count in re.findall(r"^\| ([^|]+) \| (\d+) of \2 \|", page, re.MULTILINE)
     }

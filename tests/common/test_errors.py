@@ -1,4 +1,4 @@
-"""Every error carries the exit code that kvtool/docs/troubleshooting.md promises."""
+"""Every error carries the exit code that `kvtool help troubleshooting` promises."""
 
 import pytest
 

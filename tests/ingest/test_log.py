@@ -106,7 +106,7 @@ def test_every_command_of_the_documentation(fresh: Any, tmp_path: Path) -> None:
     fresh(write_corpus(tmp_path / "documents", 2, 1)).fine()
     places = {"/srv/documents": tmp_path / "documents", "/var/lib/kvtool/store": tmp_path / "fresh"}
     places |= {"/var/log/kvtool": tmp_path}
-    page = (Path(package.__file__).parent / "docs" / "cron.md").read_text()
+    page = (Path(package.__file__).parent / "docs" / "guide" / "cron.md").read_text()
     lines = re.findall(r"kvtool ((?:ingest|store prune) .*--quiet.*)", page)  # warm needs a shared store: tests/remote
     assert len(lines) == 4
     for line in lines:

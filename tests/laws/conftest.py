@@ -1,4 +1,4 @@
-"""The laws of kvtool/docs/design.md, over every registered selector × every family × float32 and bfloat16."""
+"""The laws of `kvtool help design`, over every registered selector × every family × float32 and bfloat16."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
 import stat
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvtool.cli import beside
+from kvtool.cli.app import main
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -24,8 +28,9 @@ from kvtool.serve.job import Ask
 from kvtool.serve.kept_engine import KeptEngine, kept_engines
 from kvtool.serve.resident import shell_engine
 from kvtool.serve.unix_socket import socket_path
-from tests.cli.working import CHUNKS, QUESTION, SHORT, command, environment, kvtool, on_terminal, process
+from tests.cli.working import CHUNKS, QUESTION, SHORT, command, environment, kvtool, process, terminal
 from tests.serve.conftest import PATIENCE, serving, wait_until
+from tests.serve.test_process import running
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at processes as Linux shows them")
 KEEP = ("--keep-alive", "10m")
@@ -69,13 +74,14 @@ def answer(store: Path, *more: object) -> dict[str, Any]:
     return {name: facts[name] for name in ("answer", "finish", "fusion", "chunks", "tokens", "revision")}
 
 
-def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path) -> None:
-    alone = answer(store, "--no-server")
-    first = kvtool(*asked(store, *KEEP)).fine()
-    assert "the model stays loaded" in first.err
-    assert f"`kvtool stop --store {store}` ends it" in first.err
-    second = kvtool(*asked(store)).fine()
-    assert "stays" not in second.err
+def test_the_second_question_is_answered_by_the_engine_of_the_first(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("KVTOOL_SERVER", "no")
+        alone = answer(store)
+    kvtool(*asked(store, *KEEP)).fine()
+    kvtool(*asked(store)).fine()
     assert answer(store) == answer(store, *KEEP) == alone
     wait_until(lambda: not kept_engines()[0].running)  # which is noted after an answer's end, and its line in the log
     (engine,) = engines()
@@ -241,7 +247,7 @@ def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
 def test_sigterm_lets_answers_end(store: Path) -> None:
     engine = engine_of(store)
     shell = subprocess.Popen(
-        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--no-stop-repeats"),
+        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--set", "sampling.stop_repeats=no"),
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -262,6 +268,44 @@ def test_an_answer_may_take_its_time(store: Path) -> None:
     engine.close()
 
 
+def at_terminal(*args: object, without: str = "") -> str:
+    """Run kvtool in this process with a terminal as its three streams, but one; return what the terminal shows."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        terminal(300) as written,
+        open(sys.stdout.fileno(), encoding="utf-8", closefd=False) as keyboard,
+    ):
+        streams = {"stdin": keyboard, "stdout": sys.stdout, "stderr": sys.stdout}
+        for name, stream in streams.items():
+            patch.setattr(sys, name, io.StringIO() if name == without else stream)
+        assert main([str(arg) for arg in args]) == 0
+    return written()
+
+
+def test_the_model_stays_loaded_for_a_person_at_a_terminal(store: Path) -> None:
+    said = f"stays loaded for 5 minutes: `kvtool stop --store {store}` unloads it, `--keep-alive 0` turns this off\n"
+    assert said in at_terminal(*asked(store))
+    (engine,) = kept_engines()
+    assert 200 < engine.ends - time.time() <= 300
+    assert "stays loaded" not in at_terminal(*asked(store))
+    assert [each.pid for each in kept_engines()] == [engine.pid]
+    wait_until(lambda: engines()[0]["requests"] == 2)
+
+
+@pytest.mark.parametrize("without", ["stdin", "stdout", "stderr"])
+def test_nothing_stays_loaded_where_a_stream_is_no_terminal(store: Path, without: str) -> None:
+    at_terminal(*asked(store), without=without)
+    assert engines() == []
+
+
+@pytest.mark.parametrize(
+    "more", [("--json",), ("--jsonl",), ("--explain",), ("--compare", "epic"), ("--keep-alive", "0")]
+)
+def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: tuple[str, ...]) -> None:
+    at_terminal(*asked(store, *more))
+    assert engines() == []
+
+
 def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of cron has no terminal; and the file of a folder may be anybody's."""
     assert process(*asked(store), KVTOOL_KEEP_ALIVE="10m").fine().out
@@ -271,30 +315,48 @@ def test_a_setting_is_for_people(store: Path, home: Path, tmp_path: Path, monkey
     kvtool(*asked(store)).failed(2, "keep_alive")
     (tmp_path / "kvtool.toml").unlink()
     home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text('keep_alive = "10m"\n')
-    monkeypatch.setattr(beside, "_is_person_there", lambda: True)
-    kvtool(*asked(store)).fine()
+    (home / "config.toml").write_text("keep_alive = 0\n")
+    at_terminal(*asked(store))
+    assert engines() == []
+    monkeypatch.setenv("KVTOOL_KEEP_ALIVE", "10m")
+    assert "stays loaded for 10 minutes" in at_terminal(*asked(store))
     assert len(engines()) == 1
 
 
-def test_it_is_off_by_default(store: Path) -> None:
-    on_terminal(*asked(store)).fine()
-    assert engines() == []
+def test_an_engine_of_other_code_is_replaced(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an upgrade: its answers may differ, and it may not understand the question."""
+    engine = engine_of(store)
+    monkeypatch.setattr(beside, "code_stamp", lambda: "another version")
+    kvtool(*asked(store)).fine()
+    wait_until(lambda: not kept_engines()[0].running)
+    assert [(each.pid, each.requests) for each in kept_engines()] == [(engine.pid, 1)]
+    assert engine_of(store).pid != engine.pid
 
 
-def test_a_slow_question_mentions_it_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "--keep-alive 5m"
-    assert said not in on_terminal(*asked(store)).fine().err  # it was not slow
-    monkeypatch.setattr(beside, "_SLOW", 0.0)
-    assert said not in kvtool(*asked(store)).fine().err  # nobody reads it
-    assert said in on_terminal(*asked(store)).fine().err
-    assert said not in on_terminal(*asked(store)).fine().err
+def test_an_ingest_is_answered_from(store: Path, tiny: Path, tmp_path: Path) -> None:
+    engine = engine_of(store)
+    (tmp_path / "note.md").write_text("# A note\n\nThe zeppelin was built by nobody at all.\n")
+    kvtool("ingest", tmp_path / "note.md", "--store", store, "--model", tiny, *CHUNKS).fine()
+    at = ("query", "Who built the zeppelin?", "--store", store, *SHORT, "--top-k", "1", "--json")
+    assert [Path(chunk["source"]).name for chunk in kvtool(*at).fine().json["chunks"]] == ["note.md"]
+    wait_until(lambda: kept_engines()[0].requests == 2)
+    assert [each.pid for each in kept_engines()] == [engine.pid]
 
 
-@pytest.mark.parametrize(
-    "more", [("--no-server",), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"]
-)
-def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...]) -> None:
+def test_ctrl_c_leaves_the_engine_to_the_next_question(store: Path) -> None:
+    shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(kept_engines)
+    shell.send_signal(signal.SIGINT)
+    shell.communicate(timeout=PATIENCE)
+    assert shell.returncode == 130
+    (engine,) = kept_engines()
+    assert engine_of(store).pid == engine.pid
+
+
+@pytest.mark.parametrize("more", [(), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"])
+def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not more:
+        monkeypatch.setenv("KVTOOL_SERVER", "no")
     kvtool(*asked(store, *KEEP, *more)).failed(2, "--keep-alive is for one question")
     assert engines() == []
 
@@ -305,11 +367,11 @@ def test_another_model_is_answered_here(store: Path) -> None:
     assert [each.pid for each in kept_engines()] == [engine.pid]
 
 
-def test_a_model_that_does_not_load_is_said(store: Path, tmp_path: Path) -> None:
-    done = kvtool(*asked(store, *KEEP, "--model", tmp_path / "none"))
-    done.failed(12)
-    assert "no model stays loaded" in done.err
-    assert engines() == []
+def test_an_error_starts_nothing(store: Path, home: Path, tmp_path: Path) -> None:
+    kvtool(*asked(store, *KEEP, "--model", tmp_path / "none")).failed(12)
+    kvtool(*asked(store, *KEEP, "--source", "none")).failed(2, "no document matches")
+    kvtool(*asked(tmp_path / "none", *KEEP)).failed(10)
+    assert not (home / "cache" / "engines").exists()
 
 
 def test_a_server_that_runs_is_used_instead(store: Path) -> None:
@@ -317,6 +379,13 @@ def test_a_server_that_runs_is_used_instead(store: Path) -> None:
         kvtool(*asked(store, *KEEP)).fine()
         assert [row["client"] for row in served.logged(1)] == ["shell"]
     assert engines() == []
+
+
+def test_a_server_that_starts_replaces_it(store: Path) -> None:
+    engine_of(store)
+    with running("--store", store, "--no-key"):
+        assert engines() == []
+        assert socket_path(store).exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Faults, really injected: flipped bits, cut files, kills, full disks, readers with writers; one table of results.
 
-    .venv/bin/python tests/support/faults.py --minutes 60 --journal /tmp/faults [--out samples/results/faults.md]
+    .venv/bin/python tests/support/faults.py --minutes 60 --journal /tmp/faults
 
 Run again with the same --journal to continue where it was stopped; `--minutes 0` prints the table of what is there.
 Uses one core. `--model smollm2` injures a store of the packaged model instead of a tiny random one's.
@@ -53,11 +53,7 @@ def main() -> int:
             if unit not in journal.done:
                 journal.add(unit, work())
     rows = table_of(journal.rows)
-    text = render(rows, journal.rows, given)
-    print(json.dumps(rows) if given.json else text)
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(text + "\n")
+    print(json.dumps(rows) if given.json else render(rows, journal.rows, given))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
@@ -65,7 +61,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="then stop; the journal stays")
     parser.add_argument("--journal", type=Path, default=Path(".faults"), help="a folder for all that is made")
-    parser.add_argument("--out", type=Path, help="write the table there, too")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=200)
     parser.add_argument("--kills", type=int, default=100, help="of each command")

@@ -1,7 +1,7 @@
 """vLLM fed by the connector answers as kvtool's own engine does, and by itself where nothing can be fed.
 
 vLLM takes another version of `transformers` than kvtool, so it runs in an environment of its own, whose interpreter
-KVTOOL_TEST_VLLM names (kvtool/docs/vllm.md says how to make one).
+KVTOOL_TEST_VLLM names (`kvtool help vllm` says how to make one).
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ class AgentOptions(Options, settings=False, group=SERVER):
 
     @property
     def key_path(self) -> Path:
-        """Return the path of the key's file."""
         return self.key_file or data_dir() / "mcp.key"
 
 

@@ -61,18 +61,16 @@ class StoreServer:
             self._tools["ingest"] = _tool(tools.ingest, changing)
 
     async def list_tools(self, context: Any, params: Any) -> types.ListToolsResult:
-        """`tools/list`."""
-        rows = []
-        for tool in self._tools.values():
-            rows.append(
-                types.Tool(
-                    name=tool.name,
-                    description=tool.description,
-                    annotations=tool.annotations,
-                    input_schema=tool.parameters,
-                    output_schema=tool.output_schema,
-                )
+        rows = [
+            types.Tool(
+                name=tool.name,
+                description=tool.description,
+                annotations=tool.annotations,
+                input_schema=tool.parameters,
+                output_schema=tool.output_schema,
             )
+            for tool in self._tools.values()
+        ]
         return types.ListToolsResult(tools=rows)
 
     async def call_tool(
@@ -103,13 +101,15 @@ class StoreServer:
         except KvtoolError:  # no store yet
             sources = []
         page = sources[:LISTED]
+        cursor = (
+            urlsafe_b64encode(page[-1].encode("utf-8", "surrogatepass")).decode() if len(sources) > LISTED else None
+        )
         return types.ListResourcesResult(
             resources=[types.Resource(uri=uri_of(source), name=source, mime_type="text/plain") for source in page],
-            next_cursor=_cursor_of(page[-1]) if len(sources) > LISTED else None,
+            next_cursor=cursor,
         )
 
     async def list_templates(self, context: Any, params: Any) -> types.ListResourceTemplatesResult:
-        """`resources/templates/list`."""
         row = types.ResourceTemplate(name="document", uri_template=_TEMPLATE, description="The text of a document.")
         return types.ListResourceTemplatesResult(resource_templates=[row])
 
@@ -147,12 +147,7 @@ def server_of(tools: Tools, version: str) -> Server[Any]:
 
 
 def uri_of(source: str) -> str:
-    """Return the URI of a document."""
     return _TEMPLATE.replace("{source}", quote(source, safe=""))
-
-
-def _cursor_of(source: str) -> str:
-    return urlsafe_b64encode(source.encode("utf-8", "surrogatepass")).decode()
 
 
 def _name_of(cursor: str) -> str:
@@ -246,13 +241,10 @@ def serve_http(
 
 
 class _Keys:
-    """Verifier of the keys that clients send."""
-
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = keys
 
     async def verify_token(self, token: str) -> AccessToken | None:
-        """See `TokenVerifier` of the library."""
         return AccessToken(token=token, client_id="kvtool", scopes=[]) if key_of(token, self._keys) else None
 
 

@@ -143,7 +143,6 @@ class Tools:
         self._open: tuple[Store, Finder] | None = None
 
     def close(self) -> None:
-        """Close the model and the store."""
         self._close_store()
         self._cache.close()
 
@@ -202,9 +201,8 @@ class Tools:
         chunks : ids of chunks to answer from, instead of a search.
         documents : paths of documents to answer from, instead of a search.
         """
-        own = options_of(ModelOptions)
-        options: dict[str, Any] = {name: getattr(self._options, name) for name in options_of(QueryOptions)}
-        options = {name: value for name, value in options.items() if name not in own}
+        names = [name for name in options_of(QueryOptions) if name not in options_of(ModelOptions)]
+        options: dict[str, Any] = {name: getattr(self._options, name) for name in names}
         options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
         options["source"] = tuple(source or self._options.source)
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), stream=stream, **options)
@@ -276,20 +274,16 @@ class Tools:
     def _reading(self) -> Iterator[tuple[Store, Finder]]:
         """Read one state of the store. It is opened at its first use, and again where another store has replaced it."""
         with self._lock:
-            store, finder = self._opened()
-            with store.view():
-                yield store, finder
-
-    def _opened(self) -> tuple[Store, Finder]:
-        if self._open is not None:
-            try:
-                self._open[0].follow()
-            except StoreFormatError:  # replaced by another store
-                self._close_store()
-        if self._open is None:
-            store = open_store(self._place, warn=self._warn)
-            self._open = store, Finder(store, self._warn)
-        return self._open
+            if self._open is not None:
+                try:
+                    self._open[0].follow()
+                except StoreFormatError:  # replaced by another store
+                    self._close_store()
+            if self._open is None:
+                store = open_store(self._place, warn=self._warn)
+                self._open = store, Finder(store, self._warn)
+            with self._open[0].view():
+                yield self._open
 
     def _close_store(self) -> None:
         with self._lock:

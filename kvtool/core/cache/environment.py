@@ -2,7 +2,7 @@
 
 The environment does what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
 
-Default flags are crash-safe (kvtool/docs/store-format.md). Every value is copied: no buffer outlives its transaction.
+Default flags are crash-safe (`kvtool help store-format`). Every value is copied: no buffer outlives its transaction.
 """
 
 from __future__ import annotations
@@ -414,8 +414,7 @@ class StoreConnection:
             inside = load_json(unseal(tables.STORE_KEY, Kind.STORE, data))
         if inside.get("uuid") != self.uuid:
             raise StoreFormatError(f"the data in {self.path} belongs to another store", layout.REBUILD)
-        if inside.get("format", 0) > layout.FORMAT:
-            raise StoreFormatError(f"the data in {self.path} has format {inside['format']}", "update kvtool")
+        layout.check_format(self.path, inside.get("format"))
 
     def _release(self) -> None:
         """Close the files; twice is fine."""

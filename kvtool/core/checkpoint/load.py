@@ -214,14 +214,13 @@ def load_model(
     UsageError : no such device or dtype.
     KvtoolError : out of memory.
     """
-    from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory
+    from kvtool.core.kernels.linear.onednn import keep_few_kernels
 
     started = time.perf_counter()
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place, files)
     if kind == INT8:
         kind, arithmetic = "float32", INT8
-    keep_freed_memory()
     keep_few_kernels()
     with quiet(), _explained(files):
         model = _model(files, place, arithmetic or kind, packed)

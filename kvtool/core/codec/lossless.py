@@ -41,7 +41,7 @@ class Raw(SelfContained):
 
 
 class Lossless(SelfContained):
-    """Compressed exponents: these are few, while signs and mantissas are noise (kvtool/docs/codec.md has the bytes).
+    """Compressed exponents: these are few, while signs and mantissas are noise (`kvtool help codec` has the bytes).
 
     Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and three bits more)
     and the sign is the last of the mantissa's bits. First bytes are compressed by zstd, K's and then V's; the other

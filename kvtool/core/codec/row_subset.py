@@ -2,7 +2,7 @@
 
 The inner level's payload of the stored rows comes first, so that a record begins as the inner level's does. Then follow
 a bit for every token of the chunk, 1 where its row is stored, the first the lowest; and `_TAIL`: tokens of the chunk,
-which the record's header states, too, rows that are stored, ``kvk`` and the format (kvtool/docs/codec.md).
+which the record's header states, too, rows that are stored, ``kvk`` and the format (`kvtool help codec`).
 """
 
 from __future__ import annotations
@@ -69,12 +69,6 @@ class RowSubset(Codec):
         if len({rows for _, rows in opened}) > 1:
             raise DamagedError("the layers of a chunk hold different rows")
         return self._inner.decode_layers([item for item, _ in opened], profiles)
-
-    def base_of(self, payload: Payload) -> str | None:
-        """Need no other record. Raises DamagedError: the payload names one."""
-        if self._inner.base_of(payload) is not None:
-            raise DamagedError("a record of some of a chunk's rows refines no other one")
-        return None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         return self._inner.stated_error(_split(payload)[0])

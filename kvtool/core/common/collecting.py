@@ -17,7 +17,7 @@ def paused_collection() -> Iterator[None]:
 
     Importing torch and transformers and building a model makes a million objects of which none is garbage, and Python
     looks through all of them again and again: a quarter of the processor time of one question from a shell
-    (samples/results/commands.md). The first collection afterwards visits all of them once, 0.1 s.
+    (samples/results/speed.md). The first collection afterwards visits all of them once, 0.1 s.
     """
     with kept_collection():
         gc.disable()

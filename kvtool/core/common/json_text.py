@@ -1,4 +1,4 @@
-"""JSON as every command gives it: safe on a terminal, and one shape for one thing (kvtool/docs/json.md)."""
+"""JSON as every command gives it: safe on a terminal, and one shape for one thing (`kvtool help json`)."""
 
 from __future__ import annotations
 

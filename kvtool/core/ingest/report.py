@@ -100,7 +100,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class IngestReport:
-    """Result of an ingest (kvtool/docs/json.md); `tokens` and `kv_bytes` count what this run computed.
+    """Result of an ingest (`kvtool help json`); `tokens` and `kv_bytes` count what this run computed.
 
     Attributes
     ----------

@@ -12,12 +12,10 @@ from kvtool.core.options.option import Options, option
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # for a new store; an existing one remembers its own
 MODEL = "Model"  # the heading of these options
-# The instruction of a new store; an existing one remembers its own. samples/results/instruction.md compares wordings.
-DEFAULT_SYSTEM = "You are a helpful assistant. Answer from the passages in full sentences. If they do not tell, say so."
-# Stores whose manifest names no instruction were made with this one, which benchmarks still set.
-EARLIER_SYSTEM = (
-    "You answer questions from the given passages. Reply with only the answer: a name, a number, a date or a short "
-    "phrase copied from the passages, with no explanation."
+# The instruction of a new store; an existing one remembers its own. samples/results/quality.md compares wordings.
+DEFAULT_SYSTEM = (
+    "You are a helpful assistant. Answer from the passages in full sentences. "
+    "If the passages do not contain the answer, say so."
 )
 _FILE_NAME = re.compile(r"[!-~]*([/\\][!-~]*|\.[A-Za-z]\w{0,4})")  # no sentence: `say.txt`, `prompts/brief`
 _MOST_BYTES = 1 << 16  # of a file with an instruction

@@ -172,7 +172,7 @@ def turn_header(tokenizer: Any) -> Ids:
 def lead_in_passage(tokenizer: Any) -> Ids:
     """Tokenise the neutral passage that comes with kvtool, formatted like a chunk.
 
-    One gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: after two of
+    One gives most of what warming gives (`kvtool help concepts`); every row costs attention at ingest: after two of
     them a 135M model prefills at 0.8 of its plain speed, after one at 0.9.
     """
     text = (files("kvtool.core.model") / "passages" / "en1.txt").read_text(encoding="utf-8")
@@ -242,7 +242,7 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
 
 
 def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
-    """Return the ids that every chunk is prefilled after (kvtool/docs/concepts.md; `sink:N` is EPIC's LegoLink-0).
+    """Return the ids that every chunk is prefilled after (`kvtool help concepts`; `sink:N` is EPIC's LegoLink-0).
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Citations: the sentences of the passages that each sentence of an answer rests on (`query --cite`).
 
 They follow from words in common. The attention of the answer's rows, which costs a pass of the model, was measured
-beside them and changed hardly a citation (samples/results/citations.md).
+beside them and changed hardly a citation (samples/results/retrieval.md).
 """
 
 from __future__ import annotations

@@ -508,7 +508,7 @@ class _Now:
     state: ConversationState | None = None
 
 
-# A vague follow-up is searched with the questions before it, as samples/results/chat.md measured. Answers
+# A vague follow-up is searched with the questions before it, as samples/results/retrieval.md measured. Answers
 # are left out: those of small models mislead the search.
 RARE = 0.05  # maximum share of the chunks that a rare word occurs in
 ENOUGH = 4  # rare words of a question that is searched without those before it

@@ -50,7 +50,7 @@ class ChunkSpans:
         return self.counts.get(DROPPED, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the number of tokens by reason, and the spans (kvtool/docs/json.md)."""
+        """Return the number of tokens by reason, and the spans (`kvtool help json`)."""
         spans = [
             {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
             for span in self.spans
@@ -67,7 +67,7 @@ class LayerBackends:
     chosen: Explanation
 
     def to_json(self) -> dict[str, Any]:
-        """See kvtool/docs/json.md."""
+        """See `kvtool help json`."""
         return {"layers": self.layers, "backend": self.chosen.serves.name, "declined": dict(self.chosen.declined)}
 
 

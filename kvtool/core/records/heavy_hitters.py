@@ -2,7 +2,7 @@
 
 A chunk is prefilled once more with its own tokens after it, as if someone repeated it word for word. A row's worth is
 the largest weight that any head gives it then, the mean over the layers (KVzip, arXiv 2505.23416, there for each head).
-Other rules lose more (kvtool/docs/codec.md).
+Other rules lose more (`kvtool help codec`).
 """
 
 from __future__ import annotations

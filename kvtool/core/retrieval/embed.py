@@ -179,7 +179,7 @@ def _sentence(folder: Path) -> tuple[Encode, Count]:
     return lambda texts: model.encode(list(texts), show_progress_bar=False), count
 
 
-VECTORS_FORMAT = 2
+VECTORS_FORMAT = 1
 _ROWS_AT_ONCE = 1024  # widened to float32; they stay in a core's cache, which makes it ten times as fast as 65,536
 _REMEMBERED = f"index/embedder{TABLES}"
 

@@ -310,7 +310,7 @@ class Finder:
         if ref is None:
             if retrieval.retriever == "auto":
                 return None
-            hint = "name it with --embedder, once, at ingest or here"
+            hint = "name it once with `ingest --embedder`, or in KVTOOL_EMBEDDER"
             raise UsageError(f"--retriever {retrieval.retriever} needs an embedding model", hint)
         try:
             return self._meaning_by(ref, retrieval.offline)

@@ -28,7 +28,7 @@ from kvtool.core.retrieval.terms import STEMS
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-INDEX_FORMAT = 7
+INDEX_FORMAT = 1
 _KEY, _MARK = 20, 16  # bytes
 _STATE = f"state{TABLES}"
 _TRIES = 3

@@ -1,4 +1,4 @@
-"""The laws of kvtool/docs/design.md on the GPU, a family and dtype at a time, several at once."""
+"""The laws of `kvtool help design` on the GPU, a family and dtype at a time, several at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM fed from a store (kvtool/docs/vllm.md): its answers beside those of kvtool's own engine, and its first token."""
+"""vLLM fed from a store (`kvtool help vllm`): its answers beside those of kvtool's own engine, and its first token."""
 
 from __future__ import annotations
 

@@ -213,5 +213,6 @@ def hold_to(threads: int) -> None:
 
 def text() -> str:
     """kvtool's own documentation: text of many kinds that comes with every copy of it."""
-    pages = (page for page in resources.files("kvtool").joinpath("docs").iterdir() if page.name.endswith(".md"))
+    folders = resources.files("kvtool").joinpath("docs").iterdir()
+    pages = (page for folder in folders for page in folder.iterdir() if page.name.endswith(".md"))
     return "\n\n".join(page.read_text(encoding="utf-8") for page in sorted(pages, key=lambda page: page.name))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import subprocess
 import sys
 import xml.etree.ElementTree as Xml
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from samples.tools import layer_bytes, plan_of_scale, rerank
+from samples.tools import layer_bytes, plan_of_scale
 from tests.cli.working import built, tiny
 
 __all__ = ["built", "tiny"]
@@ -93,58 +89,28 @@ def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_windows_read_less_and_latents_keep_less() -> None:
-    lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024", "--chunk-tokens", "128")
+def test_latents_keep_less() -> None:
+    lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024")
     gemma, deepseek = (line.split(" | ") for line in lines.splitlines()[2:])
     assert gemma[1:3] == ["4 full, 22 of 512", "26,624"]  # 26 layers, one head of 256, keys and values
-    assert float(gemma[4]) == pytest.approx((4 * 8 + 22 * 4) / (26 * 8), abs=0.01)
     assert deepseek[1:3] == ["27 full, latents", "31,104"]  # 27 layers of 512 + 64
-    assert deepseek[4].startswith("1.00")
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-4-e4b", "gemma-4-26b-a4b"])
 def test_the_bytes_of_kinds_of_layers_are_those_that_the_page_has(name: str) -> None:
     page = layer_bytes.PAGE.read_text(encoding="utf-8")
     assert f"{layer_bytes.HEAD}\n| qwen2.5-0.5b" in page
-    assert layer_bytes.row(name, 4096, 512) in page
+    assert layer_bytes.row(name, 4096) in page
 
 
 def test_the_plan_of_scale_is_the_one_that_the_page_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (SAMPLES.parent / "kvtool" / "docs" / "scale.md").read_text("utf-8")
+    page = (SAMPLES.parent / "kvtool" / "docs" / "internals" / "scale.md").read_text("utf-8")
     monkeypatch.setattr(sys, "argv", ["plan_of_scale.py"])
     plan_of_scale.main()
     tables = capsys.readouterr().out.strip().split("\n\n")
     assert [table in page for table in tables] == [True, True, True]
     monkeypatch.setattr(sys, "argv", ["x", "--chunks", "1e6", "--chunk-tokens", "100", "--usd-per-gb-month", "1"])
     plan_of_scale.main()  # 11,520 numbers of two bytes a token
-    assert "| SmolLM2-135M | raw | 2.3 | 2 | 3.3e+05 | 2 | 2,304 |" in capsys.readouterr().out
-
-
-def test_heads_that_rank_better_than_the_words_are_chosen_on_other_questions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of three heads only the second knows which candidate is gold; the words rank it last."""
-    known, unknown, files = np.array([1.4, -0.7, -0.7]), np.zeros(3), []
-    for name in ("a", "b"):
-        asked = [
-            {
-                "question": f"{name} {number}",
-                "gold": ["x"],
-                "texts": ["", "", ""],
-                "golds": [None] * at + ["x"] + [None] * (2 - at),
-                "words": np.where(np.arange(3) == at, 0.9, 1.0),
-                "heads": dict.fromkeys(rerank.WAYS, np.stack([unknown, np.roll(known, at), unknown], 1)),
-            }
-            for number, at in enumerate((0, 1, 2, 0, 1, 2))
-        ]
-        files.append(tmp_path / f"{name}.pt")
-        torch.save({"heads": 1, "asked": asked}, files[-1])
-    rerank.judge(argparse.Namespace(files=files, chosen_on=[], layers=None))
-    both = [line for line in capsys.readouterr().out.splitlines() if "| both |" in line]
-    gain = "| 1.000 | +0.667 [+0.667, +0.667] | 1.000 | +0.000 [+0.000, +0.000] |"
-    shown = itertools.product("ab", ("two halves", "heads of other questions"))
-    assert both == [f"| {name}, {which} | both {gain}" for name, which in shown]
-    rerank.judge(argparse.Namespace(files=files[:1], chosen_on=files[1:], layers=1))
-    assert "+0.667" not in capsys.readouterr().out  # the head that knows is of the second layer
+    assert "| SmolLM2-135M | raw | 2.3 | 2 | 2,304 |" in capsys.readouterr().out

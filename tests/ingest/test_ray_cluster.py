@@ -1,0 +1,99 @@
+"""Refusals of clusters that lack workers, Ray or kvtool."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.ray_cluster import check_reachable, connect, share_of
+from kvtool.core.ingest.ray_storer import Workers, WorkerState
+
+
+def test_what_a_cluster_has_not_is_refused() -> None:
+    assert [share_of({"CPU": 32}, 0, "auto").workers, share_of({"CPU": 2}, 0, "auto").workers] == [4, 1]
+    shared = share_of({"CPU": 64, "GPU": 4}, 0, "auto")
+    assert (shared.workers, shared.gpus) == (4, 1)
+    assert share_of({"CPU": 64, "GPU": 4}, 2, "cpu").cpus == 32
+    with pytest.raises(UsageError, match="3 workers, and Ray has 2 GPUs"):
+        share_of({"CPU": 64, "GPU": 2}, 3, "cuda")
+    with pytest.raises(UsageError, match="3 workers, and Ray has 2 CPUs"):
+        share_of({"CPU": 2, "GPU": 2}, 3, "cpu")
+
+
+def test_workers_that_nobody_asks_for_are_refused() -> None:
+    with pytest.raises(UsageError, match="none are asked for"):
+        IngestOptions(ray_workers=2)
+
+
+def test_an_address_without_a_cluster_is_told_soon() -> None:
+    for address in ("127.0.0.1:1", "nonsense:xx", "[::1"):
+        with pytest.raises(KvtoolError, match="does not answer") as told:
+            check_reachable(address)
+        assert "--ray local" in told.value.hint
+
+
+def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once Ray is there, and while it starts."""
+    came = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        for comes in (False, True):
+
+            def init(comes: bool = comes, **options: object) -> None:
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+                if comes:
+                    signal.raise_signal(signal.SIGTERM)
+
+            monkeypatch.setattr("ray.init", init)
+            with pytest.raises(SystemExit) if comes else contextlib.nullcontext():
+                connect("local")
+            assert signal.getsignal(signal.SIGTERM) is own
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(KvtoolError, match="needs the package ray") as told:
+        check_reachable("local")
+    assert told.value.hint == "pip install 'kvtool[ray]'"
+
+
+def test_a_worker_of_another_version_is_refused() -> None:
+    states = [WorkerState("0.0.9", "tiny", "cpu", "float32", 100, 4, 1)]
+    workers = Workers.__new__(Workers)
+    workers._ray = SimpleNamespace(get=lambda references: states, exceptions=pytest.importorskip("ray").exceptions)
+    with pytest.raises(KvtoolError, match=r"have kvtool 0\.0\.9, and this is"):
+        workers._states([])
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_WITHOUT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    recipe: Any = {}
+    with pytest.raises(KvtoolError, match=r"cannot run kvtool .*No module named 'kvtool'") as told:
+        Workers(IngestOptions(ray="local", ray_workers=1, device="cpu"), recipe)
+    assert "install this version" in told.value.hint
+
+
+_WITHOUT = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "kvtool":
+            raise ModuleNotFoundError("No module named 'kvtool'", name=name)
+
+sys.meta_path.insert(0, Without())
+"""
