@@ -25,6 +25,7 @@ from kvtool.core.errors import (
     StoreLockedError,
     StoreNotFoundError,
     UsageError,
+    replace_flags,
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
@@ -39,8 +40,6 @@ _MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
 # A JSON string, or the rest after an unmatched quotation mark.
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^\[\]{}]++")
-# A flag of the command line; a command or a name that is quoted stays as it is.
-_FLAG = re.compile(r"`[^`]*`|(?<!\w)'[^']*'|(?<![\w-])--(no-)?([a-z]+(?:-[a-z]+)*)")
 _UNTYPED = ("", "application/x-www-form-urlencoded")
 _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 
@@ -81,19 +80,11 @@ class Refusal(Exception):
         """Return the JSON of the error. The message includes the hint: clients show nothing else. A flag of the command
         line has the name of its option, as requests and `kvtool.toml` have it."""
         said = (scrubbed(shortened(text)) for text in (self.message, self.hint))
-        message, hint = (_FLAG.sub(_option, text) for text in said)
+        message, hint = map(replace_flags, said)
         param = self.param and shortened(self.param).encode("utf-8", "replace").decode()  # a name that the client gave
         text = f"{message} ({hint})" if hint else message
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"message": text, "type": kind, "code": self.code, "param": param, "hint": hint}
-
-
-def _option(found: re.Match[str]) -> str:
-    """Return the name that a flag has as an option."""
-    if found[2] is None:
-        return found[0]
-    name = found[2].replace("-", "_")
-    return f"{name} = false" if found[1] else name
 
 
 def shortened(text: str) -> str:
