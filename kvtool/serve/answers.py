@@ -153,7 +153,7 @@ class Answers:
             return EventStream(first, events, response.media_type)
         with closing(Listening(self.engine, ask)) as heard:
             answer = await while_there(request, heard.whole())
-        answer = with_calls(answer, ask.tools, ask.parallel) if ask.tools else answer
+        answer = with_calls(answer, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else answer
         stats_of(request).answer = answer
         return JSONResponse(response.whole(answer))
 
@@ -173,7 +173,7 @@ class Answers:
                     for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
-                answer = with_calls(event, ask.tools, ask.parallel) if ask.tools else event
+                answer = with_calls(event, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else event
                 stats_of(request).answer, left = answer, None
                 for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
                     yield text

@@ -128,7 +128,7 @@ class MessageResponse(Dialect):
         for index, call in enumerate(answer.calls, int(self._is_open)):
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield _event("content_block_start", index=index, content_block=block)
-            delta = {"type": "input_json_delta", "partial_json": call.json}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)}
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
         yield _event("message_delta", delta=_end(answer), usage=_usage_of(answer), kvtool=about(answer))

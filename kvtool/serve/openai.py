@@ -84,15 +84,17 @@ def _read(
             what = "cite does not apply to an answer that follows a schema or is prefilled"
             raise Refusal(400, "unsupported", what, "leave it out", "kvtool.cite")
         given["cite"] = False
+    stops = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     if grammar:  # a text that is cut off follows none
         given |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
+        stops = ()
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
     ask = Ask(
         question,
         replace(options, **given),
-        texts(value, "stop", _MAX_STOP, _MAX_STOPS),
+        stops,
         turns,
         must_find=taken(own, "strict", bool, strict),
         tools=tools,
