@@ -130,23 +130,26 @@ class Answers:
 
     async def count(self, value: Mapping[str, Any], read: Read) -> int:
         """Count the tokens of a request's messages, instruction and tools, without passages. Raises Refusal."""
-        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)
-        self.check_model(asked.model, self.engine.model_name)
+        asked = await self.parsed(value, read)
         return await asyncio.to_thread(self.engine.count, asked.ask)
+
+    async def parsed(self, value: Mapping[str, Any], read: Read) -> ChatRequest:
+        """Parse a body whose model is the server's. Raises Refusal."""
+        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
+        self.check_model(asked.model, self.engine.model_name)
+        return asked
 
     async def answered(
         self, request: Request, read: Read, begin: Begin, value: Mapping[str, Any] | None = None
     ) -> Response:
         """Answer a request: an object, or a stream of events. `value`: its body, if it is parsed already."""
         value = await body_of(request) if value is None else value
-        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
-        name = self.engine.model_name
-        self.check_model(asked.model, name)
+        asked = await self.parsed(value, read)
         address = request.client.host if request.client else ""
         question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
         request_of_owner = replace(question, owner=self.owner(request))
         ask = replace(asked.ask, client=(address, asked.user), request=request_of_owner)
-        response = begin(asked, name or ANY_NAME)
+        response = begin(asked, self.engine.model_name or ANY_NAME)
         if asked.stream:
             events = self._streamed(request, ask, response)
             first = await while_there(request, anext(events))  # an error before it has a status of its own

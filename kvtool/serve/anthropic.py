@@ -16,12 +16,12 @@ from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_to
 from kvtool.serve.job import Answer, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
-from kvtool.serve.wire import Refusal, body_of, check_names, error_body, taken, texts
+from kvtool.serve.tools import text_of
+from kvtool.serve.wire import ANTHROPIC_PATH, Refusal, body_of, check_names, error_body, renamed, taken, texts
 
 _SAME = ("model", "stream", "kvtool", ENDLESS, *SAMPLING)  # as in OpenAI's chat
 _KNOWN = ("messages", "system", "stop_sequences", "tools", "tool_choice", "output_config", *_SAME)
 _THINKING = ("thinking", "redacted_thinking")  # blocks that only the model reads that has written them
-_PATH = "/v1/messages"
 
 
 def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
@@ -35,14 +35,14 @@ def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) 
             what = f"messages.{number} has another role than user or assistant"
             raise Refusal(400, "unsupported", what, "instructions go into `system`", f"messages.{number}.role")
     messages = [each for number, one in enumerate(messages) for each in _messages(one, f"messages.{number}")]
-    if system := value.get("system"):
-        messages = [{"role": "system", "content": system}, *messages]
+    system = text_of(value.get("system") or "", "system")
     stops = list(texts(value, "stop_sequences"))
     user = taken(taken(value, "metadata", dict, {}), "user_id", str)
     same = {name: value.get(name) for name in _SAME}
     form = taken(taken(value, "output_config", dict, {}), "format", dict)  # its `effort` is a model's that thinks
     chat = {**same, "messages": messages, "stop": stops, "user": user, "response_format": form, **_tools(value)}
-    return read_chat(chat, options, strict)
+    with renamed(stop="stop_sequences", response_format="output_config.format", parameters="input_schema"):
+        return read_chat(chat, options, strict, system)
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -135,7 +135,7 @@ class MessageResponse(Dialect):
         yield _event("message_stop")
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _event(**error_body(refusal, _PATH))
+        yield _event(**error_body(refusal, ANTHROPIC_PATH))
 
     def _open(self) -> Iterator[str]:
         if not self._is_open:
@@ -179,5 +179,6 @@ class Anthropic:
 
     async def count(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`: of the messages with their instruction and tools, without passages."""
-        value = {"max_tokens": 1, **await body_of(request)}
+        value = await body_of(request)
+        value["max_tokens"] = value.get("max_tokens") or 1
         return JSONResponse({"input_tokens": await self._answers.count(value, read_message)})

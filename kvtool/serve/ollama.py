@@ -17,7 +17,18 @@ from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Dialect, about,
 from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import OpenAI, read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
-from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, error_body, taken, texts
+from kvtool.serve.wire import (
+    LONGEST_TEXT,
+    MOST_NAMES,
+    Refusal,
+    body_of,
+    briefly,
+    check_names,
+    error_body,
+    renamed,
+    taken,
+    texts,
+)
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -28,6 +39,7 @@ Kind = Literal["message", "response"]
 _KNOWN = ("model", "stream", "options", "kvtool", "logprobs", "top_logprobs", "format")
 _SAMPLING = ("stop", ENDLESS, *(name for name in SAMPLING if name != "max_tokens"))  # of `options`, as in OpenAI's chat
 _TAG = ":latest"
+_ANYTHING = {"role": "user", "content": "?"}  # stands for the question of a request that has none
 _NS = 1_000_000  # of a millisecond
 _VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refuses servers before 0.6.4
 
@@ -48,17 +60,16 @@ def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool)
     """Parse a body of `/api/generate`, whose prompt is the question; see `openai.read_chat`. Raises Refusal."""
     check_parameters(value, ("prompt", "system", *_KNOWN))
     system = taken(value, "system", str, "", LONGEST_TEXT)
-    messages = [{"role": "system", "content": system}] if system else []
     prompt = taken(value, "prompt", str, "", LONGEST_TEXT)
-    return _read(value, [*messages, {"role": "user", "content": prompt}], options, strict)
+    return _read(value, [{"role": "user", "content": prompt}], options, strict, system)
 
 
-def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool) -> ChatRequest:
+def _read(
+    value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool, system: str = ""
+) -> ChatRequest:
     given = taken(value, "options", dict, {})
-    check_parameters(given, ("num_predict", *_SAMPLING))
+    check_parameters(given, _SAMPLING)
     chat = {name: given.get(name) for name in _SAMPLING} | {"messages": messages, "kvtool": value.get("kvtool")}
-    most = taken(given, "num_predict", int, -1)
-    chat["max_tokens"] = most if most >= 0 else None
     chat["stream"] = taken(value, "stream", bool, True)
     chat |= {name: value.get(name) for name in ("logprobs", "top_logprobs", "tools")}
     form = taken(value, "format", (str, dict))
@@ -67,7 +78,9 @@ def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, 
     if form:
         schema = {"type": "object"} if form == "json" else form
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return read_chat(chat | {"model": taken(value, "model", str, "").removesuffix(_TAG)}, options, strict)
+    chat["model"] = taken(value, "model", str, "").removesuffix(_TAG)
+    with renamed(response_format="format"):
+        return read_chat(chat, options, strict, system)
 
 
 @dataclass(slots=True)
@@ -143,18 +156,19 @@ class Ollama:
 
     async def _answered(self, request: Request, kind: Kind) -> Response:
         value = await body_of(request)
-        if not value.get("messages" if kind == "message" else "prompt"):
-            return await self._load(value, kind)
         read = read_ollama_chat if kind == "message" else read_generate
+        field, question = ("messages", [_ANYTHING]) if kind == "message" else ("prompt", _ANYTHING["content"])
+        if not taken(value, field, type(question)):
+            await self._answers.parsed({**value, field: question}, read)
+            return self._load(value, kind)
         return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model), value)
 
-    async def _load(self, value: Mapping[str, Any], kind: Kind) -> Response:
+    def _load(self, value: Mapping[str, Any], kind: Kind) -> Response:
         """Answer a request without a question, which loads the model, or unloads it; it stays loaded."""
-        check_parameters(value, ("messages", "prompt", "system", "tools", *_KNOWN))
-        name = await briefly(lambda: self._engine.model_name)
-        self._answers.check_model(taken(value, "model", str, "").removesuffix(_TAG), name)
-        reason = "unload" if value.get("keep_alive") in (0, "0", "0s") else "load"
-        said = OllamaResponse(kind, name or ANY_NAME).said("")
+        keep = value.get("keep_alive")
+        is_kept = keep is None or (keep.strip("0.hmsnu") if isinstance(keep, str) else keep)
+        reason = "load" if is_kept else "unload"
+        said = OllamaResponse(kind, self._engine.model_name or ANY_NAME).said("")
         return JSONResponse(said | {"done": True, "done_reason": reason})
 
     async def tags(self, request: Request) -> Response:

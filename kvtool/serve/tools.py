@@ -54,7 +54,7 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     try:
         check_grammar(grammar)
     except UsageError as error:
-        raise Refusal(400, "unsupported", error.message, error.hint, what) from error
+        raise Refusal(400, "unsupported", f"{what}: {error.message}", error.hint, what) from error
     return tools, grammar
 
 

@@ -7,8 +7,9 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -92,6 +93,8 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
+ANTHROPIC_PATH = "/v1/messages"
+VERSION = "anthropic-version"  # the header of its API's version, which its clients send
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -106,7 +109,7 @@ _ANTHROPIC = {
 def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
     """Return the JSON of a refusal as the API of a path has it: Anthropic's, Ollama's or OpenAI's."""
     said = refusal.to_json()
-    if path.startswith("/v1/messages"):
+    if path.startswith(ANTHROPIC_PATH):
         kind = _ANTHROPIC.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": said["message"]}}
     return {"error": said["message"] if path.startswith("/api/") else said}
@@ -125,6 +128,19 @@ def failed(error: KvtoolError, path: str) -> JSONResponse:
     if retry is not None:
         response.headers["Retry-After"] = str(retry)
     return response
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Name the parameters of OpenAI's chat in a refusal as the client has them."""
+    try:
+        yield
+    except Refusal as refusal:
+        name, _, rest = (refusal.param or "").partition(".")
+        if own := names.get(name):
+            refusal.message = refusal.message.replace(name, own, 1)
+            refusal.param = f"{own}.{rest}" if rest else own
+        raise
 
 
 def check_names(
