@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
-from kvtool.serve.job import Answer, PromptTokens
+from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
 from kvtool.serve.tools import text_of
@@ -102,12 +102,8 @@ class MessageResponse(Dialect):
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] * (
-            bool(answer.text) or not answer.calls
-        )
-        content += [
-            {"type": "tool_use", "id": one.id, "name": one.name, "input": one.arguments} for one in answer.calls
-        ]
+        content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+        content += [_tool_use(call) for call in answer.calls]
         return self._message(content) | _end(answer) | {"usage": _usage_of(answer), "kvtool": about(answer)}
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
@@ -126,8 +122,7 @@ class MessageResponse(Dialect):
         if self._is_open:
             yield _event("content_block_stop", index=0)
         for index, call in enumerate(answer.calls, int(self._is_open)):
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield _event("content_block_start", index=index, content_block=block)
+            yield _event("content_block_start", index=index, content_block=_tool_use(call) | {"input": {}})
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)}
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
@@ -149,6 +144,10 @@ class MessageResponse(Dialect):
 
 def _event(type: str, **values: Any) -> str:
     return f"event: {type}\ndata: {json.dumps({'type': type, **values}, ensure_ascii=False)}\n\n"
+
+
+def _tool_use(call: Call) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
 
 
 def _end(answer: Answer) -> dict[str, str | None]:

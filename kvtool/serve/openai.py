@@ -24,7 +24,7 @@ from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_to
 from kvtool.serve.job import Answer, Ask, Call, PromptTokens, Turns
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, checked, sampling_options
 from kvtool.serve.tools import call_message, read_tools, text_of
-from kvtool.serve.wire import LONGEST_TEXT, VERSION, Refusal, body_of, bounded, briefly, taken, texts, within
+from kvtool.serve.wire import LONGEST_TEXT, VERSION, Refusal, body_of, briefly, taken, texts, within
 
 # ---- requests ----
 
@@ -43,14 +43,10 @@ _MAX_MESSAGES = 4096
 
 
 def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False, system: str = "") -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults. Raises Refusal or UsageError.
-
-    `system`: an instruction before those of the messages.
-    """
+    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults; `system`: an instruction before those of
+    the messages. Raises Refusal or UsageError."""
     given = taken(value, "messages", list, [])
     messages = _messages(given)
-    if not messages:
-        raise Refusal(400, "no_question", "messages is missing or empty", param="messages")
     end = len(messages)
     while end and messages[end - 1][0] == "assistant" and not given[end - 1].get("tool_calls"):
         end -= 1
@@ -78,9 +74,7 @@ def _read(
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
-    given = {
-        name: checked(name, bounded(own[name], name), f"kvtool.{name}") for name in ALLOWED if own.get(name) is not None
-    }
+    given = {name: checked(name, own[name], f"kvtool.{name}") for name in ALLOWED if own.get(name) is not None}
     if is_chat and value.get("logprobs") is True:
         given["top_logprobs"] = checked("top_logprobs", taken(value, "top_logprobs", int, 0), "top_logprobs")
         value = {**value, "logprobs": None, "top_logprobs": None}
@@ -97,14 +91,13 @@ def _read(
     stops = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     if grammar:  # a text that is cut off follows none
         given |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
-        stops = ()
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = replace(question, chunks=choice.chunks, documents=choice.documents, messages=())
     ask = Ask(
         question,
         replace(options, **given),
-        stops,
+        () if grammar else stops,
         turns,
         must_find=taken(own, "strict", bool, strict),
         tools=tools,

@@ -12,7 +12,7 @@ from typing import Any
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.wire import Refusal, check_names, taken
+from kvtool.serve.wire import Refusal, bounded, check_names, taken
 
 _NUMBER = (int, float)
 # Name of a request, option of a question, and types.
@@ -50,6 +50,7 @@ IGNORED = (
     *("keep_alive", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram"),
     *("f16_kv", "use_mmap", "use_mlock", "draft_num_predict"),
 )
+_DISPLAYS: tuple[dict[str, str], ...] = ({}, {"display": "omitted"}, {"display": "summarized"})  # of thinking
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("logprobs", "echo", "raw", "background", "think", "enable_thinking", "use_beam_search"), (False,)),
@@ -66,10 +67,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "truncation": ("disabled", "auto"),
-    "thinking": (
-        {"type": "disabled"},
-        *({"type": "adaptive"} | more for more in ({}, {"display": "omitted"}, {"display": "summarized"})),
-    ),
+    "thinking": ({"type": "disabled"}, *({"type": "adaptive"} | each for each in _DISPLAYS)),
     "chat_template_kwargs": ({}, {"enable_thinking": False}, {"thinking": False}),
 }
 
@@ -82,7 +80,7 @@ def check_parameters(value: Mapping[str, Any], known: Collection[str]) -> None:
 def checked(option: str, value: Any, name: str) -> Any:
     """Return the value of a question's option. Raises Refusal, which names it as the client has it."""
     try:
-        return options_of(QueryOptions)[option].accept(value, name)
+        return options_of(QueryOptions)[option].accept(bounded(value, name), name)
     except UsageError as error:
         raise Refusal(400, "invalid_request", error.message, error.hint, name) from error
 

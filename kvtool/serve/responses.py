@@ -341,17 +341,13 @@ class Responses:
         asked = request.query_params
         order, given, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
         items = self._exchange(request).input[:: 1 if order == "asc" else -1]
-        ids = [item["id"] for item in items]
+        ids = [None, *(item["id"] for item in items)]  # the first page is after none
         limit = int(given) if given.isdecimal() and len(given) < 4 else 0
-        for name, is_valid in {
-            "order": order in ("asc", "desc"),
-            "limit": limit > 0,
-            "after": after is None or after in ids,
-        }.items():
-            if not is_valid:
-                hint = "order: asc or desc; limit: 1 to 999; after: the id of an item"
-                raise Refusal(400, "wrong_value", f"{name} cannot be {asked[name]!r}", hint, name)
-        first = 0 if after is None else ids.index(after) + 1
+        valid = {"order": order in ("asc", "desc"), "limit": limit > 0, "after": after in ids}
+        for name in (name for name in valid if not valid[name]):
+            hint = "order: asc or desc; limit: 1 to 999; after: the id of an item"
+            raise Refusal(400, "wrong_value", f"{name} cannot be {asked[name]!r}", hint, name)
+        first = ids.index(after)
         page = items[first : first + limit]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": page, "has_more": first + limit < len(items), **ends})

@@ -201,9 +201,8 @@ _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
 def with_calls(answer: Answer, tools: Tools, parallel: bool = True, forced: bool = False) -> Answer:
-    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any.
-
-    `forced`: a grammar has made the text, so that a call in it is one even if its arguments are no JSON to parse.
+    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any,
+    or one that a grammar has `forced`.
 
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
     """
@@ -216,7 +215,9 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True, forced: bool
         found = [_parsed(text) for text in (_CALLED.findall(answer.text) if mark else [bare])]
     except ValueError:
         begun = _BEGUN.fullmatch(rest.strip().removesuffix(CALL_END).rstrip().removesuffix("}"))
-        return replace(answer, text="", calls=(_partial(begun),)) if forced and begun else answer
+        if forced and begun:
+            return replace(answer, text="", calls=(Call(begun[1], {}, partial=begun[2]),))
+        return answer
     if not mark and isinstance(found[0], list):
         found = found[0]
     calls = [_call(one) if isinstance(one, dict) else None for one in found]
@@ -228,10 +229,6 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True, forced: bool
 
 
 _BEGUN = re.compile(r'\s*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*(.*)', re.DOTALL)
-
-
-def _partial(begun: re.Match[str]) -> Call:
-    return Call(begun[1], {}, partial=begun[2])
 
 
 def _cut_off(answer: Answer, tools: Tools, parallel: bool, forced: bool) -> Answer:
@@ -249,13 +246,12 @@ def _cut_off(answer: Answer, tools: Tools, parallel: bool, forced: bool) -> Answ
     calls = with_calls(replace(answer, text=text, finish="stop"), tools, forced=forced).calls
     begun = _BEGUN.fullmatch(last)
     if begun is not None and any(tool["function"]["name"] == begun[1] for tool in tools):
-        calls = (*calls, _partial(begun))
+        calls = (*calls, Call(begun[1], {}, partial=begun[2]))
     return replace(answer, text=said.strip(), calls=calls[: None if parallel else 1])
 
 
 def _call(own: Mapping[str, Any], is_sent: bool = False) -> Call | None:
-    """Return a call, whose arguments are an object, or its JSON; None if it is none. Of one that a client has sent,
-    empty JSON, or JSON that was cut off, counts as an empty object."""
+    """Return a call, whose arguments are an object, or its JSON, which may be cut off if it `is_sent`; else None."""
     given = own.get("arguments", own.get("parameters"))
     try:
         arguments = _parsed(given) if isinstance(given, str) else given

@@ -136,10 +136,9 @@ def renamed(**names: str) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        name, _, rest = (refusal.param or "").partition(".")
-        if own := names.get(name):
-            refusal.message = refusal.message.replace(name, own, 1)
-            refusal.param = f"{own}.{rest}" if rest else own
+        param = refusal.param or ""
+        if own := names.get(name := param.partition(".")[0]):
+            refusal.message, refusal.param = (text.replace(name, own, 1) for text in (refusal.message, param))
         raise
 
 

@@ -80,15 +80,15 @@ class StoreServer:
         if (tool := self._tools.get(params.name)) is None:
             raise MCPError(types.INVALID_PARAMS, f"unknown tool: {params.name}")
         given = params.arguments or {}
-        if unknown := given.keys() - tool.parameters["properties"].keys():
-            return _failed(f"unknown argument: {min(unknown)!r}")
         try:
+            if unknown := given.keys() - tool.parameters["properties"].keys():
+                raise ToolError(f"unknown argument: {min(unknown)!r}")
             result = await tool.run(given, Context(request_context=context), convert_result=True)
         except ToolError as error:
             text = str(error)
             if isinstance(cause := error.__cause__, ValidationError):
                 text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in cause.errors())
-            return _failed(text)
+            return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
         assert isinstance(result, types.CallToolResult)
         return result
 
@@ -162,10 +162,6 @@ def _name_of(cursor: str) -> str:
     raise MCPError(types.INVALID_PARAMS, "this cursor is of no page", {"cursor": cursor})
 
 
-def _failed(text: str) -> types.CallToolResult:
-    return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
-
-
 def _tool(tool: Callable[..., Any], hints: types.ToolAnnotations) -> Tool:
     about, call = inspect.getdoc(tool), _explained(tool)
     return Tool.from_function(
@@ -200,9 +196,8 @@ def _explained(tool: F) -> F:
 
 def _words(error: KvtoolError) -> str:
     """Return an error as an agent reads it: without a hint at a command line, which it may not have."""
-    is_command = "`kvtool" in error.hint or "--" in error.hint
-    message = replace_flags(error.message)
-    return f"{message} ({error.hint})" if error.hint and not is_command else message
+    hint = "" if "`kvtool" in error.hint or "--" in error.hint else error.hint
+    return replace_flags(f"{error.message} ({hint})" if hint else error.message)
 
 
 PATH = "/mcp"
