@@ -51,9 +51,10 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = Fa
     while end and messages[end - 1][0] == "assistant" and not given[end - 1].get("tool_calls"):
         end -= 1
     prefill = "\n\n".join(filter(None, (text.rstrip() for _, text in messages[end:])))
-    messages = (*((("system", system),) if system else ()), *messages[:end])
-    instruction, turns, question = _conversation(messages)
-    options = replace(options, system=instruction or options.system)
+    own = (("system", within(system, "system", LONGEST_TEXT)),) if system else ()
+    messages = (*own, *messages[:end])
+    system, turns, question = _conversation(messages)
+    options = replace(options, system=system or options.system)
     return _read(value, Question(question, messages=messages, prefill=prefill), options, strict, turns)
 
 
@@ -138,9 +139,7 @@ def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
         before = messages[number - 1] if number else {}
         if message["role"] == "tool" and before.get("role") != "tool" and not before.get("tool_calls"):
             what = f"messages.{number} is the result of no call"
-            raise Refusal(
-                400, "unsupported", what, "send the assistant's message with the call, too", f"messages.{number}"
-            )
+            raise Refusal(400, "unsupported", what, "send the message with the call, too", f"messages.{number}")
     return tuple(("system" if role == "developer" else role, text) for role, text in said)
 
 

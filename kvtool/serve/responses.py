@@ -110,9 +110,7 @@ def _message(item: Any, where: str) -> Message:
     if kind == "function_call_output":
         return {"role": "tool", "content": _texts(item.get("output"))}
     if kind != "message":
-        raise Refusal(
-            400, "unsupported", f"{where} is no message", "messages with text, calls and their results", where
-        )
+        raise Refusal(400, "unsupported", f"{where} is not a message", "send text, calls and their results", where)
     return {"role": item.get("role"), "content": _texts(item.get("content"))}
 
 
@@ -331,9 +329,7 @@ class Responses:
 
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
-            raise Refusal(
-                400, "unsupported", "a response that has ended cannot be streamed", "ask without it", "stream"
-            )
+            raise Refusal(400, "unsupported", "a finished response cannot be streamed", "leave it out", "stream")
         return JSONResponse(self._exchange(request).response)
 
     async def items(self, request: Request) -> Response:
