@@ -2,23 +2,20 @@
 
 python -m tests.native.kernels write              # writes kernels.json anew: after a change that was meant
 python -m tests.native.kernels show NAME          # the normal form of one kernel
-python -m tests.native.kernels diff TREE [NAME]   # which differ from another checkout, and in which instructions
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 TABLE = Path(__file__).with_name("kernels.json")
@@ -34,9 +31,16 @@ def kernels() -> dict[str, Callable[[], str]]:
 
 
 def hashes() -> dict[str, str]:
-    """Hash every kernel's normal form; of what is made for any CPU, that of an x86 one."""
+    """Hash every kernel's normal forms for all instruction sets; of what is made for any CPU, that of an x86 one."""
+    from kvtool.core.native.isa import ISAS
+
+    found: dict[str, Any] = {}
     with mock.patch("platform.machine", return_value="x86_64"):
-        return {name: hashlib.sha256(normal(make()).encode()).hexdigest()[:16] for name, make in kernels().items()}
+        for name, make in kernels().items():
+            kind, _, isa = name.rpartition("/")
+            kind = kind if isa in (*ISAS, "avx512bf16") else name
+            found.setdefault(kind, hashlib.sha256()).update(normal(make()).encode())
+    return {kind: digest.hexdigest()[:16] for kind, digest in found.items()}
 
 
 def _entropy() -> Kernels:
@@ -159,7 +163,6 @@ class _Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Names of what it needs."""
         return _NAME.findall(self.text)
 
     @property
@@ -305,41 +308,6 @@ def _printed(found: list[_Instruction], renamed: dict[str, str], same: dict[str,
     return [_NAME.sub(lambda one: renamed.get(one[0], one[0]), line) for line in lines]
 
 
-# ---- by hand -----------------------------------------------------------------------------------------------------
-
-
-def _elsewhere(tree: str) -> dict[str, str]:
-    """The texts of another checkout."""
-    command = [sys.executable, "-m", "tests.native.kernels", "texts"]
-    environment = {**os.environ, "PYTHONPATH": tree}
-    made: dict[str, str] = json.loads(subprocess.check_output(command, cwd=tree, env=environment))
-    return made
-
-
-def _compared(name: str, before: str, after: str) -> str:
-    """What LLVM makes of two texts for the kernel's instruction set: as they are, or optimised first."""
-    if _machine_code(name, before) == _machine_code(name, after):
-        return "the same machine code"
-    if _machine_code(name, before, optimised=True) == _machine_code(name, after, optimised=True):
-        return "the same machine code once optimised"
-    return "other machine code"
-
-
-def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
-    from kvtool.core.native.isa import AVX512_BF16, ISAS, llvm
-
-    binding = llvm()
-    isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
-    target = binding.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)
-    module = binding.parse_assembly(declared(text))
-    if optimised:
-        builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
-        builder.getModulePassManager().run(module, builder)
-    code: bytes = machine.emit_object(module)
-    return code
-
-
 def declared(text: str) -> str:
     """Declare every intrinsic and every function of another module that a text calls."""
     lines = set[str]()
@@ -354,24 +322,10 @@ def declared(text: str) -> str:
 
 
 def main(action: str = "", *rest: str) -> None:
-    """Run one of the commands that this module's first lines name."""
     if action == "write":
         TABLE.write_text(json.dumps(hashes(), indent=0, sort_keys=True) + "\n")
-    elif action == "texts":
-        sys.stdout.write(json.dumps({name: make() for name, make in kernels().items()}))
     elif action == "show":
         sys.stdout.write(normal(kernels()[rest[0]]()))
-    elif action == "diff":
-        mine, theirs = {name: make() for name, make in kernels().items()}, _elsewhere(rest[0])
-        for name in sorted(mine.keys() | theirs.keys()) if len(rest) == 1 else rest[1:]:
-            before, after = normal(theirs.get(name, "")), normal(mine.get(name, ""))
-            if before == after:
-                continue
-            both = name in mine and name in theirs
-            sys.stdout.write(f"{name}: {_compared(name, theirs[name], mine[name]) if both else 'only in one'}\n")
-            if len(rest) > 1:
-                lines = [sorted(re.sub(r"%\d+", "%", text).splitlines(True)) for text in (before, after)]
-                sys.stdout.writelines(difflib.unified_diff(*lines, n=0))
     else:
         sys.exit(__doc__)
 
