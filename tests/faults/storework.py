@@ -15,7 +15,6 @@ from kvtool.core.cache.store import Store  # noqa: E402
 from kvtool.core.errors import KvtoolError  # noqa: E402
 from kvtool.core.evaluate.audits import keep_audit  # noqa: E402
 from tests.cache.making import LAYERS, add_file, check_file, id_of  # noqa: E402
-from tests.evaluate.test_audits import made  # noqa: E402
 
 
 def say(word: str) -> None:
@@ -39,14 +38,12 @@ def limited(store: Store, size: str) -> None:
 
 
 def hold(store: Store, seconds: str) -> None:
-    """Hold the writer lock."""
     with store.writer():
         say("held")
         time.sleep(float(seconds))
 
 
 def lock(store: Store, wait: str) -> None:
-    """Take the writer lock once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     say("trying")
     with store.writer(float(wait)):
@@ -75,10 +72,15 @@ def read(store: Store, *paths: str) -> None:
 
 def audits(store: Store, word: str, count: str) -> None:
     """Keep audits next to the records."""
+    from tests.evaluate.test_audits import made  # which imports torch
+
     say("start")
     for number in range(int(count)):
         if not keep_audit(store, "model", made(number, question=word)):
             say("not kept")
+
+
+WORKS = {work.__name__: work for work in (add, limited, hold, lock, watch, read, audits)}
 
 
 def main() -> int:
@@ -86,15 +88,7 @@ def main() -> int:
         with (
             Store.create_or_open(Path(sys.argv[1])) if sys.argv[2] == "add" else Store.open(Path(sys.argv[1])) as store
         ):
-            {
-                "add": add,
-                "limited": limited,
-                "hold": hold,
-                "lock": lock,
-                "watch": watch,
-                "read": read,
-                "audits": audits,
-            }[sys.argv[2]](store, *sys.argv[3:])
+            WORKS[sys.argv[2]](store, *sys.argv[3:])
     except KvtoolError as error:
         sys.stderr.write(f"{error.message}\n{error.hint}\n")
         return error.exit_code
