@@ -36,19 +36,12 @@ _UNLIMITED = 1e9  # seconds
 
 
 def shell_engine(place: Path, model: ModelOptions, memory_cache: int) -> Engine:
-    """Return an engine of shells: as `kvtool query` itself, it gives each answer the time that it takes."""
     options = ServeOptions(memory_cache=memory_cache, keep_conversations=0, request_timeout=_UNLIMITED)
     return Engine(place, model, _warn, options)
 
 
 class Resident:
-    """An engine with its time to live.
-
-    Parameters
-    ----------
-    record : what others see of it.
-    seconds : how long it stays after a question that names no time.
-    """
+    """An engine that stays so many seconds after a question that names no time."""
 
     def __init__(self, record: KeptEngine, seconds: float) -> None:
         self._record, self._seconds = record, seconds
@@ -57,7 +50,6 @@ class Resident:
         self._watching: asyncio.Task[None] | None = None
 
     def run(self, model: ModelOptions, memory_cache: int) -> None:
-        """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
         self._record.write()
         self._uuid = read_store_file(self._place).uuid
         engine, listeners = shell_engine(self._place, model, memory_cache), list[Listener]()
@@ -77,8 +69,6 @@ class Resident:
             engine.close()
 
     def _counting(self, app: ASGIApp) -> ASGIApp:
-        """Wrap the application: each question puts the end off."""
-
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             self._note(running=1)
             for name, value in scope.get("headers", ()):
@@ -93,7 +83,6 @@ class Resident:
         return counted
 
     def _note(self, running: int = 0) -> None:
-        """Record the beginning (1) or the end (-1) of a question, and put the end off."""
         before = self._record
         begun, ends = before.requests + max(0, running), time.time() + self._seconds
         self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
@@ -101,8 +90,6 @@ class Resident:
             self._record.write()
 
     def _watch(self) -> None:
-        """End once no question comes, or none can come."""
-
         async def watch() -> None:
             while self._is_reachable() and (self._record.running or time.time() < self._record.ends):
                 await asyncio.sleep(_LOOK_EVERY)
@@ -121,11 +108,7 @@ class Resident:
 
 
 def main() -> None:
-    """Run an engine whose options are the program's one argument, as JSON.
-
-    Options: `store`, `model` (of `ModelOptions`), `memory_cache`, `keep_alive` in seconds, `log`, and `lock`, the
-    descriptor of the held lock, which lives as long as the process.
-    """
+    """Run an engine whose options are the program's one argument, as JSON. It holds the descriptor `lock`."""
     wanted: Mapping[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(wanted["lock"], False)
     record = KeptEngine(store=wanted["store"], pid=os.getpid(), log=wanted["log"], code=code_stamp())

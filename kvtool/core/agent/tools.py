@@ -124,14 +124,7 @@ class Ingested:
 
 
 class Tools:
-    """Tools that read, ask and fill a store. Threads may share them; answers are computed one after another.
-
-    Parameters
-    ----------
-    place : the store's folder, or the URL of a shared one.
-    options : defaults of a question.
-    roots : folders below which files may be ingested.
-    """
+    """Tools that read, ask and fill a store. Threads may share them; answers are computed one after another."""
 
     def __init__(
         self, place: Path | str, model: ModelOptions, options: QueryOptions, roots: Sequence[Path], warn: Warn
@@ -261,7 +254,6 @@ class Tools:
             return nsmallest(count, (source for source in store.sources() if source > after))
 
     def text(self, source: str) -> str:
-        """Return the text of a document by its exact name. Raises UsageError if the store has no such document."""
         with self._reading() as (store, _):
             document = store.document(source)
             if document is None:
@@ -272,7 +264,6 @@ class Tools:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Store, Finder]]:
-        """Read one state of the store. It is opened at its first use, and again where another store has replaced it."""
         with self._lock:
             if self._open is not None:
                 try:
@@ -292,7 +283,6 @@ class Tools:
                 self._open = None
 
     def _below_a_root(self, path: str, roots: Roots) -> Path:
-        """Return the real path of a file below a root. Raises UsageError."""
         try:
             real = Path(os.path.realpath(path))
         except ValueError as error:
