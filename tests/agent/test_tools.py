@@ -27,8 +27,6 @@ Talk = Callable[[Client], Awaitable[None]]
 
 
 def talk(place: Path, say: Talk, *roots: Path) -> None:
-    """Let a client talk to a server of this store."""
-
     async def main() -> None:
         async with Client(server_of(tools, "test")) as client:
             await say(client)
@@ -39,7 +37,6 @@ def talk(place: Path, say: Talk, *roots: Path) -> None:
 
 
 async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    """Return the structured result of a call that succeeds."""
     result = await client.call_tool(tool, arguments)
     assert not result.is_error, result.content
     assert isinstance(result.structured_content, dict)
@@ -47,7 +44,6 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 async def refused(client: Client, tool: str, **arguments: Any) -> str:
-    """Return the error message of a call that fails."""
     result = await client.call_tool(tool, arguments)
     assert result.is_error
     return str(result.content[0].text)  # type: ignore[union-attr]
@@ -173,7 +169,6 @@ def test_status_and_documents_as_resources(store: Path, corpus: Path) -> None:
 
 @pytest.mark.slow
 def test_documents_are_listed_page_by_page(tmp_path: Path) -> None:
-    """Each once, even if some are added or removed between two pages; a cursor that no page gave is refused."""
     names = [f"/notes/{number:04}.md" for number in range(2 * LISTED + 7)]
     going = (names[5], names[LISTED + 5])
     files = {"going": dict.fromkeys(going, "Gone."), "rest": dict.fromkeys(set(names) - set(going), "One text.")}

@@ -14,7 +14,6 @@ from kvtool.core.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def _free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove a limit of oneDNN's that the tests may run under."""
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
 
@@ -71,7 +70,6 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("told", ["avx2 avx521f", "avx2,fma", "avx2 AVX_512"])
 def test_what_no_cpu_has_is_refused(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misspelt name would silently count as missing."""
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
     with pytest.raises(UsageError) as caught:
         cpu_features()

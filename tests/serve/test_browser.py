@@ -50,8 +50,6 @@ _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-proxy-server", "-
 
 
 class Origin:
-    """An origin of pages, and the reports that they send to it."""
-
     def __init__(self) -> None:
         self.page, self._told = "", queue.SimpleQueue[dict[str, Any]]()
         origin = self
@@ -78,7 +76,6 @@ class Origin:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def told(self) -> dict[str, Any]:
-        """Return the next report of a page."""
         return self._told.get(timeout=PATIENCE)
 
 
@@ -99,7 +96,6 @@ def origins() -> Iterator[tuple[Origin, Origin]]:
 
 @contextmanager
 def browsing(profile: Path, *urls: str) -> Iterator[None]:
-    """A browser that shows these pages, each in a tab."""
     browser = subprocess.Popen(
         ["chromium", *_FLAGS, f"--user-data-dir={profile}", *urls],
         stdout=subprocess.DEVNULL,
@@ -114,14 +110,12 @@ def browsing(profile: Path, *urls: str) -> Iterator[None]:
 
 
 def posts(served: Served) -> list[int]:
-    """How questions ended."""
     return [row["status"] for row in served.log if row["method"] == "POST"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")
 def test_pages_of_other_origins(ready: Path, tmp_path: Path) -> None:
-    """One that is let in reads an answer while it is written, and leaves the next one; another one reads nothing."""
     with origins() as (friend, stranger), serving(ready, cors_origin=(friend.url,)) as served:
         page = PAGE.replace("SERVER", served.url).replace("QUESTION", QUESTION).replace("KEY", KEY)
         friend.page = stranger.page = page

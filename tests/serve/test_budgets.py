@@ -23,7 +23,6 @@ DOCUMENTS = "/v1/documents"
 
 
 def text_of(number: int, lines: int = 40) -> str:
-    """A document of some chunks that no other has."""
     return "\n\n".join(f"Kite {number} of line {line} was flown over Oslo in {1900 + line}." for line in range(lines))
 
 
@@ -47,7 +46,6 @@ def sources(client: httpx2.Client) -> set[str]:
 
 
 def answers(client: httpx2.Client, question: str = QUESTION) -> str:
-    """The answer to a question, after a look at /health."""
     assert client.get("/health").status_code == 200
     asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 4, "temperature": 0}
     answer = client.post("/v1/chat/completions", json=asked)
@@ -56,7 +54,6 @@ def answers(client: httpx2.Client, question: str = QUESTION) -> str:
 
 
 def full(answer: httpx2.Response) -> dict[str, Any]:
-    """The error of what did not fit."""
     assert answer.status_code == 507, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert error["code"] == "no_space"
@@ -67,13 +64,11 @@ def full(answer: httpx2.Response) -> dict[str, Any]:
 
 
 def leave(store: Path, spare: int) -> None:
-    """Set a budget that leaves so many bytes."""
     with kvtool.open(store) as cache:
         cache.budget(cache.budget().used + spare)
 
 
 def kept(store: Path) -> dict[str, set[str]]:
-    """The levels of each chunk of the store."""
     with Store.open(store) as opened:
         return {chunk.hex(): set(opened.sizes_here(chunk)) for chunk in opened.chunk_ids()}
 
@@ -168,7 +163,6 @@ def test_a_hole_is_not_filled_over_the_budget(store: Path) -> None:
 
 
 def ask(served: Served) -> None:
-    """Wait for the answer to a question that is no conversation."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     served.engine.submit(Ask(Request(QUESTION), QueryOptions(max_tokens=4)), events.put)
     while isinstance(event := events.get(timeout=PATIENCE), str):

@@ -42,15 +42,12 @@ _OPEN: list[Any] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Close the clients of a test."""
     yield
     while _OPEN:
         _OPEN.pop().close()
 
 
 class OfResponses:
-    """`openai`'s client for responses."""
-
     error = openai.APIStatusError
     ends = ("incomplete", "completed")
 
@@ -81,8 +78,6 @@ class OfResponses:
 
 
 class OfAnthropic:
-    """`anthropic`'s client."""
-
     error = anthropic.APIStatusError
     ends = ("max_tokens", "end_turn")
 
@@ -118,8 +113,6 @@ class OfAnthropic:
 
 
 class OfOllama:
-    """`ollama`'s client."""
-
     error = ollama.ResponseError
     ends = ("length", "stop")
 
@@ -149,7 +142,6 @@ each = pytest.mark.parametrize("client", DIALECTS, ids=["responses", "anthropic"
 
 @pytest.fixture(scope="module")
 def expected(ready: Path) -> str:
-    """What is answered without a server."""
     with kvtool.open(ready) as cache:
         return cache.query(QUESTION, max_tokens=8).answer
 
@@ -172,7 +164,6 @@ def test_a_stream_says_the_same(client: Any, served: Served, expected: str) -> N
 
 @each
 def test_instruction_turns_and_options(client: Any, served: Served) -> None:
-    """As OpenAI's chat has them."""
     turns, system = [("user", QUESTION), ("assistant", "Baker B."), ("user", LATER)], "Answer in one word."
     chat = OfResponses(served).client.chat
     own = {"kvtool": {"fusion": "epic", "link_tokens": 4, "top_k": 2}}
@@ -207,7 +198,6 @@ def test_a_greeting_is_answered_without_passages(client: Any, served: Served) ->
 def test_a_stream_that_has_to_wait_stays_readable(
     client: Any, served: Served, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a server sends to keep the connection open."""
     told, waits = Listening.next, iter([True, False] * 4)
 
     async def late(self: Any, timeout: float | None = None) -> Any:

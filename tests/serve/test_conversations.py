@@ -43,8 +43,6 @@ SHORT = QueryOptions(max_tokens=6, top_k=2)
 
 
 class Client:
-    """A client of an engine in this process; it keeps the turns itself, as clients do."""
-
     def __init__(self, store: Path, keep: int = PLENTY) -> None:
         self.warnings: list[str] = []
         options = ServeOptions(keep_conversations=keep)
@@ -173,7 +171,6 @@ def test_an_ingest_that_changes_nothing_found_keeps_it(store: Path, tmp_path: Pa
 
 
 def another_instruction(store: Path) -> None:
-    """The prompt's beginning is another one; chunks and documents stay."""
     with Store.open(store) as opened, opened.writer() as writer:
         manifest = opened.manifest()
         prefix = [*manifest["identity"]["prefix"], 7]
@@ -189,7 +186,6 @@ def another_lead_in(store: Path) -> None:
 
 
 def level_made_anew(store: Path) -> None:
-    """The same chunks at the same level, of another profile."""
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level(opened.chunk_ids(), "4")
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
@@ -312,7 +308,6 @@ def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, m
 def test_turns_that_will_not_stand_are_not_computed(
     ready: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversation that is left is that of going through all of them."""
     long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
     with kvtool.open(ready) as cache:
         session = cache._opened()
@@ -341,7 +336,6 @@ def test_turns_that_will_not_stand_are_not_computed(
 
 
 def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
-    """Its turns are short, so it has many of them."""
     turns, ends = tuple((f"xyzzy {number}?", "No.") for number in range(60)), queue.SimpleQueue[tuple[str, Event]]()
 
     def told(name: str) -> Callable[[Event], None]:
@@ -361,7 +355,6 @@ def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
 
 
 def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time limit is checked between two turns; the computed turns are held for the next try."""
     give = Conversation.give
     with Client(ready) as client:
         client.ask(QUESTIONS[0])
@@ -418,7 +411,6 @@ def test_over_http(ready: Path) -> None:
 
 
 def test_who_says_what_in_several_messages(ready: Path) -> None:
-    """Messages of one side are one text; what an assistant says before any question comes before the question."""
     with serving(ready, asking=SHORT) as served:
         greeted = post(served, ("assistant", "Hello!"), ("user", "hello"), ("user", QUESTIONS[0]))
         said = greeted["choices"][0]["message"]["content"]

@@ -65,7 +65,6 @@ COSTLY = [
 
 
 def test_work_grows_with_the_length_alone() -> None:
-    """One process for all: most of the time is its imports."""
     assert ran("\n".join(COSTLY)).split() == ["refused"] * len(COSTLY)
 
 

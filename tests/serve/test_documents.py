@@ -55,7 +55,6 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_gone_is_no_pattern_of_others(store: Path, tmp_path: Path) -> None:
-    """A list that is shown may be old."""
     uploads = tmp_path / "sent"
     with serving(store, uploads=uploads) as served, served.client as client:
         for name in ("a[1].md", "a1.md"):
@@ -132,7 +131,6 @@ def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path
 
 
 def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -> None:
-    """A file is no folder, a folder no file, and a path has an end."""
     uploads = tmp_path / "sent"
     (uploads / "folder.md").mkdir(parents=True)
     (uploads / "file.md").write_text("here")
@@ -195,7 +193,6 @@ def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: P
 
 
 def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_path: Path) -> None:
-    """An answer that had begun ends as it would have; later ones come from the other store."""
     (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
     with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
         cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
@@ -220,7 +217,6 @@ def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_
 
 
 def said(events: str) -> str:
-    """The text of an answer's events."""
     rows = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
     parts = [json.loads(row)["choices"][0]["delta"].get("content", "") for row in rows]
     assert events.rstrip().endswith("data: [DONE]")
@@ -228,7 +224,6 @@ def said(events: str) -> str:
 
 
 def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it runs answers come, each between two of its batches."""
     from kvtool.core.ingest import storer
 
     monkeypatch.setitem(storer.BATCH_TOKENS, "cpu", 64)

@@ -25,12 +25,10 @@ def job(user: str, name: str = "") -> Job:
 
 
 def names(queue: FairQueue) -> list[str]:
-    """The questions in the order of their turns."""
     return [queue.take().ask.request.question for _ in range(len(queue))]
 
 
 def filled(most: int, *questions: str) -> FairQueue:
-    """A queue of questions, each named by its client and a number."""
     queue = FairQueue(most)
     for name in questions:
         assert queue.add(job(name[0], name)) is None
@@ -96,7 +94,6 @@ def test_nobody_has_two_turns_between_two_of_another_who_waits() -> None:
 
 
 def begun(served: Served, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The clients of the questions in the order in which they are begun."""
     seen: list[tuple[str, str]] = []
     scheduler: Scheduler = served.engine.scheduler
     begin = scheduler._begin

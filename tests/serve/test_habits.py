@@ -38,7 +38,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def text_of(path: str, answer: dict[str, Any]) -> str:
-    """The text of an answer of any dialect."""
     read: dict[str, Callable[[], str]] = {
         CHAT: lambda: answer["choices"][0]["message"]["content"],
         MESSAGES: lambda: answer["content"][0]["text"],
@@ -197,7 +196,6 @@ def test_the_beginning_of_an_answer_is_continued(
 
 
 def test_the_beginning_of_an_answer_ends_the_prompt(served: Served) -> None:
-    """Both where passages are found, and where the client brings its own."""
     passage = "The third mill was built in 1762 by baker A. It grinds flour.\n\n" * 8
     for question in (QUESTION, f"{passage}{QUESTION}"):
         asked = [{"role": "user", "content": question}]

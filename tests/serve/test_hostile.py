@@ -221,7 +221,6 @@ def test_a_body_that_is_too_long(ready: Path) -> None:
 
 
 def run(app: ASGIApp, receive: Receive, send: Send) -> RequestStats:
-    """Run one request through the middleware; return what was noted of it."""
     noted: list[RequestStats] = []
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     whole = LoggingMiddleware(BodyLimits(app, 0.01, 1000), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
@@ -249,7 +248,6 @@ def test_a_body_that_never_comes() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
-    """The response says so, unless it has begun; and the log says it."""
     sent: list[Any] = []
     noted: list[RequestStats] = []
 
@@ -290,7 +288,6 @@ def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_nobody_waits_for_is_given_up(ready: Path) -> None:
-    """Before its turn, and in its middle."""
     with serving(ready, asking=QueryOptions(max_tokens=1500), parallel=1) as served, turned(served) as permits:
         scheduler = served.engine.scheduler
         going = posted(served, body(stream=True))

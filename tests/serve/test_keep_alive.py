@@ -38,7 +38,6 @@ KEEP = ("--keep-alive", "10m")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home of one's own, without engines afterwards."""
     monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("KVTOOL_CACHE", raising=False)
     yield tmp_path / "home"
@@ -51,25 +50,21 @@ def asked(store: Path, *more: object) -> tuple[object, ...]:
 
 
 def engines() -> list[dict[str, Any]]:
-    """What `kvtool ps` lists."""
     found: list[dict[str, Any]] = kvtool("ps", "--json").fine().json["engines"]
     return found
 
 
 def engine_of(store: Path, *more: object) -> KeptEngine:
-    """Start the engine of a store by a question."""
     kvtool(*asked(store, *KEEP, *more)).fine()
     (engine,) = [each for each in kept_engines() if each.store == str(store)]
     return engine
 
 
 def wait_for_end(engine: KeptEngine) -> None:
-    """Wait until the process has let go of all that it held."""
     wait_until(lambda: engine.pid not in [each.pid for each in kept_engines()])
 
 
 def answer(store: Path, *more: object) -> dict[str, Any]:
-    """What a question answers, without what differs each time."""
     facts: dict[str, Any] = kvtool(*asked(store, "--json", *more)).fine().json
     return {name: facts[name] for name in ("answer", "finish", "fusion", "chunks", "tokens", "revision")}
 
@@ -108,7 +103,6 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(
 
 
 def test_many_shells_start_one_engine(store: Path) -> None:
-    """It has answered them all, so no other one has."""
     shells = [
         subprocess.Popen(
             command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
@@ -151,7 +145,6 @@ def test_an_engine_that_has_ended_is_not_waited_for_where_another_runs(store: Pa
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_while_it_loads(store: Path) -> None:
-    """The question that waits for it is answered all the same."""
     shell = subprocess.Popen(command(*asked(store, *KEEP)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(kept_engines)
     (engine,) = kept_engines()
@@ -200,7 +193,6 @@ def test_an_engine_whose_socket_is_gone_ends(store: Path) -> None:
 
 
 def test_an_engine_whose_record_cannot_be_written_answers_and_ends(store: Path) -> None:
-    """As where the disk is full."""
     engine = engine_of(store)
     wait_until(lambda: not kept_engines()[0].running)  # after which it writes nothing
     Path(engine.log).with_suffix(".new").mkdir()
@@ -225,7 +217,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
-    """`kvtool query … | cat` ends with the answer, and so does what reads an inherited descriptor."""
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
     shell = subprocess.Popen(
@@ -262,7 +253,6 @@ def test_sigterm_lets_answers_end(store: Path) -> None:
 
 
 def test_an_answer_may_take_its_time(store: Path) -> None:
-    """As without an engine: its model may need minutes for what a server would refuse after five."""
     engine = shell_engine(store, ModelOptions(), 0)
     assert engine.submit(Ask(Request(QUESTION), QueryOptions()), print).timeout > 10**8
     engine.close()
@@ -398,14 +388,12 @@ def test_stop_ends_those_of_all_stores(store: Path, tmp_path: Path) -> None:
 
 
 def test_the_socket_is_its_users_alone(store: Path) -> None:
-    """More is in tests/faults/test_os_users.py, which has other users."""
     engine_of(store)
     assert stat.S_IMODE(socket_path(store).stat().st_mode) == 0o600
 
 
 @pytest.mark.slow
 def test_a_stopped_engine_is_done_without(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-Z, or a machine that swaps: it takes connections, and never answers."""
     from kvtool.serve import unix_socket
 
     engine = engine_of(store)

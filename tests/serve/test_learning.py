@@ -57,7 +57,6 @@ ARNE, BRIX, CORD = map(passage, ("Arne", "Brixham", "Cordelia"))
 
 
 def asked(served: Served, texts: Sequence[str], question: str = QUESTION, key: str = KEY, **own: Any) -> Any:
-    """Send passages with a question, and wait until what there is to learn is learned."""
     pasted = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
     messages = [{"role": "system", "content": f"Use these.\n\n{pasted}"}, {"role": "user", "content": question}]
     with httpx2.Client(base_url=served.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE) as client:
@@ -76,13 +75,11 @@ def sources(answer: Any) -> set[str]:
 
 
 def learned(store: Path) -> Path:
-    """The folder of the learned passages of a store."""
     with Store.open(store) as opened:
         return cache_dir() / "learned" / opened.uuid
 
 
 def learned_by(store: Path) -> Counter[str]:
-    """How many chunks each owner has."""
     with Store.open(learned(store)) as opened:
         return Counter(source.partition("/")[0] for source in opened.sources())
 
@@ -417,7 +414,6 @@ def test_a_passage_is_tried_again_once_while_another_server_writes(
 
 
 def queued(learner: Learner, session: Session, text: str) -> int:
-    """Send a text twice; returns how many steps its chunks take."""
     before = len(learner)
     for _ in range(2):
         learner.add(Request("", messages=(("user", text),), owner="all"))
@@ -427,7 +423,6 @@ def queued(learner: Learner, session: Session, text: str) -> int:
 
 @pytest.fixture
 def session(store: Path) -> Iterator[Session]:
-    """A session that learns."""
     with Store.open(store) as opened:
         session = Session(opened)
         session.learn(10**9)

@@ -65,7 +65,6 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(ready: Path) -> str:
-    """What is answered without a server."""
     with kvtool.open(ready) as cache:
         return cache.query(QUESTION, max_tokens=8).answer
 
@@ -224,7 +223,6 @@ def test_neutral_values_are_taken(client: openai.OpenAI, expected: str) -> None:
 
 
 def test_sampling_follows_what_a_client_sends(client: openai.OpenAI, ready: Path) -> None:
-    """The answer is that of the library with the same options, and each option changes it."""
     asked = {"top_p": 0.2, "frequency_penalty": 1.5, "presence_penalty": 1.0, "temperature": 1.9, "seed": 5}
     own = {"documents": ["mill2.md"]}
 

@@ -26,7 +26,6 @@ from tests.serve.conftest import PATIENCE, wait_until
 
 @contextmanager
 def running(*args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     begun = subprocess.Popen(
         command("serve", "--port", "0", *args), text=True, encoding="utf-8", env=environment(), **pipes
@@ -68,7 +67,6 @@ def test_a_server_begins_answers_and_drains(store: Path, home: Path) -> None:
 
 
 def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
-    """What is left is not learned; what is stored is whole, and the next server has it."""
     words = [f"word{number} of the harbour" for number in range(40)]
     body = {"messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
     counts = list[int]()
@@ -158,7 +156,6 @@ def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
-    """Refused as by `query`, unless clients may fill it: then an empty one is made."""
     none, elsewhere = tmp_path / "none", ("--host", "203.0.113.1")  # of documentation: no machine can listen there
     kvtool("serve", "--store", none).failed(10, "there is no store at", "kvtool ingest")
     kvtool("serve", "--store", none, "--uploads", tmp_path / "sent", "--model", tmp_path / "lost").failed(12, "lost")

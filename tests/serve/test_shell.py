@@ -34,8 +34,6 @@ MOST_MODULES = 320  # 280 when this was written
 
 @pytest.fixture
 def only_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process answers nothing."""
-
     def never(*_: object) -> Any:
         raise AssertionError("the model was to be loaded here")
 
@@ -43,7 +41,6 @@ def only_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def facts(done: Done) -> dict[str, Any]:
-    """What is said of an answer, but for times and what was in memory."""
     row = done.fine().json
     for name in ("timing_ms", "bytes_read"):
         del row[name]
@@ -144,7 +141,6 @@ def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeyp
 def test_folders_of_models_are_those_of_the_shell(
     store: Path, static_model: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the server's folder has others of the same names."""
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
     here.mkdir()
@@ -242,7 +238,6 @@ def test_names_of_files_are_read_where_the_shell_stands(
 
 
 def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> None:
-    """The shell's kvtool is newer, or has plugins that the server has not: nothing is left out without a word."""
     for options in ({"from_the_future": 1}, {"fusion": "of a plugin"}):
         connected = connect(socket_path(ready))
         assert connected is not None
@@ -253,7 +248,6 @@ def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> N
 
 
 def test_a_server_that_was_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes connections, and never answers."""
     monkeypatch.setattr(unix_socket, "_READ_TIMEOUT", 0.01)
     bound = listen(socket_path(store))
     assert bound is not None

@@ -24,7 +24,6 @@ JSON = "Content-Type: application/json"
 
 
 def streamed(served: Served, **more: Any) -> bytes:
-    """All that another client is sent of a streamed answer."""
     with served.client as client:
         answer = client.post(CHAT, json=body(stream=True, **more))
     assert answer.status_code == 200, answer.text
@@ -32,7 +31,6 @@ def streamed(served: Served, **more: Any) -> bytes:
 
 
 def slow(served: Served) -> socket.socket:
-    """Return a client with a small receive buffer that has sent a question and does not read."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.socket()
     made.settimeout(PATIENCE)
@@ -51,7 +49,6 @@ def is_up(served: Served) -> None:
 
 
 def is_closed(made: socket.socket) -> bool:
-    """Whether the other end hangs up, whatever it said before."""
     with suppress(ConnectionError):
         while made.recv(65536):
             pass
@@ -104,7 +101,6 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     ids=["nothing", "half a line", "half a head", "no end"],
 )
 def test_a_head_that_does_not_come(ready: Path, half: bytes) -> None:
-    """Nor after a request that was answered."""
     whole = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     with serving(ready, client_timeout=SHORTLY) as served:
         host, port = served.url.removeprefix("http://").split(":")
@@ -117,7 +113,6 @@ def test_a_head_that_does_not_come(ready: Path, half: bytes) -> None:
 
 
 def test_a_head_that_comes_by_the_byte(ready: Path) -> None:
-    """Each byte is no reason to wait anew."""
     with serving(ready, client_timeout=SHORTLY) as served:
         host, port = served.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=0.02) as made, suppress(ConnectionError):
@@ -162,7 +157,6 @@ def reset(made: socket.socket) -> None:
 
 @pytest.mark.parametrize("leave", [reset, socket.socket.close])
 def test_ten_killed_clients(ready: Path, leave: Callable[[socket.socket], None]) -> None:
-    """Each in the middle of its answer; one that stays has its own whole."""
     with serving(ready, asking=LONG, parallel=11) as served, ExitStack() as stack:
         killed = [posted(served, body(stream=True)) for _ in range(10)]
         stays = stack.enter_context(posted(served, body(stream=True, max_tokens=60)))

@@ -26,8 +26,6 @@ DAY = datetime.timedelta(days=1)
 
 
 class Place:
-    """A folder with a server's certificate, and with that of the authority which clients trust."""
-
     def __init__(self, folder: Path) -> None:
         self.authority = trustme.CA()
         self.trusted, self.chain, self.key = (folder / name for name in ("ca.pem", "chain.pem", "key.pem"))
@@ -35,7 +33,6 @@ class Place:
         self.renew()
 
     def renew(self, **validity: datetime.datetime) -> int:
-        """Put a new certificate there; returns its number."""
         made = self.authority.issue_cert("localhost", "127.0.0.1", **validity)
         self.chain.write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
         made.private_key_pem.write_to_path(self.key)
@@ -56,7 +53,6 @@ def place(tmp_path: Path) -> Place:
 
 
 def shown(served: Served, place: Place) -> int:
-    """The number of the certificate that a new connection meets."""
     host, port = served.url.removeprefix("https://").split(":")
     with (
         socket.create_connection((host, int(port)), timeout=PATIENCE) as made,
@@ -163,7 +159,6 @@ def test_certificates_that_cannot_be_used_are_refused_before_a_model_is_loaded(
 
 
 def test_a_handshake_that_never_ends_holds_nobody_up(ready: Path, place: Place) -> None:
-    """Clients that connect and say nothing, or half of a greeting, while another one asks."""
     with serving(ready, tls_cert=place.chain, tls_key=place.key) as served, ExitStack() as held:
         host, port = served.url.removeprefix("https://").split(":")
         for number in range(40):

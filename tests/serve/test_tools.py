@@ -57,14 +57,12 @@ def is_of_schema(value: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def served(ready: Path) -> Iterator[Served]:
-    """A server whose answers are long enough for a call."""
     with serving(ready, asking=QueryOptions(max_tokens=200)) as running:
         yield running
 
 
 @pytest.fixture
 def chat(served: Served) -> Iterator[Any]:
-    """OpenAI's client."""
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0) as client:
         yield client
 
@@ -165,7 +163,6 @@ def test_schemas_and_results_of_ollama(served: Served) -> None:
 
 
 def test_an_agent_calls_its_function(served: Served) -> None:
-    """`openai-agents`, by responses and by chat: the forced call is carried out, and its result goes into an answer."""
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     seen: list[tuple[int, str]] = []
@@ -357,7 +354,6 @@ def test_calls_in_a_text(text: str, rest: str, count: int) -> None:
     "value", ["[" * 100_000, '{"a":' * 100 + "1" + "}" * 100, r'"\ud800"', "NaN", "1e999"], ids=range(5)
 )
 def test_arguments_that_no_response_could_have(value: str) -> None:
-    """They are no call, in an answer as in a message, unless a grammar has forced it."""
     own = f'{{"name": "look_up", "arguments": {{"mill": {value}}}}}'
     for text in (own, f"<tool_call>{own}</tool_call>"):
         answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
