@@ -17,6 +17,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvtool
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -46,6 +47,10 @@ class Served:
     @property
     def client(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE)
+
+    def connect(self) -> socket.socket:
+        host, _, port = self.url.partition("://")[2].partition(":")
+        return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
     def logged(self, count: int) -> list[dict[str, Any]]:
         wait_until(lambda: len(self.log) >= count)
@@ -151,6 +156,15 @@ def ready(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(ready: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ready, tmp_path / "store"))
+
+
+@pytest.fixture
+def comets(tiny: Path, tmp_path: Path) -> Path:
+    """Another store of the same model."""
+    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
+    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
+        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+    return tmp_path / "other"
 
 
 @pytest.fixture(scope="module")

@@ -174,28 +174,22 @@ def test_what_others_ingest_is_found(store: Path, tmp_path: Path) -> None:
         assert ask(client).json()["kvtool"]["revision"] > before
 
 
-def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_store_that_is_replaced_meanwhile(store: Path, comets: Path, tmp_path: Path) -> None:
     """By another one of the same model, which is not loaded again; then it is gone, and comes back."""
-    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
-    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
-        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
     with serving(store) as served, served.client as client:
         assert ask(client).status_code == 200
         decoder = served.engine._loaded.decoder
         store.rename(tmp_path / "old")
         assert ask(client).status_code == 503
-        shutil.move(tmp_path / "other", store)
+        shutil.move(comets, store)
         assert sources(client, "Who saw the comet?") == ["other.md:1"]
         assert served.engine._loaded.decoder is decoder
-        store.rename(tmp_path / "other")
+        store.rename(comets)
         (tmp_path / "old").rename(store)
         assert sources(client, QUESTION)[0] == "mill2.md:1"
 
 
-def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
-    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
-        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+def test_a_store_that_is_replaced_within_an_answer(store: Path, comets: Path, tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40, "stream": True}
     with serving(store) as served, served.client as client:
         whole = said(client.post(CHAT, json=asked).text)
@@ -205,7 +199,7 @@ def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_
             begun = [next(lines)]
             wait_until(lambda: any(job.sequence for job in served.engine.scheduler._running))  # its prompt is computed
             store.rename(tmp_path / "old")
-            shutil.move(tmp_path / "other", store)
+            shutil.move(comets, store)
             with ThreadPoolExecutor(1) as pool:
                 behind = pool.submit(sources, client, "Who saw the comet?")
                 queue = served.engine.scheduler  # a permit that is left lets the second job run at once

@@ -165,12 +165,3 @@ def test_who_has_left_takes_no_place_while_another_prompt_is_computed(ready: Pat
             assert b"200 OK" in stays.recv(4096)
         assert sorted(row["status"] for row in served.logged(3)) == [200, 499, 499]
     assert served.warnings == []
-
-
-@pytest.mark.parametrize("name", ["user", "safety_identifier"])
-@pytest.mark.parametrize("value", [5, True, ["a"], {"a": "b"}])
-def test_a_user_that_is_no_text(served: Served, name: str, value: Any) -> None:
-    with served.client as other:
-        answer = other.post(CHAT, json=body(**{name: value}))
-    assert answer.status_code == 400
-    assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("wrong_type", name)

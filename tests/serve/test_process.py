@@ -66,14 +66,16 @@ def test_a_server_begins_answers_and_drains(store: Path, home: Path) -> None:
     assert QUESTION not in out + err
 
 
+WORDS = " ".join(f"word{number} of the harbour" for number in range(40))
+LEARNED = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 1}
+
+
 def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
-    words = [f"word{number} of the harbour" for number in range(40)]
-    body = {"messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
     counts = list[int]()
     for _ in range(2):
         with running("--store", store, "--learn", "--no-key") as (process, url):
             for _ in range(2):
-                assert httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).status_code == 200
+                assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, timeout=PATIENCE).status_code == 200
             with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
                 wait_until(learned.sources)
                 process.send_signal(signal.SIGINT)
@@ -86,18 +88,16 @@ def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
 def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Path, tmp_path: Path) -> None:
     """A start makes the missing file anew, and a later one has it: none of its keys has any passage."""
     mine, other = tmp_path / "mine", tmp_path / "other"
-    words = [f"word{number} of the harbour" for number in range(40)]
-    body = {"messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
     with running("--store", store, "--learn", "--key-file", mine) as (_, url):
         headers = {"Authorization": f"Bearer {mine.read_text().strip()}"}
         for _ in range(2):
-            assert httpx2.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE).is_success
+            assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, headers=headers, timeout=PATIENCE).is_success
         with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
             wait_until(learned.sources)
     for _ in range(2):
         with running("--store", store, "--learn", "--key-file", other) as (_, url):
             headers = {"Authorization": f"Bearer {other.read_text().strip()}"}
-            assert httpx2.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE).is_success
+            assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, headers=headers, timeout=PATIENCE).is_success
             with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
                 assert learned.sources()
 
@@ -145,14 +145,6 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path
         port = other.getsockname()[1]
         told = kvtool("serve", "--store", store, "--port", port).failed(1, "cannot listen at", "--port")
     assert told.err.count(f"127.0.0.1:{port}") + told.err.count(f"{port})") == 1
-
-
-def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
-    kvtool("serve", "--store", store, "--no-key", "--host", "0.0.0.0").failed(2, "--no-key")
-    key = tmp_path / "key"
-    key.write_text("kv-x\n")
-    key.chmod(0o644)
-    kvtool("serve", "--store", store, "--key-file", key).failed(1, "others may read")
 
 
 def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:

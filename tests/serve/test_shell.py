@@ -40,6 +40,14 @@ def only_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query, "open_any_store", never)
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The questions that this process has answered."""
+    answered, opened = list[bool](), query.open_any_store
+    monkeypatch.setattr(query, "open_any_store", lambda run: answered.append(True) or opened(run))
+    return answered
+
+
 def facts(done: Done) -> dict[str, Any]:
     row = done.fine().json
     for name in ("timing_ms", "bytes_read"):
@@ -124,10 +132,9 @@ def test_the_shell_imports_no_model(served: Served, ready: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here: list[bool] = []
-    opened = query.open_any_store
-    monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
+def test_what_only_the_asking_process_shows(
+    served: Served, ready: Path, here: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ("query", QUESTION, "--store", ready, *SHORT)
     for alone in (["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
         kvtool(*asked, *alone)
@@ -219,12 +226,9 @@ def test_a_path_longer_than_a_sockets(tmp_path: Path) -> None:
 
 
 def test_names_of_files_are_read_where_the_shell_stands(
-    served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, ready: Path, here: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's working folder is another one, where the same name may be another file's."""
-    here: list[bool] = []
-    opened = query.open_any_store
-    monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
     asked = ("query", QUESTION, "--store", ready, *SHORT)
     source = kvtool(*asked, "--documents", "mill2.md", "--json").fine().json["chunks"][0]["source"]
     assert not here

@@ -5,7 +5,6 @@ What it says is up to a grammar: without one it would never call anything.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,15 +82,6 @@ def test_a_call_of_openais_chat_and_its_result(chat: Any) -> None:
     assert "Baker" not in turn["search"]  # a result is not searched
 
 
-def test_a_streamed_call_of_openais_chat(chat: Any) -> None:
-    stream = {"model": "tiny", "messages": [ASKED], "stream": True}
-    deltas = [chunk.choices[0] for chunk in chat.chat.completions.create(tools=TOOLS, tool_choice="required", **stream)]
-    assert "".join(one.delta.content or "" for one in deltas) == ""
-    (call,) = [call for one in deltas for call in one.delta.tool_calls or []]
-    assert call.function.name in ("look_up", "other")
-    assert deltas[-1].finish_reason == "tool_calls"
-
-
 def test_a_schema_holds_openais_chat(chat: Any) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "mill", "schema": SCHEMA, "strict": True}}
     asked: dict[str, Any] = {"model": "tiny", "messages": [ASKED]}
@@ -129,12 +119,6 @@ def test_a_call_of_responses_and_its_result(chat: Any) -> None:
     assert again.model_extra["kvtool"]["turn"]["number"] == 2
 
 
-def test_a_schema_holds_responses(chat: Any) -> None:
-    form: Any = {"format": {"type": "json_schema", "name": "mill", "schema": SCHEMA}}
-    done = chat.responses.create(model="tiny", input=QUESTION, text=form)
-    assert is_of_schema(json.loads(done.output_text))
-
-
 def test_a_call_of_anthropic_and_its_result(served: Served) -> None:
     tool = {"name": "look_up", "description": LOOK["description"], "input_schema": SCHEMA}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "tools": [tool]}
@@ -160,35 +144,6 @@ def test_schemas_and_results_of_ollama(served: Served) -> None:
         result = {"role": "tool", "tool_name": "look_up", "content": "Baker B."}
         later = client.chat("tiny", [ASKED, called, result], tools=TOOLS, options={"num_predict": 4})
         assert later.eval_count == 4 or later.done_reason == "stop"
-
-
-def test_an_agent_calls_its_function(served: Served) -> None:
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    seen: list[tuple[int, str]] = []
-
-    @agents.function_tool
-    def look_up(mill: int, how: str) -> str:
-        """Look a mill up."""
-        seen.append((mill, how))
-        return "Baker B. built it."
-
-    look_up.params_json_schema = SCHEMA
-
-    async def run(kind: Any) -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, timeout=PATIENCE) as client:
-            settings = agents.ModelSettings(tool_choice="required", max_tokens=200)
-            model = kind(model="tiny", openai_client=client)
-            agent = agents.Agent(
-                name="miller", instructions="Be short.", tools=[look_up], model=model, model_settings=settings
-            )
-            return await agents.Runner.run(agent, QUESTION, max_turns=3)
-
-    for count, kind in enumerate((agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel), 1):
-        done = asyncio.run(run(kind))
-        assert len(seen) == count
-        assert [type(item).__name__ for item in done.new_items][:2] == ["ToolCallItem", "ToolCallOutputItem"]
-        assert done.new_items[1].output == "Baker B. built it."
 
 
 def test_passages_of_a_client_are_reused_beside_tools(chat: Any, served: Served, ready: Path) -> None:
