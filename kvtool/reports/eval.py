@@ -31,8 +31,6 @@ _FEW = 20  # questions, below which the bootstrap's intervals are known to be to
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Options, settings=False, group=QUESTIONS):
-    """Questions that the model writes."""
-
     make: int | None = option(
         None,
         "Let the model write N questions about stored chunks to the file, and measure nothing.",
@@ -90,7 +88,6 @@ def _table(value: Mapping[str, Any]) -> Table:
 
 
 def _words(value: Mapping[str, Any]) -> Iterator[str]:
-    """Describe retrieval's results, the mode to use, and the reservations about both."""
     found = value.get("retrieval")
     if found:
         yield (
@@ -157,7 +154,6 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
 
 
 def _line(request: Request) -> dict[str, Any]:
-    """Make a line of the file; it says that a model wrote the question."""
     return {
         "question": request.question,
         "answers": [*request.answers],

@@ -30,14 +30,8 @@ RowsOf = Callable[["Request", Sequence[str]], Mapping[str, Row]]  # of a questio
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Questions and the runs that answer them.
-
-    Attributes
-    ----------
-    names : of the runs.
-    strict : True if the first question that fails ends the evaluation; else a warning names the question, which stays
-        open.
-    """
+    """Questions and the runs (by name) that answer them; `strict`: the first question that fails ends the evaluation.
+    Questions and the runs (by name) that answer them; `strict`: the first question that fails ends the evaluation."""
 
     requests: Sequence[Request]
     names: Sequence[str]
@@ -46,22 +40,13 @@ class Evaluation:
     strict: bool = False
 
     def open_work(self) -> list[tuple[int, list[str]]]:
-        """List the questions that are not finished, by place, and the runs that each still needs."""
+        """List the unfinished questions, by place, and the runs that each still needs."""
         rows, places = self.journal.rows, range(len(self.requests))
         missing = [(at, [name for name in self.names if name not in rows.get(at, {})]) for at in places]
         return [(at, names) for at, names in missing if names or at not in rows]
 
     def work_off(self, begin: Callable[[], RowsOf]) -> int:
-        """Add what is open to the journal, a question at a time, and return how many questions failed.
-
-        Parameters
-        ----------
-        begin : prepares the first question, such as by loading the model; not called if no question is open.
-
-        Raises
-        ------
-        GateError : the gate refuses the model.
-        """
+        """Run what is open and return how many questions failed; `begin` loads the model. Raises GateError."""
         if not self.open_work():
             return 0
         with self.journal.writing():
@@ -84,14 +69,13 @@ class Evaluation:
 
 
 def name_of(request: Request) -> str:
-    """Name a question in a warning: by its id, else by its words."""
     return f"question {request.id or repr(request.question)}"
 
 
 def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
-    """Return what results depend on in addition to the runs. Results under equal facts can be compared."""
+    """Return what results depend on in addition to the runs."""
     batch = json.dumps([_asked(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,
@@ -151,12 +135,7 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the file for `add`; what another process has written meanwhile is read first.
-
-        Raises
-        ------
-        KvtoolError : another process writes it, or it cannot be written.
-        """
+        """Hold the file for `add`; what another process has written meanwhile is read first. Raises KvtoolError."""
         if self._path is None:
             yield
             return
@@ -191,7 +170,6 @@ class Journal:
         self._sound += len(line)
 
     def _repair(self, path: Path) -> None:
-        """Cut a torn line off; begin a new file."""
         make_folder(path.parent)
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             file.truncate(self._sound)

@@ -47,7 +47,6 @@ class Deviation:
 
 
 def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> Deviation:
-    """Compare two caches of one prompt, layer by layer."""
     by_metric: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
     sizes = []
     at = prompt.hits.to(full.buffers[0].keys.device)
@@ -66,7 +65,6 @@ def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> D
 
 
 def top_share(values: torch.Tensor, share: float) -> float:
-    """Return the part of the sum that the highest `share` of the values holds; 0 if the sum is 0."""
     total = float(values.sum())
     return float(values.topk(share_of(share, len(values))).values.sum()) / total if total else 0.0
 
@@ -80,7 +78,6 @@ def spearman(values: torch.Tensor, others: torch.Tensor) -> float:
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Rank each value, from 0, as float64."""
     _, which, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     middle: torch.Tensor = (last - counts + last - 1).double() / 2
@@ -98,8 +95,8 @@ def attention_deviation(cache: PromptCache, asked: Queries, full: PromptCache, a
 
 
 def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
-    """Choose `ratio` of the reused rows: those that deviate most, random ones, or the first of every chunk, as
-    bool `[length]`."""
+    """Choose `ratio` of the reused rows: the most deviating, random ones, or the first of every chunk: bool `[length]`.
+    Choose `ratio` of the reused rows: the most deviating, random ones, or the first of every chunk: bool `[length]`."""
     chosen = torch.zeros(prompt.plan.length, dtype=torch.bool)
     count = share_of(ratio, len(prompt.hits))
     if choice == "hkvd":
@@ -116,13 +113,7 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
 
 
 def shift_report(prompt: ReusedPrompt, full: PromptCache) -> dict[str, Any]:
-    """Compare what `union` leaves of a prompt's reused rows with full prefill's, without a shift and with it.
-
-    Returns
-    -------
-    `ratio`; `tokens_shifted`: how many; `common`: what the probes of a chunk have in common of their change;
-    `layers[{layer, k_before, k_after, v_before, v_after}]`: ‖Δ‖ / ‖full‖ over the shifted rows.
-    """
+    """Compare what `union` leaves of a prompt's reused rows with full prefill's, without a shift and with it."""
     union = Union()
     plain, fused = prompt.fused(Union(shift=False)).cache, prompt.fused(union)
     rows = fused.shifted.rows.nonzero()[:, 0].to(prompt.decoder.device)
@@ -149,16 +140,7 @@ def _relative(difference: float, size: float) -> float:
 
 
 def deviation_report(prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS) -> dict[str, Any]:
-    """Make the JSON of `inspect deviation` for one prompt.
-
-    Returns
-    -------
-    `tokens{prompt, reused}`, `layers[{layer, v_sse, k_sse, kv_sse, k_l1, v_relative, k_relative, quantiles, top_share,
-    spearman_next}]`: means over rows of each metric, ‖ΔV‖ / ‖V‖ over all rows, quantiles of ‖ΔV‖ over rows, the share
-    of the squared V deviation in the top rows, the rank correlation with the layer after it;
-    `attention[{choice, ratio, tokens_recomputed, deviation, by_layer}]`; `shift` (see `shift_report`);
-    `token_deviation` by row: `Deviation.worth`.
-    """
+    """Make the JSON of `inspect deviation` for one prompt, and `token_deviation` by row: `Deviation.worth`."""
     full = prompt.full()  # and one other cache at a time
     asked = prompt.queries(full)
 

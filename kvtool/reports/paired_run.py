@@ -57,7 +57,6 @@ class RunSpec:
         return run_name(self.mode, self.changes, self.amount)
 
     def options(self, base: QueryOptions) -> QueryOptions:
-        """Put this run's mode, amount and changes into the options `base`."""
         changed: dict[str, Any] = dict(self.changes)
         if self.amount is not None:
             changed[self.knob] = self.amount
@@ -87,13 +86,7 @@ def usual_runs() -> list[RunSpec]:
 
 
 def parse_run(text: str) -> RunSpec:
-    """Read one run: `mode` or `mode:amount`; `mode+option=value` changes an option of the mode. The amount is a ratio
-    (0 … 1, or in percent) or a number of tokens.
-
-    Raises
-    ------
-    UsageError : no such mode, or an amount or an option that the mode does not take.
-    """
+    """Read `mode` or `mode:amount`; `mode+option=value` changes an option. Raises UsageError."""
     variant, colon, amount = (part.strip() for part in text.partition(":"))
     mode, *changes = (part.strip() for part in variant.split("+"))
     if mode not in SELECTORS:
@@ -120,13 +113,11 @@ def default_runs() -> Iterator[str]:
 
 
 def _knob(mode: str) -> Option | None:
-    """Find the option of a query that says how much a mode recomputes."""
     knob = SELECTORS[mode].knob
     return options_of(QueryOptions)[knob] if knob else None
 
 
 def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
-    """Read `option=value`: a parameter of the mode that is an option of a query, other than its knob."""
     name, _, value = (part.strip() for part in text.partition("="))
     known = [field.name for field in fields(cast(Any, SELECTORS[mode])) if field.name != SELECTORS[mode].knob]
     if name not in known:
@@ -139,10 +130,8 @@ def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
 
 
 def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
-    """Return a function that answers a question in full, then by each run.
-
-    The store does not change: holes are computed in place, for every run anew, and a warning names them.
-    """
+    """Return a function that answers a question in full, then by each run; holes are computed in place and not stored.
+    Return a function that answers a question in full, then by each run; holes are computed in place and not stored."""
     decoder, source = session.decoder, session.source
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
@@ -162,13 +151,7 @@ def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryO
 
 @dataclass(frozen=True, slots=True)
 class PairedRun:
-    """Runs of one question, its prompt laid out.
-
-    Attributes
-    ----------
-    source : of the records.
-    options : their `max_tokens` bounds every answer; answers are greedy.
-    """
+    """Runs of one question, its prompt laid out; answers are greedy, of at most `options.max_tokens`."""
 
     decoder: Decoder
     source: KVSource
@@ -200,7 +183,7 @@ class PairedRun:
         return self._row(fused, milliseconds, full_ms, answer, reference.answer, forced.distance)
 
     def _fuse(self, spec: RunSpec) -> tuple[Fused, float]:
-        """Fuse as a run does, and time it in ms: from the question's text to the first token's id."""
+        """Fuse, and time it in ms: from the question's text to the first token's id."""
         whole = RunSpec(REFERENCE) if spec.mode == NO_CONTEXT else spec
         selector = selector_for(whole.options(self.options), whole.mode)
         started = time.perf_counter()
@@ -229,6 +212,5 @@ class PairedRun:
 
 
 def without_chunks(plan: Plan) -> Plan:
-    """Build the plan of the same prompt's beginning and question, in the same form, with nothing between them."""
     prefix, *_, question = plan.segments
     return build_plan(prefix.source, [], question.ids)

@@ -80,16 +80,13 @@ class CompressReport:
 
     @property
     def freed(self) -> int:
-        """Bytes that the data file is shorter than it was."""
         return max(0, self.file_before - self.file_after)
 
     @property
     def is_allowed(self) -> bool:
-        """Return True if the loss is known and at most `max_loss`."""
         return self.loss is not None and self.loss <= self.max_loss
 
     def to_json(self) -> dict[str, Any]:
-        """Make the JSON object of `compress --json`."""
         return {
             "levels": [level.to_json() for level in self.levels],
             "bytes_before": self.bytes_before,

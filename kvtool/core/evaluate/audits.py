@@ -63,7 +63,6 @@ class Audit:
 
     @property
     def run(self) -> str:
-        """Return the mode with its other parameters and its amount, such as `union+shift=no:0.15`."""
         return run_name(self.fusion, self.changes.items(), self.amount)
 
 
@@ -77,14 +76,12 @@ def is_drawn(question: str, revision: int, share: float) -> bool:
 
 
 def shortened(question: str) -> str:
-    """Return the beginning of a question, on one line."""
     words = " ".join(question.split())
     return words if len(words) <= _SHORT else f"{words[: _SHORT - 1]}…"
 
 
 def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
-    """Keep an audit of this model, and drop the oldest if there are too many; False: the store is read-only, the disk
-    full, or another process writes for too long."""
+    """Keep an audit, and drop the oldest if there are too many; False: the store cannot be written for now."""
     if store.read_only:
         return False
     path = store.side_file(_FILE)
@@ -101,7 +98,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
 
 
 def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
-    """Read the audits of a model, oldest first. Raises DamagedError."""
+    """Raises DamagedError."""
     path = store.side_file(_FILE)
     if not path.exists():
         return ()

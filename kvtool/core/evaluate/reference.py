@@ -33,7 +33,6 @@ class Distance:
     agreement: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `query --compare` and `inspect quality` report, as JSON."""
         return {"kl_first": self.kl_first, "kl_answer": self.kl_answer, "top1_agrees": self.first_agrees}
 
 
@@ -57,19 +56,16 @@ class Reference:
 
     @classmethod
     def of(cls, decoder: Decoder, fused: Fused, answer: Generated) -> Reference:
-        """Take an answer that was given over a fused prompt as the reference."""
         logits = forced_logits(decoder, fused, answer.script)
         return cls(decoder, answer, logits, logits.argmax(-1).tolist())
 
     @classmethod
     def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
-        """Answer greedily over a fused prompt, and take that as the reference."""
         sampling = Sampling(max_tokens)
         first = first_token(fused.logits, sampling)
         return cls.of(decoder, fused, generate(decoder, fused.cache, first, sampling))
 
     def force(self, fused: Fused) -> Forced:
-        """Lead another fused cache of the same prompt through the script, and measure it."""
         logits = forced_logits(self.decoder, fused, self.answer.script)
         best = logits.argmax(-1).tolist()
         divergence = kl_of_logits(self.logits, logits)
@@ -85,12 +81,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A run that was led through its reference's script, token by token.
-
-    Attributes
-    ----------
-    best : the run's own most probable token before each of the script.
-    """
+    """A run that was led through its reference's script; `best` is its own most probable token before each."""
 
     reference: Reference
     fused: Fused

@@ -55,7 +55,6 @@ def served(url: str) -> tuple[str, int]:
 
 
 def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> dict[str, Any]:
-    """Send a request, and return the answer. Raises KvtoolError."""
     data = None if body is None else json.dumps(body).encode()
     try:
         request = Request(url.removesuffix("/") + path, data, {"Content-Type": "application/json"})
@@ -71,7 +70,7 @@ def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> di
 
 
 def _read(answer: HTTPResponse, deadline: float) -> bytes:
-    """Read an answer. Raises ValueError: it has no end."""
+    """Read an answer. Raises ValueError if it does not end in time."""
     read = bytearray()
     while piece := answer.read1(1 << 16):
         read += piece
@@ -123,7 +122,6 @@ class EngineStorer(Storer):
             raise
 
     def _request(self, prompts: list[Ids], after: int = 0, other: Ids | None = None) -> None:
-        """Have prompts computed and saved."""
         params = {"kvtool": asdict(SaveWish(self._spool.name, after, other))}
         body = {"model": self._model, "prompt": prompts, "max_tokens": 1, "kv_transfer_params": params}
         _ask(self._url, "/v1/completions", body, _TIMEOUT_S)
@@ -164,18 +162,15 @@ class EngineStorer(Storer):
             raise ModelError(what, f"{_OTHER_MODEL}; --no-engine-check does not compare them")
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
-        """See Storer."""
         self._request([prefix.ids])
         self._put(encode(self._read(prefix), level_of(self._level).of_prefix))
 
     def finish(self) -> None:
-        """See Storer."""
         super().finish()
         while self._flight:
             self._store_next()
 
     def close(self) -> None:
-        """See Storer."""
         self._encoders.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self._spool.folder, ignore_errors=True)
 

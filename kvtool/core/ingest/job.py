@@ -124,7 +124,6 @@ def create(path: Path, options: IngestOptions) -> None:
 
 
 def is_new(path: Path) -> bool:
-    """Return True if an ingest would create a store at this path."""
     try:
         Store.open(path).close()
     except StoreNotFoundError:
@@ -148,7 +147,6 @@ class _Job:
         self._session: Session | None = None  # once the model is needed
 
     def preview(self) -> IngestReport:
-        """Count what a run would do; nothing is computed or written."""
         report, new_chunks = self.account.report, NewChunks(self.stream.store)
         self.stream.begin()
         paths = set[str]()
@@ -169,7 +167,6 @@ class _Job:
         return report
 
     def run(self, store: Store, writer: Writer) -> IngestReport:
-        """Read, compute, commit; then forget, collect and index."""
         whole = False
         try:
             self.stream.begin()
@@ -232,7 +229,6 @@ class _Job:
     # ---- the files ----
 
     def _take_files(self, store: Store, writer: Writer) -> None:
-        """Store every changed file; the model is loaded for the first new chunk."""
         new_chunks, storer = NewChunks(store), None
         writer.needed = lambda: new_chunks.seen | {self.choices.identity.prefix_id}
         try:
@@ -267,7 +263,6 @@ class _Job:
                 storer.close()
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
-        """Return the forecast for so many tokens; None for 0 tokens, or if the cost is unknown."""
         if not tokens or self.choices.identity.keeps_states:
             return None
         identity = self.choices.identity
@@ -280,7 +275,7 @@ class _Job:
             self.account.events.say(ahead.text(), ahead.advice())
 
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
-        """Return True if the model can hold a file's new chunks. If not, only this file fails."""
+        """If the model cannot hold a file's new chunks, only this file fails."""
         try:
             check(new)
         except UsageError as error:
@@ -322,7 +317,6 @@ class _Job:
         return storer
 
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
-        """Load the model."""
         with self.account.phase("model_load", reported=False):
             from kvtool.core.ingest.storer import ChunkStorer
 
@@ -334,7 +328,6 @@ class _Job:
         return ChunkStorer(writer, self.account, decoder, lead_ins, level, profile)
 
     def _far_storer(self, store: Store, writer: Writer) -> Storer:
-        """Load models in Ray workers, none here."""
         from kvtool.core.ingest.ray_storer import ray_storer
 
         with self.account.phase("model_load", reported=False):
@@ -354,7 +347,6 @@ class _Job:
     # ---- the model ----
 
     def _open(self, store: Store) -> Session:
-        """Open the store with its model loaded."""
         from kvtool.core.session.session import Session
 
         identity, events, decoder = self.choices.identity, self.account.events, self._model.decoder
@@ -388,12 +380,7 @@ class _Job:
 
 
 def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) -> Collection[bytes]:
-    """Update the index, and return those of these chunks that documents refer to.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read.
-    """
+    """Update the index, and return those of these chunks that documents refer to. Raises DamagedError."""
     from kvtool.core.retrieval.index import index_of
 
     with account.phase("index"):
@@ -401,12 +388,8 @@ def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) ->
 
 
 def update_index(store: Store, account: Account, embedder: str | None, offline: bool) -> None:
-    """Update the index, and the vectors if the store has any or an embedder is given.
-
-    Raises
-    ------
-    ModelError : the given embedder cannot be used; an earlier one only causes a warning.
-    """
+    """Update the index, and the vectors if the store has any or an embedder is given. Raises ModelError for a given
+    one."""
     from kvtool.core.retrieval.embed import remembered
     from kvtool.core.retrieval.finder import Finder
 

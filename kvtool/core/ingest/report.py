@@ -33,8 +33,6 @@ _MINUTE = 60.0
 
 @dataclass(slots=True)
 class Documents:
-    """Counts of documents by result."""
-
     added: int = 0
     changed: int = 0
     unchanged: int = 0
@@ -44,8 +42,6 @@ class Documents:
 
 @dataclass(slots=True)
 class Chunks:
-    """Counts of chunks by result; `reused` ones were in the store already."""
-
     computed: int = 0
     reused: int = 0
     removed: int = 0
@@ -72,11 +68,9 @@ class Forecast:
 
     @property
     def is_noted(self) -> bool:
-        """Return True if the KV is large enough to show a forecast."""
         return self.kv_bytes >= _NOTED_BYTES
 
     def text(self) -> str:
-        """Return the forecast in words."""
         before = "" if self.level == "raw" else " before compression"
         kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
         text = f"about {self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
@@ -85,7 +79,6 @@ class Forecast:
         return text
 
     def advice(self) -> str:
-        """Return a hint to store less, if the KV is large."""
         much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
         hint = (
             "`--level lossless` takes less and is exact; `kvtool compress --drop-raw` afterwards takes far less, "
@@ -135,21 +128,14 @@ class IngestReport:
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
-        """Return the speed of the prefill, in chunk tokens per second."""
         return self.tokens / self.prefill_seconds if self.prefill_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of `ingest --json`."""
         return asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
 
 
 class EventLog:
-    """Log of `--log`: one JSON event per line. Runs may share the file; each line has the process id.
-
-    Raises
-    ------
-    UsageError : the file cannot be written.
-    """
+    """Log of `--log`: one JSON event per line, with the process id, as runs may share the file. Raises UsageError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +150,6 @@ class EventLog:
             ) from error
 
     def event(self, type: Literal["status", "warning", "error", "summary"], **facts: Any) -> None:
-        """Append one line by one write."""
         if self.error:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -196,12 +181,11 @@ class EventLog:
         return replace(events, warn=warn, failed=failed, status=status, step=step)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as strict JSON allows it: NaN and infinity become null."""
+    """NaN and infinity become null in strict JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

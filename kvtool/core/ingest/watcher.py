@@ -57,22 +57,15 @@ class Watcher:
         self._changes = self._listening()
 
     def close(self) -> None:
-        """Stop watching."""
         self._changes.close()
 
     def wait(self) -> None:
-        """Wait until a file may have changed."""
         while not self._changes.wait(_LOOK_S) and self._look() == self._roots and time.monotonic() < self._again_at:
             pass
 
     def round(self, events: Events) -> IngestReport | None:
-        """Update the store; return None if no selected file changed, or if the store cannot be written for now.
-
-        Raises
-        ------
-        KvtoolError : an error that later rounds would repeat, such as a model that cannot be loaded; in the first round
-            also if nothing could be read.
-        """
+        """Update the store; return None without changes, or if the store is busy. Raises errors that later rounds would
+        repeat."""
         self._follow_roots(events)
         paths = tuple(path for path, state in self._roots.items() if state or path in self._forgotten)
         found = self._walked(paths)
@@ -125,7 +118,6 @@ class Watcher:
     # ---- the named paths ----
 
     def _follow_roots(self, events: Events) -> None:
-        """Update the states of the named paths, and watch the folders that exist."""
         before, self._roots = self._roots, self._look()
         for path, state in self._roots.items():
             was = before[path]
@@ -196,13 +188,11 @@ class Changes:
         self._check()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a change for at most so long; return True if there was one."""
         happened = self._happened.wait(seconds)
         self._happened.clear()
         self._check()

@@ -19,7 +19,7 @@ from kvtool.core.upkeep.selectors import named_documents
 
 
 class MuchError(UsageError):
-    """Error: more than half of several documents would be removed, without the user's consent."""
+    """More than half of several documents would be removed without consent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,6 @@ def _too_many(count: int, total: int) -> MuchError | None:
 
 
 def collect(store: Store, writer: Writer) -> None:
-    """Drop the chunks that no document refers to any more."""
     writer.collect(keep=kept_always(store), referred=lambda chunks: index_of(store).holders(chunks))
 
 
@@ -125,12 +124,7 @@ def bring_index_up_to_date(store: Store) -> None:
 
 
 def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
-    """Pin documents (by path, folder or glob) or chunks (by id); returns all pins.
-
-    Raises
-    ------
-    UsageError : a word means nothing in the store.
-    """
+    """Pin documents (by path, folder or glob) or chunks (by id); returns all pins. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:
@@ -144,12 +138,8 @@ def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[s
 
 
 def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
-    """Take pins back; what is pinned and gone from the store is named by its whole path or id. Returns all pins.
-
-    Raises
-    ------
-    UsageError : nothing that is pinned is meant.
-    """
+    """Remove pins; what is gone from the store is named by its whole path or id. Returns all pins. Raises UsageError.
+    Remove pins; what is gone from the store is named by its whole path or id. Returns all pins. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:

@@ -98,12 +98,7 @@ class Inventory:
 
 
 def take_inventory(store: Store) -> Inventory:
-    """Read what a plan needs to know; no KV is read.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read, so what it refers to is unknown.
-    """
+    """Read what a plan needs to know; no KV is read. Raises DamagedError."""
     with store.snapshot() as snapshot:
         sizes: dict[bytes, dict[str, int]] = {chunk: {} for chunk in snapshot.keys(tables.CHUNKS)}
         sizes |= _level_sizes(snapshot)
@@ -172,7 +167,6 @@ def _beginning(store: Store) -> bytes:
 
 
 def _profiles(store: Store, digests: Collection[bytes]) -> tuple[tuple[bytes, int], ...]:
-    """Return the digest and the bytes of each of these profiles that is stored."""
     with store.snapshot() as snapshot:
         sizes = {digest: pages(size) for digest, size in snapshot.sizes(tables.PROFILES)}
     return tuple((digest, sizes[digest]) for digest in digests if digest in sizes)
@@ -203,12 +197,10 @@ def pinned_with_documents(store: Store) -> set[bytes]:
 
 
 def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
-    """Return the bytes of a chunk's records by level."""
     return _level_sizes(snapshot, chunk_id).get(chunk_id, {})
 
 
 def _level_sizes(snapshot: Snapshot, prefix: bytes = b"") -> dict[bytes, dict[str, int]]:
-    """Return the bytes of records by chunk and level."""
     sizes: dict[bytes, dict[str, int]] = {}
     for key, size in snapshot.sizes(tables.RECORDS, prefix):
         try:
@@ -228,14 +220,7 @@ def pages(size: int) -> int:
 
 
 def sizes_of(store: Store) -> dict[str, Any]:
-    """Count a store's chunks. Raises DamagedError if its manifest is damaged.
-
-    Returns
-    -------
-    `Store.stats`, with `chunks` and `tokens` of documents only; `beginning`: `id`, `tokens`, `levels[{level, bytes}]`
-    of the prompt's prefix, or None; and `unfinished`: `files`, `chunks`, `tokens`, `bytes` of interrupted ingests.
-    Records, bytes and levels are of all three.
-    """
+    """Count a store's chunks; the beginning and unfinished files' chunks are counted apart. Raises DamagedError."""
     sizes, identity = store.stats(), StoreIdentity.from_manifest(store.manifest())
     beginning = None if identity is None else _own_beginning(store, identity)
     if beginning is not None:
@@ -246,7 +231,6 @@ def sizes_of(store: Store) -> dict[str, Any]:
 
 
 def _unfinished(store: Store) -> dict[str, int]:
-    """Count the chunks of files whose ingest was interrupted."""
     found = {"files": len(store.unfinished()), "chunks": 0, "tokens": 0, "bytes": 0}
     with suppress(DamagedError):  # a document, whose references are then unknown, or such a chunk
         for chunk in store.unfinished_chunks():
@@ -258,7 +242,6 @@ def _unfinished(store: Store) -> dict[str, int]:
 
 
 def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
-    """Describe the prompt's prefix, a chunk that no document has."""
     try:
         info = store.chunk_info(identity.prefix_id)
     except DamagedError:
@@ -276,12 +259,7 @@ def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def old_profiles(store: Store) -> list[bytes]:
-    """Return the digests of profiles that no record was made with, and that no new record would be made with.
-
-    Raises
-    ------
-    DamagedError : what is in use cannot be read.
-    """
+    """Return the digests of profiles that no record was made with, and no new one would be. Raises DamagedError."""
     current = str(store.codec_state().get("profile", ""))
     candidates = [digest for digest in store.profile_digests() if digest.hex() != current]
     if not candidates:

@@ -12,16 +12,12 @@ WHICH, LISTED = "Selection", "List"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(Options, settings=False, group=LISTED):
-    """Options of a listing and its order."""
-
     chunks: bool = option(False, "List chunks instead of documents.")
     sort: str = option("", "Sort by this field; a minus reverses the order.", metavar="[-]FIELD", instead="by path")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetOptions(LockOptions, settings=False, group=WHICH):
-    """Options of how documents are forgotten."""
-
     dry_run: bool = option(False, "Show what would be removed, and do nothing.")
     yes: bool = option(False, "Allow the removal of more than half.")
 

@@ -40,16 +40,13 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if the step drops nothing."""
         return not (self.drops or self.sources or self.loose or self.stretches or self.profiles)
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks that the step touches."""
         return len({chunk for chunk, _ in self.drops} | set(self.loose))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "step": self.name,
             "chunks": self.chunks,
@@ -62,19 +59,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in their order.
-
-    Attributes
-    ----------
-    expected : bytes of the folder afterwards, at most, once it is compacted.
-    """
+    """Steps in their order; `expected`: bytes of the folder afterwards, at most, once it is compacted."""
 
     steps: tuple[Step, ...]
     expected: int
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Documents that are forgotten."""
         return tuple(source for step in self.steps for source in step.sources)
 
 
@@ -105,7 +96,6 @@ class PruneRequest:
         return self.cold_before is not None or (ages and not self.as_needed)
 
     def forgets(self, document: DocumentHolding) -> bool:
-        """Return True if a document may be forgotten."""
         unused = self.unused_before is not None and document.used < self.unused_before
         old = self.added_before is not None and document.added < self.added_before
         return not document.pinned and (unused or old)
@@ -135,8 +125,6 @@ def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
 
 
 class _Planner:
-    """Adds steps, and counts what is expected to be left after each."""
-
     def __init__(self, inventory: Inventory, goal: int | None) -> None:
         self.inventory, self.goal = inventory, goal
         self.steps: list[Step] = []

@@ -51,11 +51,9 @@ class PruneReport:
 
     @property
     def reached(self) -> bool:
-        """Return True if the folder is within its limit."""
         return self.limit is None or self.after <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "budget": self.limit,
             "goal": self.goal,
@@ -155,12 +153,8 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
 
 
 def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
-    """Drop what the plan says, a batch of chunks a transaction: killed anywhere, the store is whole and smaller.
-
-    Returns
-    -------
-    Chunks whose exact records stay after all: the level that was to replace them is damaged, and dropped.
-    """
+    """Drop what the plan says, a batch of chunks a transaction; return chunks that keep exact records for want of
+    others."""
     spared: set[bytes] = set()
     for step in plan.steps:
         if step.stretches:
@@ -197,7 +191,6 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
 
 
 def _rest_is_readable(store: Store, chunk: bytes, going: set[str]) -> bool:
-    """Return True if the finest level that stays of a chunk can be read, or none is to stay."""
     staying = [level for level in store.levels(chunk) if level not in going]
     if not staying:
         return True
@@ -291,15 +284,12 @@ def _too_much(inventory: Inventory, plan: Plan, options: PruneOptions) -> UsageE
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """Bytes of the folder before and after; chunks that nobody referred to and profiles that nothing named, dropped."""
-
     before: int
     after: int
     chunks: int = 0
     profiles: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "bytes_before": self.before,
             "bytes_after": self.after,
@@ -310,15 +300,8 @@ class Compacted:
 
 
 def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:
-    """Drop what nothing refers to, and give free pages back to the disk.
-
-    The second copy is not counted against the size budget: it is gone, or the first one is, before anything else is
-    written. The disk needs space for it.
-
-    Raises
-    ------
-    NoSpaceError : the disk has no space for it; what nothing refers to is dropped all the same.
-    """
+    """Drop what nothing refers to, and copy the store without free pages. Raises NoSpaceError without space for the
+    copy."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         before = space.folder_bytes(store.path)
         chunks = writer.collect(keep=kept_always(store))
