@@ -54,7 +54,7 @@ def codec(context: ReportContext) -> ReportResult:
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
     from kvtool.core.compress.loss import HeavyRows
-    from kvtool.reports.evaluation import Evaluation, Journal, evaluation_facts
+    from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
 
     context.identity.check_movable("inspect codec")
     session = context.session
@@ -63,8 +63,8 @@ def codec(context: ReportContext) -> ReportResult:
     facts = evaluation_facts(session.store, identity, requests, options)
     facts["profile"] = None if profile is None else profile.digest.hex()
     journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect codec")
-    evaluation = Evaluation(requests[: batch.limit], list(wanted), journal, context.events, strict=True)
-    evaluation.work_off(lambda: codec_rows(session, wanted, options))
+    asked = requests[: batch.limit]
+    answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
     resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.arithmetic.dtype}
     value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
     return ReportResult("Codec levels", value, [*_summary(value)], codec_sections(value))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,44 +28,45 @@ if TYPE_CHECKING:
 RowsOf = Callable[["Request", Sequence[str]], Mapping[str, Row]]  # of a question and the runs that it still needs
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Questions and the runs (by name) that answer them; `strict`: the first question that fails ends the evaluation.
-    Questions and the runs (by name) that answer them; `strict`: the first question that fails ends the evaluation."""
+def answer_open(
+    requests: Sequence[Request],
+    names: Sequence[str],
+    journal: Journal,
+    events: Events,
+    begin: Callable[[], RowsOf],
+    strict: bool = False,
+) -> int:
+    """Add the missing rows of the runs of these names to the journal, and return how many questions failed.
 
-    requests: Sequence[Request]
-    names: Sequence[str]
-    journal: Journal
-    events: Events
-    strict: bool = False
+    Parameters
+    ----------
+    begin : loads the model; not called if no row is missing.
+    strict : raise the first error instead of warning and leaving the question open. The gate's is always raised.
+    """
+    if not _open_work(requests, names, journal):
+        return 0
+    failed = 0
+    with journal.writing():
+        work, rows_of = _open_work(requests, names, journal), begin()  # another process may have gone on meanwhile
+        events.step("questions", len(work), "questions")
+        for at, missing in work:
+            request = requests[at]
+            try:
+                journal.add(at, request.id, rows_of(request, missing))
+            except KvtoolError as error:
+                if strict or isinstance(error, GateError):  # the next question would meet it, too
+                    raise
+                events.warn(f"{name_of(request)}: {error.message}", error.hint)
+                failed += 1
+            finally:
+                events.advance(1)
+    return failed
 
-    def open_work(self) -> list[tuple[int, list[str]]]:
-        """List the unfinished questions, by place, and the runs that each still needs."""
-        rows, places = self.journal.rows, range(len(self.requests))
-        missing = [(at, [name for name in self.names if name not in rows.get(at, {})]) for at in places]
-        return [(at, names) for at, names in missing if names or at not in rows]
 
-    def work_off(self, begin: Callable[[], RowsOf]) -> int:
-        """Run what is open and return how many questions failed; `begin` loads the model. Raises GateError."""
-        if not self.open_work():
-            return 0
-        with self.journal.writing():
-            work, rows_of = self.open_work(), begin()  # another process may have gone on meanwhile
-            self.events.step("questions", len(work), "questions")
-            return sum(not self._finish(at, names, rows_of) for at, names in work)
-
-    def _finish(self, at: int, names: Sequence[str], rows_of: RowsOf) -> bool:
-        request = self.requests[at]
-        try:
-            self.journal.add(at, request.id, rows_of(request, names))
-        except KvtoolError as error:
-            if self.strict or isinstance(error, GateError):  # the next question would meet it, too
-                raise
-            self.events.warn(f"{name_of(request)}: {error.message}", error.hint)
-            return False
-        finally:
-            self.events.advance(1)
-        return True
+def _open_work(requests: Sequence[Request], names: Sequence[str], journal: Journal) -> list[tuple[int, list[str]]]:
+    rows = journal.rows
+    missing = ((at, [name for name in names if name not in rows.get(at, {})]) for at in range(len(requests)))
+    return [(at, some) for at, some in missing if some or at not in rows]
 
 
 def name_of(request: Request) -> str:
@@ -125,7 +126,7 @@ class Journal:
     UsageError : the file holds something else, or was made under other facts.
     """
 
-    def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool inspect quality") -> None:
+    def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool eval") -> None:
         self.rows: dict[int, dict[str, Row]] = {}
         self._path = path
         self._kind = kind

@@ -95,8 +95,7 @@ def attention_deviation(cache: PromptCache, asked: Queries, full: PromptCache, a
 
 
 def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
-    """Choose `ratio` of the reused rows: the most deviating, random ones, or the first of every chunk: bool `[length]`.
-    Choose `ratio` of the reused rows: the most deviating, random ones, or the first of every chunk: bool `[length]`."""
+    """Choose `ratio` of the reused rows, the most deviating, random or first of every chunk: bool `[length]`."""
     chosen = torch.zeros(prompt.plan.length, dtype=torch.bool)
     count = share_of(ratio, len(prompt.hits))
     if choice == "hkvd":

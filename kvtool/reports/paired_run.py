@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
 
-RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
 _HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%; MODE+OPTION=VALUE changes a mode"
 
 
@@ -64,25 +63,16 @@ class RunSpec:
 
 
 def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
-    """Read runs, in the order given and each once; commas separate, too. Nothing given: `default_runs`.
+    """Read runs, in the order given and each once; commas separate, too. The reference always runs, and is left out.
 
-    The reference is left out: it always runs.
-
-    Raises
-    ------
-    UsageError : no such mode, or an amount that the mode does not take.
+    Nothing given: every mode with its defaults, except those that give what full prefill does. Raises UsageError.
     """
     given = list(texts)
     words = [word.strip() for text in given for word in text.split(",") if word.strip()]
     if given and not words:
         raise UsageError("--runs names no run", _HINT)
-    runs = dict.fromkeys(parse_run(word) for word in (words or default_runs()))
+    runs = dict.fromkeys(map(parse_run, words or (mode for mode, kind in SELECTORS.items() if not kind.lossless)))
     return [run for run in runs if run.mode != REFERENCE]
-
-
-def usual_runs() -> list[RunSpec]:
-    """List every mode that reuses what full prefill would not give, as it is by default."""
-    return [parse_run(mode) for mode, kind in SELECTORS.items() if not kind.lossless]
 
 
 def parse_run(text: str) -> RunSpec:
@@ -102,16 +92,6 @@ def parse_run(text: str) -> RunSpec:
     return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default, changed)
 
 
-def default_runs() -> Iterator[str]:
-    """List every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
-    for mode, kind in SELECTORS.items():
-        knob = _knob(mode)
-        if knob is not None and knob.unit == "percentage":
-            yield from (f"{mode}:{ratio}" for ratio in RATIOS)
-        elif not kind.lossless:
-            yield parse_run(mode).name
-
-
 def _knob(mode: str) -> Option | None:
     knob = SELECTORS[mode].knob
     return options_of(QueryOptions)[knob] if knob else None
@@ -129,9 +109,8 @@ def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
 # ---- one question ----
 
 
-def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
-    """Return a function that answers a question in full, then by each run; holes are computed in place and not stored.
-    Return a function that answers a question in full, then by each run; holes are computed in place and not stored."""
+def paired_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
+    """Return a function that answers a question in full, then by each run, and stores no missing chunks."""
     decoder, source = session.decoder, session.source
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:

@@ -67,8 +67,7 @@ class ReportContext:
         return Request(self.about, choice.chunks, choice.documents)
 
     def questions(self, report: str) -> list[Request]:
-        """Return the question after the report's name, or the first `--limit` questions of `--batch`. Raises
-        UsageError."""
+        """Return the question after the report's name, or the first `--limit` questions of `--batch`."""
         given, choice = self.get(BatchOptions), self.get(ChunkChoice)
         if (self.about is None) == (given.batch is None):
             raise UsageError(
@@ -187,10 +186,6 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
         if self.batch is None:
             raise UsageError(f"inspect {report} needs questions", "--batch FILE.jsonl, as for `kvtool query`")
         return read_batch(self.batch)
-
-    @property
-    def set_name(self) -> str:
-        return "/".join(self.batch.absolute().parts[-2:]) if self.batch else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.query.options import QueryOptions
-from kvtool.reports.paired_run import default_runs, parse_run, parse_runs
+from kvtool.reports.paired_run import parse_run, parse_runs
 from kvtool.reports.summary import ordered
 
 
@@ -15,10 +15,11 @@ def names(*texts: str) -> list[str]:
     return [run.name for run in parse_runs(texts)]
 
 
-def test_nothing_given_is_the_default() -> None:
-    assert names() == list(default_runs())
-    assert names()[:3] == ["reuse", "epic:16", "blend:0.02"]
-    assert len(names()) == sum(0 if kind.lossless else 6 if kind.knob == "ratio" else 1 for kind in SELECTORS.values())
+def test_nothing_given_is_every_mode_by_default() -> None:
+    assert names()[:3] == ["reuse", "epic:16", "blend:0.15"]
+    assert [name.partition(":")[0] for name in names()] == [
+        name for name, kind in SELECTORS.items() if not kind.lossless
+    ]
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,7 @@ def fisher(
     prompts: Sequence[Probe],
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> torch.Tensor:
-    """Measure the Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`, mean over tokens.
-    Measure the Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`, mean over tokens."""
+    """Measure the mean Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`."""
     size = decoder.channels
     total = torch.zeros((2 * decoder.stored_layers, size, size), dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)

@@ -18,8 +18,7 @@ LEVEL, PROFILE = "Level", "Fitted statistics"  # headings in the command's help
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions(ModelOptions, LockOptions, settings=False):
-    """`max_loss` in nats a token of the answer; `chunks` are ids in hex, empty: all; `keep` multiplies with the level.
-    `max_loss` in nats a token of the answer; `chunks` are ids in hex, empty: all; `keep` multiplies with the level."""
+    """`max_loss` in nats a token of the answer; `chunks` are ids in hex; `keep` multiplies with the level."""
 
     levels: tuple[str, ...] = option(
         (),

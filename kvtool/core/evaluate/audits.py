@@ -39,7 +39,7 @@ class Audit:
     tokens : of the prompt: `prompt`, `reused`, `recomputed`, `fresh`; and `script`, the tokens that were compared.
     holes : chunks that were computed in place: the more, the less the audit says about reuse.
     sampled : the answer was drawn at a temperature; `answer_equal` then compares its greedy answer.
-    kl_first, kl_answer, top1_agrees : as in `inspect quality`, over full prefill's own greedy answer.
+    kl_first, kl_answer, top1_agrees : as in `eval`, over full prefill's own greedy answer.
     answer_equal : whether the whole answer is full prefill's.
     milliseconds : duration of the audit.
     """

@@ -70,8 +70,7 @@ class Account:
             self.events.skipped(skipped.path, skipped.reason)
 
     def fail(self, failure: Failure) -> None:
-        """Count a file that failed; one that failed the same way before is only noted. Raises KvtoolError with `--fail-
-        fast`."""
+        """Count a file that failed; one that failed the same way before is only noted. `--fail-fast` raises."""
         row = {"path": failure.path, "error": failure.error}
         self.report.not_read_again += not failure.read
         if failure.known and not self._strict:

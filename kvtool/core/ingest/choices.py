@@ -52,8 +52,7 @@ class Choices:
 
     @cached_property
     def identity(self) -> StoreIdentity:
-        """Return the store's identity with the changes of the options, or a new one. Raises ModelError or UsageError.
-        Return the store's identity with the changes of the options, or a new one. Raises ModelError or UsageError."""
+        """The store's identity with the changes of the options, or a new one. Raises ModelError or UsageError."""
         if self.known is not None and self.made_by.is_foreign:
             return self._agreed(self.known)
         split = self._options.splitting or (self.known.split if self.known else SplitSettings())
@@ -142,8 +141,7 @@ class Choices:
 def lead_in_change(
     store: Store, known: StoreIdentity, identity: StoreIdentity, read: set[str], gone: set[str]
 ) -> tuple[str, str]:
-    """Return a warning and its hint: the files `read` get the new lead-in, all chunks but those of `gone` keep theirs.
-    Return a warning and its hint: the files `read` get the new lead-in, all chunks but those of `gone` keep theirs."""
+    """Return a warning and its hint: only the files `read` now get the new lead-in; `gone` files are removed."""
     kept, anew = _counted(store, read, gone)
     text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: {anew} chunks are made anew"
     if not kept:

@@ -43,8 +43,7 @@ def share_of(resources: dict[str, float], workers: int, device: str) -> Share:
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address at which nothing listens; Ray itself would retry for a quarter of an hour. Raises KvtoolError.
-    Refuse an address at which nothing listens; Ray itself would retry for a quarter of an hour. Raises KvtoolError."""
+    """Raise KvtoolError if nothing listens at an address: Ray itself would retry for a quarter of an hour."""
     _import_ray()
     if address in (LOCAL, AUTO):
         return

@@ -165,8 +165,7 @@ class RayStorer(Storer):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Model and settings by which a process makes the same records as the writer; `wanted` is valid on every machine.
-    Model and settings by which a process makes the same records as the writer; `wanted` is valid on every machine."""
+    """Model and settings to make the same records as the writer; `wanted` is valid on every machine."""
 
     identity: StoreIdentity
     wanted: ModelOptions

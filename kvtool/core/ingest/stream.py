@@ -63,8 +63,7 @@ class Stream:
         return walk(self._options, self._remembers)
 
     def _remembers(self, path: Path) -> bool:
-        """With `--sync`, a path may be missing if the store has documents of it or other paths exist. Raises
-        UsageError."""
+        """With `--sync`, a path may be missing if the store has documents of it or other paths exist."""
         roots, sync = set(places(path)), self._options.sync
         count = (
             sum(len(entry.documents) for entry in self.store.files() if is_below(entry.path, roots))

@@ -266,8 +266,7 @@ class Seen:
         return None
 
     def compared(self, store: Store | None, failure: Failure, means: str = "") -> Failure:
-        """Mark a failure as known if the unchanged file failed before with the same message; note it for the next run.
-        Mark a failure as known if the unchanged file failed before with the same message; note it for the next run."""
+        """Mark a failure as known if the unchanged file failed before with this message; note it otherwise."""
         with suppress(OSError):
             mark = _mark(failure.path, os.stat(failure.path), repr((__version__, means, failure.error))).hex()
             self._failed[mark] = {"path": failure.path, "message": failure.error}

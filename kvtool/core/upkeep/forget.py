@@ -138,8 +138,7 @@ def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[s
 
 
 def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
-    """Remove pins; what is gone from the store is named by its whole path or id. Returns all pins. Raises UsageError.
-    Remove pins; what is gone from the store is named by its whole path or id. Returns all pins. Raises UsageError."""
+    """Remove pins, and return those left; a removed document is named by its whole path. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:

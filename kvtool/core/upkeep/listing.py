@@ -143,8 +143,7 @@ _KEYS: dict[str, Callable[[Row | DocumentRow], Any]] = {
 
 
 def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
-    """Parse a field, ascending, or with a minus descending: `used`: latest first; `level`: finest first. Raises
-    UsageError."""
+    """Parse a field, ascending, or with a minus descending: `used`: latest first; `level`: finest first."""
     field = text.removeprefix("-")
     if field not in _KEYS:
         hint = did_you_mean(field, _KEYS) or f"known: {', '.join(_KEYS)}, each with a minus before it for the reverse"

@@ -16,8 +16,7 @@ Named = Mapping[str, str]  # source of a document -> path of its file; a file wi
 
 
 def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
-    """Sources of all documents that these words mean, sorted; paths of files without a document, too. Raises
-    UsageError."""
+    """Sources of all documents that these words mean, sorted; paths of files without a document, too."""
     sources: set[str] = set()
     named: Named | None = None
     for target in targets:
