@@ -30,16 +30,10 @@ _BLOCK_BYTES = 2**21  # of the weights of rows that exist at a time: they stay i
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Classes of all keys.
+    """Classes of all keys."""
 
-    Attributes
-    ----------
-    fixed : int64 `[length]`, an index into CLASSES; a chunk's keys after its start are `own chunk`.
-    chunk : int64 `[length]`, the chunk's number, -1 outside of chunks.
-    """
-
-    fixed: torch.Tensor
-    chunk: torch.Tensor
+    fixed: torch.Tensor  # int64 `[length]`, an index into CLASSES; a chunk's keys after its start are `own chunk`
+    chunk: torch.Tensor  # int64 `[length]`, the chunk's number, -1 outside of chunks
 
     @classmethod
     def of(cls, plan: Plan, start_tokens: int = START_TOKENS) -> Classes:

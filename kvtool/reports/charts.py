@@ -35,19 +35,12 @@ text { font: 12px system-ui, sans-serif; fill: #24292f }
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series of points.
-
-    Attributes
-    ----------
-    points : (x, y), ascending in x.
-    bounds : of each point, its interval in y; empty: no intervals.
-    variant_of : the series that this one is a variant of: drawn in its colour, with its mark, hollow and dashed.
-    """
+    """A named series of points."""
 
     name: str
-    points: tuple[tuple[float, float], ...]
-    bounds: tuple[tuple[float, float], ...] = ()
-    variant_of: str = ""
+    points: tuple[tuple[float, float], ...]  # (x, y), ascending in x
+    bounds: tuple[tuple[float, float], ...] = ()  # of each point, its interval in y; empty: no intervals
+    variant_of: str = ""  # a series in whose colour and mark this one is drawn, hollow and dashed
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,10 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """KV deviation of one prompt's reused rows from full prefill's.
+    """KV deviation of one prompt's reused rows from full prefill's."""
 
-    Attributes
-    ----------
-    by_metric : float32 `[layers, hits]` for each of METRICS.
-    size : sum of squares of full prefill's keys and of its values over these rows, float32 `[2, layers]`.
-    """
-
-    by_metric: Mapping[str, torch.Tensor]
-    size: torch.Tensor
+    by_metric: Mapping[str, torch.Tensor]  # float32 `[layers, hits]` for each of METRICS
+    size: torch.Tensor  # sum of squares of full prefill's keys and of its values over these rows, float32 `[2, layers]`
 
     @property
     def worth(self) -> torch.Tensor:

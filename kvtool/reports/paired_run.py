@@ -37,19 +37,12 @@ _HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or uni
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A fusion mode, how much it recomputes, and its other options that are not the defaults.
-
-    Attributes
-    ----------
-    name : the same for every way to write the same run; results are kept under it.
-    knob : the option that `amount` sets, such as `ratio`; "" if the mode has none.
-    changes : other options of the mode and their values, by name.
-    """
+    """A fusion mode, how much it recomputes, and its other options that are not the defaults."""
 
     mode: str
-    knob: str = ""
+    knob: str = ""  # the option that `amount` sets, such as `ratio`; "" if the mode has none
     amount: float | None = None
-    changes: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()  # other options of the mode and their values, by name
 
     @property
     def name(self) -> str:

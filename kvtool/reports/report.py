@@ -93,24 +93,15 @@ Shown = str | Quote | Table  # a part of a report on a terminal
 
 @dataclass(frozen=True, slots=True)
 class ReportResult:
-    """The result of a report.
+    """The result of a report."""
 
-    Attributes
-    ----------
-    title : of the page; `subtitle` follows it, and is in no figure's file name.
-    value : the JSON; what was measured, and on what, is in `resolved` and in values that are no lists.
-    summary : lines, quotes and tables for a terminal.
-    sections : the page, made on demand; empty: the tables of `summary`.
-    shown_elsewhere : names in `value` that a section of the page shows, too.
-    """
-
-    title: str
-    value: Mapping[str, Any]
-    summary: Sequence[Shown]
-    sections: Iterable[Section] = ()
+    title: str  # of the page; `subtitle` follows it, and is in no figure's file name
+    value: Mapping[str, Any]  # the JSON; `resolved` and values that are no lists say what was measured
+    summary: Sequence[Shown]  # lines, quotes and tables for a terminal
+    sections: Iterable[Section] = ()  # the page, made on demand; empty: the tables of `summary`
     subtitle: str = ""
     exit_code: int = 0
-    shown_elsewhere: frozenset[str] = frozenset()
+    shown_elsewhere: frozenset[str] = frozenset()  # names in `value` that a section of the page shows, too
 
     @property
     def page_sections(self) -> list[Section]:
@@ -141,21 +132,13 @@ def _for_people(name: str, fact: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report of `kvtool inspect`.
+    """A report of `kvtool inspect`."""
 
-    Attributes
-    ----------
-    find : makes the result; its docstring is the report's help.
-    takes : the options that it has flags for, in addition to those of every report.
-    about : the argument after its name, such as QUESTION; `about_help` explains it.
-    examples : command lines for the help, without the word `kvtool`.
-    """
-
-    find: Callable[[ReportContext], ReportResult]
-    takes: tuple[type[Options] | Part, ...] = ()
-    about: str = ""
+    find: Callable[[ReportContext], ReportResult]  # makes the result; its docstring is the report's help
+    takes: tuple[type[Options] | Part, ...] = ()  # options that are flags, in addition to those of every report
+    about: str = ""  # the argument after its name, such as QUESTION; `about_help` explains it
     about_help: str = ""
-    examples: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()  # command lines for the help, without the word `kvtool`
 
 
 # ---- options of several reports ----

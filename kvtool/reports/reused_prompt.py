@@ -45,17 +45,12 @@ class Chosen(Selector):
 
 @dataclass(frozen=True, slots=True)
 class ReusedPrompt:
-    """A prompt whose records are all there, some of them not what full prefill gives.
-
-    Attributes
-    ----------
-    hits : positions, ascending, of rows that are reused and not exact: int64 `[hits]`.
-    """
+    """A prompt whose records are all there, some of them not what full prefill gives."""
 
     decoder: Decoder
     plan: Plan
     source: KVSource
-    hits: torch.Tensor
+    hits: torch.Tensor  # positions, ascending, of rows that are reused and not exact: int64 `[hits]`
 
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:

@@ -181,18 +181,11 @@ def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """Prompt whose beginning is cached.
+    """Prompt whose beginning is cached."""
 
-    Attributes
-    ----------
-    layers : keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each.
-    ids : the rest.
-    scored : number of last tokens whose predictions, and the one after them, gradients are taken of.
-    """
-
-    layers: Sequence[LayerKV]
-    ids: Ids
-    scored: int
+    layers: Sequence[LayerKV]  # keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each
+    ids: Ids  # the rest
+    scored: int  # number of last tokens whose predictions, and the one after them, gradients are taken of
 
     @property
     def cached(self) -> int:

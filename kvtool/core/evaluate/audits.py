@@ -27,39 +27,24 @@ _DRAWN_OF = 2**64
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Comparison of a fused answer with full prefill's answer over the same prompt.
+    """Comparison of a fused answer with full prefill's answer over the same prompt."""
 
-    Attributes
-    ----------
-    at : time of the audit, in seconds since 1970.
-    question : its first characters, on one line. `revision`: of the store.
-    fusion, amount, changes : the mode, how much it recomputes by its own knob (None: it has none), and its other
-        parameters if they are not the mode's own.
-    levels : at which chunks were read, finest first. `lead_in`: the store's, by its mode.
-    tokens : of the prompt: `prompt`, `reused`, `recomputed`, `fresh`; and `script`, the tokens that were compared.
-    holes : chunks that were computed in place: the more, the less the audit says about reuse.
-    sampled : the answer was drawn at a temperature; `answer_equal` then compares its greedy answer.
-    kl_first, kl_answer, top1_agrees : as in `eval`, over full prefill's own greedy answer.
-    answer_equal : whether the whole answer is full prefill's.
-    milliseconds : duration of the audit.
-    """
-
-    at: int
-    question: str
+    at: int  # time of the audit, in seconds since 1970
+    question: str  # its first characters, on one line. `revision`: of the store
     revision: int
     fusion: str
-    amount: float | None
+    amount: float | None  # how much the mode recomputes, by its own knob; None: it has none
     changes: Mapping[str, Any]
-    levels: Sequence[str]
+    levels: Sequence[str]  # at which chunks were read, finest first. `lead_in`: the store's, by its mode
     lead_in: str
-    tokens: Mapping[str, int]
-    holes: int
-    sampled: bool
-    kl_first: float
+    tokens: Mapping[str, int]  # `prompt`, `reused`, `recomputed`, `fresh`; and `script`, those that were compared
+    holes: int  # chunks that were computed in place: the more, the less the audit says about reuse
+    sampled: bool  # the answer was drawn at a temperature; `answer_equal` then compares its greedy answer
+    kl_first: float  # as in `eval`, over full prefill's own greedy answer
     kl_answer: float
     top1_agrees: bool
-    answer_equal: bool
-    milliseconds: float
+    answer_equal: bool  # whether the whole answer is full prefill's
+    milliseconds: float  # duration of the audit
 
     @property
     def run(self) -> str:

@@ -17,20 +17,12 @@ _ROWS = 16  # of a vocabulary that are float64 at one time
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Distance of a run from its reference, over the reference's script.
+    """Distance of a run from its reference, over the reference's script."""
 
-    Attributes
-    ----------
-    kl_first : KL divergence in nats of the first token's distribution, D(reference ‖ run).
-    kl_answer : the same, as the mean over all tokens of the script.
-    first_agrees : whether the most probable first token is the same.
-    agreement : the share of the script's tokens that are the most probable ones of the run, too.
-    """
-
-    kl_first: float
-    kl_answer: float
-    first_agrees: bool
-    agreement: float
+    kl_first: float  # KL divergence in nats of the first token's distribution, D(reference ‖ run)
+    kl_answer: float  # the same, as the mean over all tokens of the script
+    first_agrees: bool  # whether the most probable first token is the same
+    agreement: float  # the share of the script's tokens that are the most probable ones of the run, too
 
     def to_json(self) -> dict[str, Any]:
         return {"kl_first": self.kl_first, "kl_answer": self.kl_answer, "top1_agrees": self.first_agrees}
@@ -41,18 +33,12 @@ SAME = Distance(0.0, 0.0, True, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A greedy answer, and the distributions before each token of its script: its tokens and the end token.
-
-    Attributes
-    ----------
-    logits : float32 `[len(script), vocabulary]`.
-    best : the most probable token of each.
-    """
+    """A greedy answer, and the distributions before each token of its script: its tokens and the end token."""
 
     decoder: Decoder
     answer: Generated
-    logits: torch.Tensor
-    best: Sequence[int]
+    logits: torch.Tensor  # float32 `[len(script), vocabulary]`
+    best: Sequence[int]  # the most probable token of each
 
     @classmethod
     def of(cls, decoder: Decoder, fused: Fused, answer: Generated) -> Reference:

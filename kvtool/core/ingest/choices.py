@@ -24,14 +24,7 @@ _NO_LEAD_IN = "none"
 class Choices:
     """Choice of the model, the prompt's fixed parts, the lead-in and the split.
 
-    Parameters
-    ----------
-    once : context entered while a model is downloaded or unpacked.
-
-    Attributes
-    ----------
-    known : the store's identity before this run; None for a new store.
-    made_by : origin of that identity.
+    `once` is entered while a model is downloaded or unpacked. `known` is the store's identity before this run.
     """
 
     def __init__(self, store: Store | None, options: IngestOptions, once: Once = unnoticed) -> None:

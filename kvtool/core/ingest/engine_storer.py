@@ -82,14 +82,7 @@ def _read(answer: HTTPResponse, deadline: float) -> bytes:
 class EngineStorer(Storer):
     """Storer that has vLLM compute batches, several at a time, and writes them in their order.
 
-    Parameters
-    ----------
-    decoder : the model, to compare some tokens with before anything is stored; None: nothing is compared.
-
-    Raises
-    ------
-    KvtoolError : none with the connector and this store answers.
-    ModelError : it serves another model, or computes otherwise than this one.
+    With a `decoder`, some tokens are compared before anything is stored. Raises KvtoolError or ModelError.
     """
 
     def __init__(

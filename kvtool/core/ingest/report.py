@@ -49,22 +49,13 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of the cost of an ingest.
+    """Forecast of the cost of an ingest."""
 
-    Attributes
-    ----------
-    tokens : to be computed.
-    kv_bytes : of their KV, before any compression.
-    seconds : at the speed of the last ingest; None: unknown.
-    disk_free : bytes that the disk has left.
-    level : codec level that is stored.
-    """
-
-    tokens: int
-    kv_bytes: int
-    seconds: float | None
-    disk_free: int
-    level: str
+    tokens: int  # to be computed
+    kv_bytes: int  # of their KV, before any compression
+    seconds: float | None  # at the speed of the last ingest; None: unknown
+    disk_free: int  # bytes that the disk has left
+    level: str  # codec level that is stored
 
     @property
     def is_noted(self) -> bool:
@@ -93,19 +84,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class IngestReport:
-    """Result of an ingest (`kvtool help json`); `tokens` and `kv_bytes` count what this run computed.
-
-    Attributes
-    ----------
-    skipped : number of skipped files, by kind; they are no failures.
-    phases : seconds in addition to reading and prefill, by `PHASES`.
-    unsupported : of the skipped files, those without a reader: `image`, `archive`, `binary`, or their ending.
-    forecast : made before the first chunk; None: no chunk was to be computed.
-    failures : files that could not be read; with `strict` all of them.
-    still_failing : unchanged files that failed before, too; not among `failures`.
-    loss : loss of the new chunks' level in nats per token of the answer; None: not measured, or no new chunk.
-    not_read_again : number of files in both lists that were not read again.
-    """
+    """Result of an ingest (`kvtool help json`); `tokens` and `kv_bytes` count what this run computed."""
 
     documents: Documents = field(default_factory=Documents)
     chunks: Chunks = field(default_factory=Chunks)
@@ -113,17 +92,17 @@ class IngestReport:
     kv_bytes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
-    unsupported: dict[str, int] = field(default_factory=dict)
-    failures: list[dict[str, str]] = field(default_factory=list)
-    still_failing: list[dict[str, str]] = field(default_factory=list)
-    not_read_again: int = 0
-    loss: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds in addition to reading and prefill, by `PHASES`
+    skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})  # by kind
+    unsupported: dict[str, int] = field(default_factory=dict)  # by ending
+    failures: list[dict[str, str]] = field(default_factory=list)  # with `strict` all of them
+    still_failing: list[dict[str, str]] = field(default_factory=list)  # unchanged files; not among `failures`
+    not_read_again: int = 0  # number of files in both lists that were not read again
+    loss: float | None = None  # of the new chunks' level, in nats per token of the answer; None: not measured
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] | None = None
-    forecast: Forecast | None = None
+    forecast: Forecast | None = None  # made before the first chunk; None: no chunk was to be computed
     dry_run: bool = False
 
     @property

@@ -24,19 +24,12 @@ class MuchError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Documents, and the chunks that only they refer to.
+    """Documents, and the chunks that only they refer to."""
 
-    Attributes
-    ----------
-    sources : documents, and files without one.
-    size : bytes that a compaction gives back.
-    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
-    """
-
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # documents, and files without one
     chunks: int
-    size: int
-    refusal: UsageError | None = field(default=None, compare=False)
+    size: int  # bytes that a compaction gives back
+    refusal: UsageError | None = field(default=None, compare=False)  # of a dry run
 
 
 def forget(

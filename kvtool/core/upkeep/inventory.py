@@ -25,23 +25,14 @@ _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, whic
 
 @dataclass(frozen=True, slots=True)
 class ChunkHolding:
-    """A chunk.
-
-    Attributes
-    ----------
-    levels : bytes that dropping each level frees.
-    used : seconds of its last use; when it came, where it was never used.
-    pinned : nothing of it may be dropped.
-    measured : its lossy levels of which the loss is known.
-    warmth : how lately and how often it was used (`cache/access_log.py`).
-    """
+    """A chunk."""
 
     chunk_id: bytes
-    levels: Mapping[str, int]
-    used: int = 0
-    pinned: bool = False
-    measured: frozenset[str] = frozenset()
-    warmth: float = 0.0
+    levels: Mapping[str, int]  # bytes that dropping each level frees
+    used: int = 0  # seconds of its last use; when it came, where it was never used
+    pinned: bool = False  # nothing of it may be dropped
+    measured: frozenset[str] = frozenset()  # its lossy levels of which the loss is known
+    warmth: float = 0.0  # how lately and how often it was used (`cache/access_log.py`)
 
     @property
     def turn(self) -> float:
@@ -51,50 +42,30 @@ class ChunkHolding:
 
 @dataclass(frozen=True, slots=True)
 class DocumentHolding:
-    """A document.
-
-    Attributes
-    ----------
-    used, added : seconds, of the chunk that was used or that came last.
-    refs : the chunks that it refers to.
-    size : bytes that are dropped with it besides KV.
-    """
+    """A document."""
 
     source: str
-    used: int
+    used: int  # seconds, of the chunk that was used or that came last
     added: int
     pinned: bool
-    refs: tuple[bytes, ...]
-    size: int = 0
+    refs: tuple[bytes, ...]  # the chunks that it refers to
+    size: int = 0  # bytes that are dropped with it besides KV
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A store at one moment.
+    """A store at one moment."""
 
-    Attributes
-    ----------
-    documents : the least used first, by the most used of its chunks.
-    loose : chunks that no document refers to, but for the prompt's own beginning.
-    stretches : of answered prompts, each with its seconds of last use and its bytes; in the eviction order.
-    used : bytes of the folder's files.
-    free : bytes of them that a compaction would free now.
-    unfinished : chunks that only unfinished files refer to.
-    beginning : the chunk before every prompt's first, which stays.
-    profile : digest and bytes of the codec's current profile; None: none is stored.
-    old_profiles : of the profiles that no record names any more.
-    """
-
-    documents: tuple[DocumentHolding, ...]
+    documents: tuple[DocumentHolding, ...]  # the least used first, by the most used of its chunks
     chunks: Mapping[bytes, ChunkHolding]
-    loose: tuple[bytes, ...]
-    used: int
-    free: int
-    stretches: tuple[tuple[bytes, int, int], ...] = ()
-    unfinished: tuple[bytes, ...] = ()
-    beginning: bytes = b""
-    profile: tuple[bytes, int] | None = None
-    old_profiles: tuple[tuple[bytes, int], ...] = ()
+    loose: tuple[bytes, ...]  # chunks that no document refers to, but for the prompt's own beginning
+    used: int  # bytes of the folder's files
+    free: int  # bytes of them that a compaction would free now
+    stretches: tuple[tuple[bytes, int, int], ...] = ()  # id, seconds of last use, bytes; in eviction order
+    unfinished: tuple[bytes, ...] = ()  # chunks that only unfinished files refer to
+    beginning: bytes = b""  # the chunk before every prompt's first, which stays
+    profile: tuple[bytes, int] | None = None  # digest and bytes of the codec's current profile; None: none is stored
+    old_profiles: tuple[tuple[bytes, int], ...] = ()  # of the profiles that no record names any more
 
 
 def take_inventory(store: Store) -> Inventory:

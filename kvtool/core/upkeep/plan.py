@@ -17,26 +17,15 @@ Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's l
 
 @dataclass(slots=True)
 class Step:
-    """Step of a plan, which drops one kind of thing.
+    """Step of a plan, which drops one kind of thing."""
 
-    Attributes
-    ----------
-    name : `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
-    drops : levels of chunks.
-    sources : documents that are forgotten whole.
-    loose : chunks without a reference, or without one then, of which everything is dropped.
-    stretches : of answered prompts.
-    profiles : of the codec, by digest.
-    size : bytes that the step gives back once the store is compacted.
-    """
-
-    name: str
+    name: str  # `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
     drops: list[Drop] = field(default_factory=list, repr=False)  # raw ids, which nobody can read
-    sources: list[str] = field(default_factory=list)
-    loose: list[bytes] = field(default_factory=list, repr=False)
-    size: int = 0
-    stretches: list[bytes] = field(default_factory=list, repr=False)
-    profiles: list[bytes] = field(default_factory=list, repr=False)
+    sources: list[str] = field(default_factory=list)  # documents that are forgotten whole
+    loose: list[bytes] = field(default_factory=list, repr=False)  # without a reference
+    size: int = 0  # bytes that the step gives back once the store is compacted
+    stretches: list[bytes] = field(default_factory=list, repr=False)  # of answered prompts
+    profiles: list[bytes] = field(default_factory=list, repr=False)  # of the codec, by digest
 
     @property
     def is_empty(self) -> bool:
@@ -71,23 +60,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PruneRequest:
-    """A request to prune; times are seconds since 1970.
+    """A request to prune; times are seconds since 1970."""
 
-    Attributes
-    ----------
-    goal : bytes that the folder is to have; None: no size.
-    cold_before : chunks not used since then keep only their coarsest measured level.
-    unused_before, added_before : documents not used, or not changed, since then are forgotten whole.
-    as_needed : those are forgotten last, and only until the goal is met; else all of them, first.
-    fetched : all KV can be fetched again, so that none is kept at a coarser level.
-    """
-
-    goal: int | None = None
-    cold_before: float | None = None
-    unused_before: float | None = None
+    goal: int | None = None  # bytes that the folder is to have; None: no size
+    cold_before: float | None = None  # chunks not used since then keep only their coarsest measured level
+    unused_before: float | None = None  # documents not used, or not changed, since then are forgotten whole
     added_before: float | None = None
-    as_needed: bool = False
-    fetched: bool = False
+    as_needed: bool = False  # those are forgotten last, and only until the goal is met; else all of them, first
+    fetched: bool = False  # all KV can be fetched again, so that none is kept at a coarser level
 
     @property
     def whatever_the_size(self) -> bool:

@@ -26,28 +26,18 @@ _MARGIN = 16 * 1024  # notes of use until the next prune, and tree pages that re
 
 @dataclass(slots=True)
 class PruneReport:
-    """Report of a prune, or of a dry run; bytes are those of the folder's files.
+    """Report of a prune, or of a dry run; bytes are those of the folder's files."""
 
-    Attributes
-    ----------
-    limit : bytes that the store may hold; None: no size was asked for.
-    goal : bytes that the plan aims at: the limit, or its low watermark.
-    after : on a dry run the expected bytes.
-    spared : chunks whose exact records stayed, because the level that was to replace them is damaged.
-    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
-    shortfall : if the limit is not met, and that is no refusal: the reason, and what would help.
-    """
-
-    limit: int | None
-    goal: int | None
+    limit: int | None  # bytes that the store may hold; None: no size was asked for
+    goal: int | None  # bytes that the plan aims at: the limit, or its low watermark
     before: int
-    after: int
+    after: int  # on a dry run the expected bytes
     steps: list[Step] = field(default_factory=list)
     compacted: int = 0
-    spared: int = 0
+    spared: int = 0  # chunks whose exact records stayed, because the level that was to replace them is damaged
     dry_run: bool = False
-    refusal: KvtoolError | None = None
-    shortfall: NoSpaceError | None = None
+    refusal: KvtoolError | None = None  # of a dry run: why it would not be done as it was asked for; None: it would
+    shortfall: NoSpaceError | None = None  # why the limit is not met, if that is no refusal
 
     @property
     def reached(self) -> bool:
@@ -97,23 +87,14 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """A decision on what to drop from a store.
+    """A decision on what to drop from a store."""
 
-    Attributes
-    ----------
-    limit : bytes that the store may have; None: no size was asked for.
-    request : without a goal if the limit cannot be reached.
-    used : bytes of the folder's files.
-    shortfall : the reason why the limit cannot be reached; None: it can.
-    refusal : the reason for doing nothing; None: the plan is carried out.
-    """
-
-    limit: int | None
-    request: PruneRequest
-    used: int
+    limit: int | None  # bytes that the store may have; None: no size was asked for
+    request: PruneRequest  # without a goal if the limit cannot be reached
+    used: int  # bytes of the folder's files
     plan: Plan
-    shortfall: NoSpaceError | None = None
-    refusal: KvtoolError | None = None
+    shortfall: NoSpaceError | None = None  # the reason why the limit cannot be reached; None: it can
+    refusal: KvtoolError | None = None  # the reason for doing nothing; None: the plan is carried out
 
     def report(self) -> PruneReport:
         goal = self.limit if self.request.goal is None else self.request.goal
