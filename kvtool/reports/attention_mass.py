@@ -135,8 +135,7 @@ def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
 def sparsity_report(
     prompt: ReusedPrompt, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
 ) -> dict[str, Any]:
-    """Make the JSON of `inspect sparsity`; `others`: token ids of other questions over the same chunks, for
-    `stability`."""
+    """Make the JSON of `inspect sparsity`; `others`: token ids of other questions over the same chunks."""
     plan, decoder = prompt.plan, prompt.decoder
     classes, cache = Classes.of(plan, start_tokens), cache_of(decoder, plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start

@@ -175,8 +175,7 @@ class _Look:
 
 
 def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
-    """The looks of series, by name, in their order; no two are alike: a second variant has a colour of its own, and a
-    fusion mode has that of its own in every figure."""
+    """No two looks are alike: a second variant has a colour of its own, and a mode the same in every figure."""
     series = {line.name: line.variant_of or line.name for line in lines}
     numbers = _of_modes([*series.values()])
     others = (number for number in itertools.count() if number not in {*numbers.values()})
@@ -190,8 +189,8 @@ def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
 
 
 def _of_modes(names: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of the series of a fusion mode, such as `union:0.15` or `full prefill`, also after the tool's
-    name: the first of each mode has its number, and the others are numbered as any series."""
+    """Return numbers of series named after a mode, such as `union:0.15` or `kvtool full`: one of each mode has its
+    number."""
     numbers: dict[str, int] = {}
     for name in names:
         words = re.split(r"[ :,+]", name.removeprefix("kvtool "))

@@ -38,10 +38,7 @@ def answer_open(
 ) -> int:
     """Add the missing rows of the runs of these names to the journal, and return how many questions failed.
 
-    Parameters
-    ----------
-    begin : loads the model; not called if no row is missing.
-    strict : raise the first error instead of warning and leaving the question open. The gate's is always raised.
+    `begin` loads the model, if a row is missing. Only if `strict`, or if the gate refuses the model, an error is raised.
     """
     if not _open_work(requests, names, journal):
         return 0
@@ -115,15 +112,7 @@ class Journal:
     Line 1 holds the facts under which all others were measured. A question's runs may be in several lines; the first
     row of a run counts. A torn last line is ignored, and overwritten.
 
-    Parameters
-    ----------
-    path : None keeps results only in memory.
-    facts : JSON values; a file with others is refused.
-    kind : the command that writes it; a file of another one is refused.
-
-    Raises
-    ------
-    UsageError : the file holds something else, or was made under other facts.
+    A file of another `kind` (the command that writes it), or with other `facts`, raises UsageError.
     """
 
     def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool eval") -> None:

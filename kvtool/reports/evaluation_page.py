@@ -67,10 +67,7 @@ def _figures(value: Mapping[str, Any], about: str) -> tuple[str, ...]:
 
 
 def _by_variant(runs: Sequence[Mapping[str, Any]], name: str) -> Iterator[Line]:
-    """Yield the points of each mode, ascending, and of each of its variants.
-
-    Shares are rounded, so that modes with the same ratio have the same place.
-    """
+    """Yield the points of each mode and variant; shares are rounded, so that equal ratios have one place."""
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in runs:
         if name in row:

@@ -39,10 +39,7 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of the questions, and its 95 % interval; None without data.
-
-    A single question has a value, and no interval: every resample is the same.
-    """
+    """A statistic of the questions with its 95 % interval; None without data. A single question has no interval."""
 
     value: float | None
     interval: Interval | None

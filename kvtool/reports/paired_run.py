@@ -131,10 +131,7 @@ class PairedRun:
     options: QueryOptions
 
     def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:
-        """Answer in full, then by each run, and name the rows; one cache is held at a time.
-
-        The run `NO_CONTEXT` answers in full over the prompt's beginning and the question, without any chunk.
-        """
+        """Yield named rows: in full, then of each run. `NO_CONTEXT` answers in full without any chunk."""
         fused, full_ms = self._fuse(RunSpec(REFERENCE))
         reference = Reference.answered(self.decoder, fused, self.options.max_tokens)
         row = self._row(fused, full_ms, full_ms, reference.answer, reference.answer, SAME)

@@ -84,8 +84,7 @@ def _chunk_rows(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
 
 
 def _tokens(plan: Plan) -> dict[str, int]:
-    """Count tokens before a mode recomputes any: `prompt = reused + fresh + dropped`; `exact` is part of reused, `miss`
-    of fresh."""
+    """Count tokens before a mode recomputes any; `exact` ones are among the reused, `miss` among the fresh."""
     exact, hit, miss, fresh = (
         sum(len(segment.source.rows) for segment in plan.segments if segment.status == status)
         for status in ("exact", "hit", "miss", "fresh")

@@ -152,10 +152,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
 
     If a level is asked for, they are read at that level. A chunk that is stored only at lossy levels is computed as
     ingest would, after the chunk's own lead-in. A chunk that is not stored is a hole, as it is to a question.
-
-    Raises
-    ------
-    KvtoolError : the store has lost the lead-in of a chunk that has to be computed.
+    KvtoolError: the lead-in of such a chunk is lost.
     """
     for request in requests:  # a chunk that cannot be found is reported before the model is loaded
         options.find(session.finder, request)

@@ -245,12 +245,7 @@ def holdout(rows: Rows, max_kl: float) -> dict[str, Any] | None:
     """Choose a run by each rule on the first half of the questions, in the file's order, and report it on both halves.
 
     The best of many runs on some questions is partly so by accident; its result on other questions has no such bias.
-
-    Returns
-    -------
-    `max_kl`, `max_recomputed`; `left_out`: runs that have not answered every question, which are not weighed; `rules`:
-    `rule`, `run` (None: no run fulfils it), and the run's numbers on both halves, `chosen_on` and `held_out`. None:
-    there are fewer than two questions.
+    Runs that have not answered every question are not weighed. None: there are fewer than two questions.
     """
     places = sorted(rows)
     if len(places) < 2:

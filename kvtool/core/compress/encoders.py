@@ -65,8 +65,7 @@ def make(
 
 
 def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
-    """Return True if a stored level encodes just this exact KV. A pulled level may round differently: then only its
-    maker could refine it."""
+    """A pulled level may round differently: then only its maker could refine it."""
 
     def profiles(digest: bytes) -> Profile:
         return profile if profile is not None and digest == profile.digest else no_profiles(digest)

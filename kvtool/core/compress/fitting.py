@@ -196,10 +196,7 @@ def gradients(decoder: Decoder, prompts: Sequence[CachedPrompt], draw: torch.Gen
     """The gradients, one a prompt, of the log-chances of tokens drawn from the model's own distribution.
 
     One token is drawn at each row that is heard: the mean of the outer products over draws is the Fisher information.
-
-    Returns
-    -------
-    For each prompt float32 `[layers, 2, tokens, C]`, C = `decoder.channels`: of un-rotated keys and of values.
+    Each is float32 `[layers, 2, tokens, C]`, of un-rotated keys and of values.
     """
     tables = [decoder.rotary.table(torch.arange(prompt.cached, device=decoder.device)) for prompt in prompts]
     leaves = [_leaves(decoder, prompt, table) for prompt, table in zip(prompts, tables, strict=True)]

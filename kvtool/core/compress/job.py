@@ -146,8 +146,7 @@ class _Job:
                 yield chunk, level
 
     def _own(self, chunks: Sequence[bytes]) -> list[bytes]:
-        """Choose the chunks that are not foreign, or all where there are no others: how own KV is compressed, and what
-        it is taken to lose, is not for others to say."""
+        """Foreign chunks count only where there are no others: they have no say in how own KV is compressed."""
         foreign = self.store.foreign_chunks()
         return [chunk for chunk in chunks if chunk not in foreign] or list(chunks)
 

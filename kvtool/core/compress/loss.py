@@ -108,8 +108,8 @@ class PromptKV:
         return cls([dict(zip(starts, kv, strict=True)) for kv in read])
 
     def round_trip(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[PromptKV, Plan, list[Toll]]:
-        """Send it through a scheme: what comes back, the plan of that, and each layer's toll. The prompt's beginning is
-        left as it is."""
+        """Send the KV, but for the prompt's beginning, through a scheme; returns also its plan and each layer's toll.
+        Send the KV, but for the prompt's beginning, through a scheme; returns also its plan and each layer's toll."""
         lossy, segments = PromptKV([dict(kv) for kv in self.layers]), list(plan.segments)
         totals = [Toll() for _ in self.layers]
         for number, segment in enumerate(plan.segments):

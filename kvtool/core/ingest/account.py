@@ -42,8 +42,7 @@ class Account:
 
     @contextmanager
     def phase(self, name: str, reported: bool = True) -> Iterator[None]:
-        """Report and time a phase of the run; a nested phase counts only for itself. Not `reported`: the code inside
-        does it."""
+        """Time a phase of the run, and report it unless the code inside does; a nested phase counts only for itself."""
         if reported:
             self.events.status(PHASES[name])
         phases = self.report.phases

@@ -53,17 +53,7 @@ def ingest(
 
     Only changed files are parsed, and a model is loaded only if a chunk has to be computed. Each file is committed as
     soon as its chunks are written: the next run continues an interrupted one.
-
-    Parameters
-    ----------
-    path : folder of the store; created if missing, except by a dry run.
-    kept : a loaded model, used if it is the store's; a model that is loaded here is left in it.
-
-    Raises
-    ------
-    UsageError : a path does not exist, or nothing at all could be read.
-    ModelError : the store was built with another model.
-    StoreLockedError, NoSpaceError, StoreFormatError : see `core/cache`.
+    A model that is loaded here is left in `kept`. Raises UsageError, ModelError, and the errors of `core/cache`.
     """
     check_level(options.level)
     if options.embedder is not None:
@@ -388,8 +378,7 @@ def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) ->
 
 
 def update_index(store: Store, account: Account, embedder: str | None, offline: bool) -> None:
-    """Update the index, and the vectors if the store has any or an embedder is given. Raises ModelError for a given
-    one."""
+    """Update the index, and the vectors if there are any or an embedder is given. Raises ModelError."""
     from kvtool.core.retrieval.embed import remembered
     from kvtool.core.retrieval.finder import Finder
 

@@ -122,8 +122,7 @@ def _cause_of(error: Any) -> KvtoolError:
 
 
 class RayStorer(Storer):
-    """Storer that sends batches to workers. Results come in any order; a file is committed once all its chunks are
-    written, so an interrupted run leaves complete files."""
+    """Storer that sends batches to workers. Results come in any order; files are committed once complete."""
 
     def __init__(self, writer: Writer, account: Account, workers: Workers) -> None:
         state = workers.states[0]

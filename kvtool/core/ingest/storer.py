@@ -46,13 +46,7 @@ class Batch:
 
 
 class Storer(ABC):
-    """Storer of files; holds those whose chunks wait for a full batch.
-
-    Parameters
-    ----------
-    device : where batches are computed; decides on their size.
-    context, lead_in : tokens that the model takes, and those of them before every chunk.
-    """
+    """Storer of files; holds those whose chunks wait for a full batch. `context` and `lead_in` are in tokens."""
 
     def __init__(self, writer: Writer, account: Account, device: str, context: int, lead_in: int) -> None:
         self._writer, self._account, self._max_tokens = writer, account, batch_tokens(device)

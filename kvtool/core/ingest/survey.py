@@ -289,8 +289,7 @@ class Seen:
             self._failed[_mark(path, before, means).hex()] = error.to_row() | {"path": path}
 
     def keep(self, store: Store, whole: bool) -> None:
-        """Store the marks for the next run, with those of other files unless they are many more, or the run was
-        `whole`."""
+        """Store the marks for the next run, with those of other files unless a `whole` run found many fewer."""
         known, known_failures = self._of(store)
         now = self._now | {*self._noted.values()}
         failures = {mark: row for mark, row in known_failures.items() if self._may_fail(row)} | self._failed

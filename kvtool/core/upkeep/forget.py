@@ -48,11 +48,6 @@ def forget(
     yes : also if more than half of several documents would be removed.
     dry_run : change nothing; the `refusal` says why this would not be done, where it would not.
     before : called under the writer's lock with the sources that are about to be removed; if it raises, none is.
-
-    Raises
-    ------
-    UsageError : a word means nothing, or a document is pinned; MuchError: much would be removed without `yes`.
-    StoreNotFoundError, StoreLockedError, DamagedError : see `core/cache`.
     """
     with Store.open(path) as store:
         if dry_run:

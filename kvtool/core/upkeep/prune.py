@@ -60,19 +60,8 @@ class PruneReport:
 
 
 def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneReport:
-    """Make a store smaller: drop the least used first, in the order of :func:`plan_prune`.
-
-    Parameters
-    ----------
-    now : seconds since 1970.
-
-    Raises
-    ------
-    UsageError : no option says how far, or much would be dropped without `yes`.
-    NoSpaceError : only a size was asked for, and it cannot be reached: nothing was dropped. Or the disk has no space
-        for the copy without free pages; what was dropped is dropped.
-    DamagedError : a document cannot be read, so what it refers to is unknown; nothing was dropped.
-    """
+    """Drop the least used first, in the order of :func:`plan_prune`. Raises UsageError, NoSpaceError or DamagedError.
+    Drop the least used first, in the order of :func:`plan_prune`. Raises UsageError, NoSpaceError or DamagedError."""
     now = time.time() if now is None else now
     with Store.open(path) as store:
         if options.dry_run:
@@ -134,8 +123,7 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
 
 
 def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
-    """Drop what the plan says, a batch of chunks a transaction; return chunks that keep exact records for want of
-    others."""
+    """Drop what the plan says, a batch a transaction; return chunks that keep exact records for want of others."""
     spared: set[bytes] = set()
     for step in plan.steps:
         if step.stretches:
@@ -193,11 +181,6 @@ def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
     A limit that cannot be reached lets nothing go: all KV would have to be computed again, for a store that is too
     large all the same. What was asked for whatever the size is done; where that is nothing, the prune is refused.
     Where the limit can be reached and its low watermark cannot, it is the limit that is gone down to, likewise.
-
-    Raises
-    ------
-    UsageError : nothing says how far.
-    DamagedError : a document cannot be read, so what it refers to is unknown.
     """
     limit, request = _request(store, options, now)
     inventory = take_inventory(store)
@@ -281,8 +264,7 @@ class Compacted:
 
 
 def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:
-    """Drop what nothing refers to, and copy the store without free pages. Raises NoSpaceError without space for the
-    copy."""
+    """Drop what nothing refers to, and copy the store without free pages. Raises NoSpaceError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         before = space.folder_bytes(store.path)
         chunks = writer.collect(keep=kept_always(store))
