@@ -38,7 +38,7 @@ def answer_open(
 ) -> int:
     """Add the missing rows of the runs of these names to the journal, and return how many questions failed.
 
-    `begin` loads the model, if a row is missing. Only if `strict`, or if the gate refuses the model, an error is raised.
+    `begin` loads the model if a row is missing. An error is raised if `strict`, or if the gate refuses the model.
     """
     if not _open_work(requests, names, journal):
         return 0

@@ -41,8 +41,8 @@ class CompressReport:
     bytes_before: int = 0
     bytes_after: int = 0
     seconds: float = 0.0
-    encoded: int = 0  # chunks encoded in this run, and chunks that had the level already
-    kept: int = 0
+    encoded: int = 0  # chunks of this run
+    kept: int = 0  # chunks that had the level already
     skipped: int = 0  # chunks that no exact record is left of, so they stay as they are
     dropped: int = 0
     file_before: int = 0  # bytes of the data file

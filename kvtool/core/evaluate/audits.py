@@ -30,13 +30,13 @@ class Audit:
     """Comparison of a fused answer with full prefill's answer over the same prompt."""
 
     at: int  # time of the audit, in seconds since 1970
-    question: str  # its first characters, on one line. `revision`: of the store
-    revision: int
+    question: str  # its first characters, on one line
+    revision: int  # of the store
     fusion: str
     amount: float | None  # how much the mode recomputes, by its own knob; None: it has none
     changes: Mapping[str, Any]
-    levels: Sequence[str]  # at which chunks were read, finest first. `lead_in`: the store's, by its mode
-    lead_in: str
+    levels: Sequence[str]  # at which chunks were read, finest first
+    lead_in: str  # the store's, by its mode
     tokens: Mapping[str, int]  # `prompt`, `reused`, `recomputed`, `fresh`; and `script`, those that were compared
     holes: int  # chunks that were computed in place: the more, the less the audit says about reuse
     sampled: bool  # the answer was drawn at a temperature; `answer_equal` then compares its greedy answer
@@ -83,7 +83,6 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
 
 
 def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
-    """Raises DamagedError."""
     path = store.side_file(_FILE)
     if not path.exists():
         return ()

@@ -25,8 +25,6 @@ _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, whic
 
 @dataclass(frozen=True, slots=True)
 class ChunkHolding:
-    """A chunk."""
-
     chunk_id: bytes
     levels: Mapping[str, int]  # bytes that dropping each level frees
     used: int = 0  # seconds of its last use; when it came, where it was never used
@@ -42,8 +40,6 @@ class ChunkHolding:
 
 @dataclass(frozen=True, slots=True)
 class DocumentHolding:
-    """A document."""
-
     source: str
     used: int  # seconds, of the chunk that was used or that came last
     added: int
