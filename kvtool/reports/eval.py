@@ -29,7 +29,6 @@ from kvtool.reports.report import (
 )
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import Request
     from kvtool.reports.evaluation import RowsOf
 
 _WHY = 'one object a line: {"question", "answers"?, "sources"?}; or --make N writes some from the store\'s chunks'
@@ -109,7 +108,7 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     failed = answer_open(asked, list(by_name), journal, context.events, begin)
     rows = journal.rows
     base = runs[0] if flags.runs and runs else parse_run(QueryOptions().mode())  # with which others' KL is compared
-    value = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
+    value: dict[str, Any] = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
     value |= overview(rows, base.name)
     value |= {"max_kl": flags.max_kl, "best": best(value["runs"], flags.max_kl)}
     value["made"] = sum(bool(requests[at].made_by) for at in rows)
@@ -190,9 +189,10 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     for request in generate_questions(context.session, wanted):
         read += 1
         if request is not None:
-            written.append(_line(request))
+            row = {name: getattr(request, name) for name in ("question", "answers", "sources", "made_by")}
+            written.append(row)
             with path.open("a", encoding="utf-8") as file:  # an interrupted run leaves what it has written
-                file.write(json.dumps(written[-1], ensure_ascii=False) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
             context.events.advance(1)
     value = {"resolved": {"model": context.identity.model}, "file": str(path), "wanted": wanted, "passages": read}
     passages = counted(read, "passage")
@@ -206,15 +206,6 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     words += [_FEWER] if len(written) < wanted else []
     code = EXIT_PARTIAL if len(written) < wanted else EXIT_DONE
     return ReportResult("Questions", value | {"written": written}, words, exit_code=code)
-
-
-def _line(request: Request) -> dict[str, Any]:
-    return {
-        "question": request.question,
-        "answers": [*request.answers],
-        "sources": [*request.sources],
-        "made_by": request.made_by,
-    }
 
 
 REPORT = Report(

@@ -95,13 +95,10 @@ class LevelWriter:
         self._writer.flush()
         sound = back.sound(some, levels)
         if self._options.drops_exact:
-            self._drop_exact(sound, levels)
+            for level in exact():
+                if level not in levels:
+                    self._report.dropped += self._writer.drop_level(sound, level)
         self._events.advance(len(some))
-
-    def _drop_exact(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
-        for level in exact():
-            if level not in levels:
-                self._report.dropped += self._writer.drop_level(chunks, level)
 
     # ---- what to make ----
 

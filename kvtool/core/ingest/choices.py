@@ -53,7 +53,9 @@ class Choices:
             return self._new_identity(split)
         check_same_model(self.files, self.known)
         self._check_format(self.known.dtype)
-        if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not self._reads_lead_in():
+        asked = self._options.lead_in
+        reads_file = asked is not None and is_lead_in_file(asked)  # whose text may have changed
+        if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not reads_file:
             return replace(self.known, split=split)
         return self._new_identity(split)
 
@@ -78,11 +80,6 @@ class Choices:
         asked = self._options.store_dtype or kept
         if asked != kept:
             raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
-
-    def _reads_lead_in(self) -> bool:
-        """Return True if the lead-in is a file, whose text may have changed."""
-        asked = self._options.lead_in
-        return asked is not None and is_lead_in_file(asked)
 
     def _lead_in(self) -> tuple[str, str]:
         known = self.known

@@ -231,7 +231,9 @@ class _Job:
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
                     self.stream.leave_known_out()
-                    self._say_forecast(store, self.account.expected)
+                    ahead = self.account.report.forecast = self._forecast(store, self.account.expected)
+                    if ahead is not None and ahead.is_noted:
+                        self.account.events.say(ahead.text(), ahead.advice())
                     storer = self._storer(store, writer, new)
                     self.account.begin_computing()
                 if storer is not None and not self._fits(file, new, storer.check_length):
@@ -258,11 +260,6 @@ class _Job:
         identity = self.choices.identity
         per_token = kv_bytes_a_token(self.choices.files.folder, identity.dtype)
         return forecast(tokens, per_token, store, self._path, identity.fingerprint, self.options)
-
-    def _say_forecast(self, store: Store, tokens: int) -> None:
-        ahead = self.account.report.forecast = self._forecast(store, tokens)
-        if ahead is not None and ahead.is_noted:
-            self.account.events.say(ahead.text(), ahead.advice())
 
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
         """If the model cannot hold a file's new chunks, only this file fails."""

@@ -82,7 +82,10 @@ def _removal(store: Store, targets: Sequence[str], yes: bool) -> Removal:
             size += sum(pages(length) for _, length in snapshot.sizes(tables.DOCUMENTS, key))
     refusal = _pinned(store, refs)
     if refusal is None and not yes:
-        refusal = _too_many(len(refs), len(refs) + index.documents - len(entries))
+        total = len(refs) + index.documents - len(entries)
+        if len(refs) > max(1, total // 2):
+            text = f"{len(refs)} of {total} documents would be removed"
+            refusal = MuchError(text, "`--dry-run` lists them; add --yes to do it")
     return Removal(tuple(sources), len(going), size, refusal)
 
 
@@ -93,12 +96,6 @@ def _pinned(store: Store, refs: Mapping[str, set[bytes]]) -> UsageError | None:
         if source in pins["sources"] or refs[source] & chunks:
             return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store unpin` it first")
     return None
-
-
-def _too_many(count: int, total: int) -> MuchError | None:
-    if count <= max(1, total // 2):
-        return None
-    return MuchError(f"{count} of {total} documents would be removed", "`--dry-run` lists them; add --yes to do it")
 
 
 def collect(store: Store, writer: Writer) -> None:
