@@ -39,7 +39,7 @@ _FEWER = (
 _FEW = 20  # questions, below which the bootstrap's intervals are known to be too narrow
 
 
-_ASKED = (*RETRIEVAL, "level", "max_loss")
+_ASKED = (*RETRIEVAL, "level")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.core.common.sizes import counted
 from kvtool.core.fusion.selectors import REFERENCE
@@ -12,9 +12,6 @@ from kvtool.reports.page import Section, Table
 from kvtool.reports.report import (
     NO_CONTEXT,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _AGREEMENT = ("top1_agrees", "answer_equal")
 

@@ -36,7 +36,6 @@ EXACT = "exact"  # raw or lossless records; computed where only lossy ones are s
 @dataclass(frozen=True, slots=True)
 class Chosen(Selector):
     name: ClassVar[str] = "chosen"
-    reads_all: ClassVar[bool] = True
     rows_chosen: torch.Tensor
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:

@@ -156,7 +156,7 @@ def shown_loss(loss: float | None, allowed: float) -> str:
 
 
 def enough_loss(loss: float) -> str:
-    """Return the `--max-loss` that allows a loss: in thousandths, rounded up."""
+    """Return the maximum loss that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 
@@ -180,7 +180,7 @@ def base_level(level: str, payload: Payload) -> str | None:
 
 
 def stated_check(payload: Payload) -> int:
-    """Read the `check_of` the very record that is refined; 0: an older record, which does not state it."""
+    """Read the `check_of` the very record that is refined."""
     return int.from_bytes(payload[_CHECK], "little")
 
 

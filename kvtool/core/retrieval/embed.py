@@ -20,7 +20,7 @@ from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval.index import Index, beginnings
-from kvtool.core.retrieval.tables import Array, open_tables, open_unsealed, write_tables
+from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -239,9 +239,9 @@ def _sentence(folder: Path) -> tuple[Encode, Count]:
     return lambda texts: model.encode(list(texts), show_progress_bar=False), count
 
 
-VECTORS_FORMAT = 2
+VECTORS_FORMAT = 1
 _ROWS_AT_ONCE = 1024  # widened to float32; they stay in a core's cache, which makes it ten times as fast as 65,536
-_REMEMBERED, _UNSEALED = f"index/embedder{TABLES}", "index/embedder.safetensors"
+_REMEMBERED = f"index/embedder{TABLES}"
 Texts = Callable[[Sequence[int]], list[str]]
 
 
@@ -339,7 +339,6 @@ class Meaning:
         if vectors.update(keys_of(index)[living], encode) and not store.read_only:
             with suppress(OSError):  # the disk is full: they are made again
                 write_tables(path, {"keys": vectors.keys, "rows": vectors.rows}, {"model": embedder.ref})
-                path.with_name(f"vectors-1-{embedder.digest}.safetensors").unlink(missing_ok=True)  # without a digest
         return cls(embedder, vectors, index)
 
     def __call__(self, question: str) -> Array:
@@ -369,12 +368,11 @@ def remember(store: Store, ref: str) -> None:
 
 def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
     """Return the embedding model of the last ingest that named one; where that is damaged, `warn` is called."""
-    for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
-        try:
-            return opened(store.side_file(name)).texts["model"]
-        except DamagedError as error:
-            hint = "name it once more: `kvtool ingest PATH --embedder MODEL`"
-            warn(f"the name of the embedding model is damaged, so meaning is left out: {error.message}", hint)
-        except (OSError, KeyError):  # none was named
-            continue
+    try:
+        return open_tables(store.side_file(_REMEMBERED)).texts["model"]
+    except DamagedError as error:
+        hint = "name it once more: `kvtool ingest PATH --embedder MODEL`"
+        warn(f"the name of the embedding model is damaged, so meaning is left out: {error.message}", hint)
+    except (OSError, KeyError):  # none was named
+        pass
     return None

@@ -373,7 +373,7 @@ class Finder:
                 return None
             raise UsageError(
                 f"--retriever {retrieval.retriever} needs an embedding model",
-                "name it with --embedder, once, at ingest or here",
+                "name it once with `ingest --embedder`, or in KVTOOL_EMBEDDER",
             )
         try:
             return self._meaning_by(ref, retrieval.offline)

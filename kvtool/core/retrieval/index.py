@@ -28,7 +28,7 @@ from kvtool.core.retrieval.terms import STEMS
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-INDEX_FORMAT = 7
+INDEX_FORMAT = 1
 _KEY, _MARK = 20, 16  # bytes
 _STATE = f"state{TABLES}"
 _TRIES = 3
@@ -212,9 +212,6 @@ class Index:
         texts = {"revision": str(self.revision), "segments": json.dumps(names), "stems": STEMS}
         write_tables(folder / _STATE, arrays, texts)
         _clean(folder, {*names, _STATE})
-        for older in folder.parent.glob("words-*"):  # of a kvtool before this
-            if older.name < folder.name:
-                shutil.rmtree(older, ignore_errors=True)
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:

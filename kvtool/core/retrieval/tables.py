@@ -58,24 +58,11 @@ def open_tables(path: Path) -> Tables:
     OSError : it cannot be opened.
     DamagedError : it is cut off, does not match its digest, or was not written by kvtool.
     """
-    view = check_table(path, *_mapped(path))
-    return _tables(path, view)
-
-
-def open_unsealed(path: Path) -> Tables:
-    """Map a file of a kvtool that wrote no digests. Raises as :func:`open_tables` does."""
-    return _tables(path, _mapped(path)[0])
-
-
-def _mapped(path: Path) -> tuple[memoryview, os.stat_result]:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size < _HEAD.size:
             raise DamagedError(f"{path} is cut off")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), status
-
-
-def _tables(path: Path, view: memoryview) -> Tables:
+        view = check_table(path, memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), status)
     try:
         (length,) = _HEAD.unpack_from(view)
         head: dict[str, Any] = parsed(bytes(view[_HEAD.size : _HEAD.size + length]))
