@@ -189,8 +189,7 @@ def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
 
 
 def _of_modes(names: Sequence[str]) -> dict[str, int]:
-    """Return numbers of series named after a mode, such as `union:0.15` or `kvtool full`: one of each mode has its
-    number."""
+    """Return the numbers of series named after a mode, such as `union:0.15`: one of each mode has its number."""
     numbers: dict[str, int] = {}
     for name in names:
         words = re.split(r"[ :,+]", name.removeprefix("kvtool "))
