@@ -92,7 +92,6 @@ def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -
 @pytest.mark.parametrize("levels", [("1",), ("4", "2"), NESTED, ("lossless", "3")], ids=" ".join)
 @pytest.mark.parametrize("profile", [False, True], ids=["no profile", "profile"])
 def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, fitted: Path, plain: Path) -> None:
-    """Envelopes, and the coarser records that a level needs, included; counted from the rows themselves."""
     path = fitted if profile else plain
     if profile:
         for level in NESTED:
@@ -160,7 +159,6 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
 
 
 def test_a_loss_that_cannot_be_measured_again_stays(fitted: Path) -> None:
-    """Without exact records; no model is loaded for it, and nobody is warned each time."""
     run(fitted, "2", questions=0, keep_raw=False)
     with Store.open(fitted) as store, store.writer() as writer:
         profile = store.codec_state()["profile"]
@@ -170,7 +168,6 @@ def test_a_loss_that_cannot_be_measured_again_stays(fitted: Path) -> None:
 
 
 def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are recomputed, and ranked by the sensitivity that is stored with each chunk."""
     fused = list[Fused]()
     real = loss.fuse
 
@@ -214,7 +211,6 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
 
 @pytest.mark.slow
 def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
-    """With it some level is both smaller and less lossy than one of the paper's, and never the other way round."""
     untransformed = run(plain, *(f"cachegen-{level}" for level in NESTED), questions=2)
     report = run(plain, *NESTED, fit=True, fit_prompts=12, questions=2)
     assert report.warnings == []
@@ -285,7 +281,6 @@ def test_a_store_that_has_no_profile_gives_none(fitted: Path, plain: Path) -> No
 
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
 def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path], None], fitted: Path) -> None:
-    """Then all records can be read again."""
     other = Path(shutil.copytree(fitted, fitted.with_name("other")))
     digest, chunk = state_of(fitted)["profile"], chunks_in(fitted)[0]
     lose(fitted)
@@ -301,7 +296,6 @@ def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path],
 
 @pytest.mark.slow
 def test_fitting_again_changes_nothing(fitted: Path) -> None:
-    """The same chunks give the same profile: neither it nor any record is written again."""
     before = files_below(fitted)
     assert run(fitted, *NESTED, fit=True).encoded == 0
     assert files_below(fitted) == before
@@ -318,7 +312,6 @@ def test_fitting_again_changes_nothing(fitted: Path) -> None:
 def test_auto_takes_the_smallest_that_is_allowed(
     bound: float | None, chosen: str, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bound without a level means auto."""
     fixed_losses(monkeypatch)
     asked = ("auto",) if bound in (None, 0.004) else ()
     report = run(plain, *asked, max_loss=bound, questions=1, chunks=tuple(chunks_in(plain)[:1]))
@@ -362,7 +355,6 @@ def test_auto_needs_questions(options: dict[str, object]) -> None:
 
 @pytest.mark.slow
 def test_only_these_chunks(plain: Path) -> None:
-    """By their ids' beginnings too, each once."""
     one, two, *others = chunks_in(plain)
     report = run(plain, "2", chunks=(two, one[:8].upper(), one))
     assert (report.encoded, report.kept, report.levels[0].chunks) == (2, 0, 2)
@@ -390,7 +382,6 @@ def test_dropping_raw_spends_the_disks_reserve(plain: Path, monkeypatch: pytest.
 
 
 def test_chunks_that_there_are_not(plain: Path) -> None:
-    """The prompt's own beginning is none: it is exact in every prompt."""
     one = chunks_in(plain)[0]
     for text in ("00" * 20, one[:5], "", "no hex", prefix_of(plain), one + "00"):
         with pytest.raises(UsageError, match="is not in the store"):
@@ -399,7 +390,6 @@ def test_chunks_that_there_are_not(plain: Path) -> None:
 
 
 def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
-    """Bits and time are only of the chunks that were asked for."""
     one = chunks_in(plain)[0]
     report = run(plain, "lossless", chunks=(one,))
     kv = decoded(plain, one, "lossless")

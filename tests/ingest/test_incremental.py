@@ -176,7 +176,6 @@ def test_a_dry_run_counts_the_chunks_that_go(fresh: Any, tmp_path: Path) -> None
 
 
 def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
-    """Records that got lost are made again, although no file changed."""
     before = payloads(store)
     drop_records(store, *chunks_of(store, "mill3.md")[1:3])
     report = kvtool("ingest", corpus, "--store", store, "--json").fine().json

@@ -102,7 +102,6 @@ def test_a_lock_wait_that_is_no_duration(fresh: Any, tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_documentation(fresh: Any, tmp_path: Path) -> None:
-    """As written there, but with other paths: silent, and 0."""
     fresh(write_corpus(tmp_path / "documents", 2, 1)).fine()
     places = {"/srv/documents": tmp_path / "documents", "/var/lib/kvtool/store": tmp_path / "fresh"}
     places |= {"/var/log/kvtool": tmp_path}

@@ -16,7 +16,6 @@ OF_A_STORE = ALWAYS | {"libraries", "disk of the store", "store", "dtype", "gate
 
 
 def states(done: Done) -> dict[str, str]:
-    """Return the state of every finding; all are reported with their hints."""
     findings = done.json["findings"]
     assert all(row["message"] and (row["hint"] or row["state"] == "ok") for row in findings), findings
     assert done.json["healthy"] == all(row["state"] != "failed" for row in findings) == (done.code == 0)

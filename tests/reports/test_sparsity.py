@@ -34,7 +34,6 @@ def eager(one: Case, ids: list[int], past: DynamicCache | None = None) -> list[n
 
 
 def class_of(plan: Plan, row: int, key: int) -> str:
-    """By the words of the report."""
     if key == 0:
         return "sink"
     if key < plan.segments[0].stop:
@@ -104,7 +103,6 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 60_000])
 def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row at a time, and some."""
     monkeypatch.setattr("kvtool.reports.attention_mass._BLOCK_BYTES", most)
     one = case("llama")
     plan = one.plan(lead_in=BOS)
