@@ -45,6 +45,7 @@ def test_any_exception_of_one_file(
     assert [Path(failure["path"]).name for failure in done.json["failures"]] == ["b.txt"]
     assert "b.txt" in done.err
     assert len(listing(tmp_path / "fresh")) == 2
+    fresh(folder, "--fail-fast", "--retry", store=tmp_path / "fast").failed(1, "b.txt")
 
 
 @pytest.mark.slow

@@ -400,9 +400,6 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         assert report.after <= report.goal
         assert cache.budget(None).budget is None
         assert cache.budget("20GB").budget == 20 * 10**9
-        for wrong in ("20XB", -1, 1.5):
-            with pytest.raises(UsageError, match=r"^size: .* (is not a size|is less than 1)"):
-                cache.budget(wrong)  # type: ignore[arg-type]
         assert cache.budget("none").budget is None
 
 
