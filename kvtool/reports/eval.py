@@ -36,10 +36,8 @@ _FEWER = (
     "fewer than asked for: passages of less than a few sentences are passed over, and questions that are not about "
     "their passage; more documents, or a larger model, give more"
 )
-_FEW = 20  # questions, below which the bootstrap's intervals are known to be too narrow
-
-
 _ASKED = (*RETRIEVAL, "level")
+_FEW = 20  # questions, below which the bootstrap's intervals are known to be too narrow
 
 
 @dataclass(frozen=True, kw_only=True)

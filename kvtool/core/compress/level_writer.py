@@ -45,7 +45,7 @@ class LevelWriter:
         options: CompressOptions,
         report: CompressReport,
         events: Events,
-        heavy: HeavyRows | None = None,
+        heavy: HeavyRows,
     ) -> None:
         self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
         self._profiles_cache = ProfileCache(store)
@@ -105,8 +105,7 @@ class LevelWriter:
     def _plans(self, chunks: Sequence[bytes], levels: Sequence[str]) -> list[Plan]:
         found = [self._plan(chunk, levels) for chunk in chunks]
         plans = [plan for plan in found if plan is not None]
-        if self._heavy is not None:
-            self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
+        self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
         return plans
 
     def _plan(self, chunk: bytes, levels: Sequence[str]) -> Plan | None:
@@ -147,10 +146,7 @@ class LevelWriter:
     def _made(self, plan: Plan) -> Made:
         """Called by any thread."""
         below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if self._profile is not None else ()
-        rows = {}
-        for level in plan.sparse:
-            assert self._heavy is not None
-            rows[level] = self._heavy.of(plan.chunk, plan.info.token_ids, level)
+        rows = {level: self._heavy.of(plan.chunk, plan.info.token_ids, level) for level in plan.sparse}
         stored = {base: self._records(plan, base) for base in plan.kept if base in below}
         return make(plan, self._records(plan, plan.source), stored, rows, self._profile)
 

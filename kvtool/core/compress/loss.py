@@ -61,12 +61,11 @@ class Scheme(Protocol):
 class LevelScheme:
     level: str
     profile: Profile | None
-    heavy: HeavyRows | None = None
+    heavy: HeavyRows
 
     def rows(self, segment: Segment) -> Ids | None:
         if level_of(self.level).share == 100:
             return None
-        assert self.heavy is not None
         return self.heavy.of(segment.source.chunk_id, segment.source.ids, self.level)
 
     def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
@@ -108,8 +107,7 @@ class PromptKV:
         return cls([dict(zip(starts, kv, strict=True)) for kv in read])
 
     def round_trip(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[PromptKV, Plan, list[Toll]]:
-        """Send the KV, but for the prompt's beginning, through a scheme; returns also its plan and each layer's toll.
-        Send the KV, but for the prompt's beginning, through a scheme; returns also its plan and each layer's toll."""
+        """Send the KV, without the prompt's beginning, through a scheme; also its plan and each layer's toll."""
         lossy, segments = PromptKV([dict(kv) for kv in self.layers]), list(plan.segments)
         totals = [Toll() for _ in self.layers]
         for number, segment in enumerate(plan.segments):

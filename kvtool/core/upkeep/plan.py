@@ -150,8 +150,7 @@ class _Planner:
                 self._drop_levels(step, held.chunk_id, _finer_than_coarsest(self.left[held.chunk_id], held.measured))
 
     def drop_kv(self, whole: bool) -> None:
-        """Drop levels of chunks, exact ones first, until it is enough; `whole`: all of a chunk at once, and no profile.
-        Drop levels of chunks, exact ones first, until it is enough; `whole`: all of a chunk at once, and no profile."""
+        """Drop levels of chunks, exact ones first, until it is enough; `whole`: all of a chunk at once."""
         chunks = sorted(self._evictable(), key=lambda held: held.turn)
         ladders: dict[str, Ladder] = {}
         if not whole:

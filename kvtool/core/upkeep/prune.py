@@ -60,8 +60,7 @@ class PruneReport:
 
 
 def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneReport:
-    """Drop the least used first, in the order of :func:`plan_prune`. Raises UsageError, NoSpaceError or DamagedError.
-    Drop the least used first, in the order of :func:`plan_prune`. Raises UsageError, NoSpaceError or DamagedError."""
+    """Drop the least used first (see :func:`plan_prune`). Raises UsageError, NoSpaceError or DamagedError."""
     now = time.time() if now is None else now
     with Store.open(path) as store:
         if options.dry_run:
