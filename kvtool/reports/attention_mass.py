@@ -21,7 +21,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.reports.reused_prompt import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
-START_TOKENS = 4  # of every chunk, if nothing else is asked for
+START_TOKENS = 4  # of every chunk
 MASS = 0.9
 HEAVY = 0.05  # share of the context that counts as heavy
 _STEP = 256  # keys; every other shape of a product costs oneDNN new code, which it keeps
@@ -36,14 +36,14 @@ class Classes:
     chunk: torch.Tensor  # int64 `[length]`, the chunk's number, -1 outside of chunks
 
     @classmethod
-    def of(cls, plan: Plan, start_tokens: int = START_TOKENS) -> Classes:
+    def of(cls, plan: Plan) -> Classes:
         """Classify a prompt's keys; the sink is its first token."""
         fixed = torch.full((plan.length,), CLASSES.index("question"))
         chunk = torch.full((plan.length,), -1)
         fixed[: plan.segments[0].stop] = CLASSES.index("instruction")
         for number, segment in enumerate(plan.chunks):
             fixed[segment.start : segment.stop] = CLASSES.index("own chunk")
-            fixed[segment.start : min(segment.start + start_tokens, segment.stop)] = CLASSES.index("chunk starts")
+            fixed[segment.start : min(segment.start + START_TOKENS, segment.stop)] = CLASSES.index("chunk starts")
             chunk[segment.start : segment.stop] = number
         fixed[0] = CLASSES.index("sink")
         return cls(fixed, chunk)
@@ -132,12 +132,10 @@ def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
-def sparsity_report(
-    prompt: ReusedPrompt, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
-) -> dict[str, Any]:
+def sparsity_report(prompt: ReusedPrompt, others: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     """Make the JSON of `inspect sparsity`; `others`: token ids of other questions over the same chunks."""
     plan, decoder = prompt.plan, prompt.decoder
-    classes, cache = Classes.of(plan, start_tokens), cache_of(decoder, plan.length)
+    classes, cache = Classes.of(plan), cache_of(decoder, plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start
     chunks, question = Tally(classes, torch.arange(first, last)), torch.arange(last, plan.length)
 
@@ -151,7 +149,7 @@ def sparsity_report(
         prompt.watch_question(cache if selector is None else prompt.fused(selector).cache, tallies[name])
     return {
         "classes": list(CLASSES),
-        "start_tokens": start_tokens,
+        "start_tokens": START_TOKENS,
         "tokens": {"chunks": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
         "mass_held": MASS,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ def _relative(difference: float, size: float) -> float:
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
-def deviation_report(prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS) -> dict[str, Any]:
+def deviation_report(prompt: ReusedPrompt) -> dict[str, Any]:
     """Make the JSON of `inspect deviation` for one prompt, and `token_deviation` by row: `Deviation.worth`."""
     full = prompt.full()  # and one other cache at a time
     asked = prompt.queries(full)
@@ -144,7 +144,7 @@ def deviation_report(prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS) -> 
     reuse, untouched, rows = deviation(prompt, reused, full), attention(reused), []
     del reused
     for choice in CHOICES:
-        for ratio in ratios:
+        for ratio in RATIOS:
             chosen = chosen_rows(prompt, choice, ratio, reuse.worth)
             by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
             row: dict[str, Any] = {"choice": choice, "ratio": ratio, "tokens_recomputed": int(chosen.sum())}
