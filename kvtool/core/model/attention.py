@@ -26,24 +26,17 @@ ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
 class WatchedRows:
-    """Query rows whose attention may be watched.
-
-    Attributes
-    ----------
-    watch : called with every layer's queries and keys: (layer, query, key, params), as `attend` has them.
-    """
+    """`watch` is called with every layer's queries and keys: (layer, query, key, params), as `attend` has them."""
 
     __slots__ = ()
     watch: Watch | None
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Return the keys that each row sees through a window."""
         raise NotImplementedError
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend: row i sees the keys up to `places[i]`, or those of them that are within its window."""
         if self.watch is not None:
             self.watch(layer, query, key, params)
         return attend(query, key, value, params, self.seen(params.window))
@@ -74,7 +67,6 @@ class QueryRows(WatchedRows):
     def of(
         cls, places: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
     ) -> QueryRows:
-        """Make rows of `places` (int64 `[rows]`, ascending)."""
         order: list[int] = places.tolist()
         dense = order == list(range(len(order)))
         return cls(places.to(device, non_blocking=True), order, dense, position_ids=position_ids)
@@ -84,15 +76,14 @@ class QueryRows(WatchedRows):
 
     @property
     def pairs(self) -> int:
-        """Count the keys that all rows see without a window."""
+        """Number of keys that all rows see without a window."""
         return sum(self.order) + len(self.order)
 
     def last(self, count: int) -> QueryRows:
-        """Return the last `count` rows."""
         return replace(self, places=self.places[-count:], order=self.order[-count:], dense=False, _seen={})
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Return the keys that each row sees through a window; a pass asks for the same at every layer of a kind."""
+        """A pass asks for the same at every layer of a kind."""
         if window not in self._seen:
             self._seen[window] = self._through(window)
         return self._seen[window]
@@ -129,7 +120,6 @@ class PackedChunks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], lead_in: Sequence[KV], watches: Sequence[ChunkWatch] = ()) -> PackedChunks:
-        """Place chunks of these lengths one after another."""
         stops = list(accumulate(lengths))
         starts = [0, *stops[:-1]]
         leads = lead_in[0][0].shape[2] if lead_in else 0
@@ -140,7 +130,6 @@ class PackedChunks:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend: `[1, heads, rows, head_dim]`, as `query` is, over the chunks' own `[1, kv_heads, rows, head_dim]`."""
         lead_in = self.lead_in[layer] if self.lead_in else None
         for watch, (start, stop) in zip(self.watches, self.spans, strict=False):
             own = key[:, :, start:stop]
@@ -156,16 +145,13 @@ class PackedChunks:
 
 
 class AttentionRows(Protocol):
-    """Protocol of query rows that know which keys each of them sees."""
-
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Compute attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
+    ) -> torch.Tensor: ...
 
 
 class PlacedRows(AttentionRows, Protocol):
-    """Protocol of query rows that also know their places in the prompt: int64 `[rows]` on the model's device."""
+    """`places`: in the prompt, int64 `[rows]` on the model's device."""
 
     @property
     def places(self) -> torch.Tensor: ...
@@ -202,7 +188,7 @@ def rows_attention(
     ----------
     query : `[batch, heads, rows, head_dim]`.
     key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (mla.py).
-    rows : the query rows. None: those of the pass that runs; without any, a plain causal prefill.
+    rows : None: those of the pass that runs; without any, a plain causal prefill.
     kwargs : `sliding_window`, `softcap` and `s_aux` (sinks), where a layer has them.
 
     Returns

@@ -56,7 +56,6 @@ class CapturedWork(Generic[T]):
         return self._out
 
     def _capture(self, work: Callable[[], T]) -> None:
-        """Record the kernels, of which none runs; where that fails, note the reason."""
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         pool = None if self._others is None else self._others.pool
         current = torch.cuda.current_stream(self._device)
@@ -76,20 +75,16 @@ class CapturedWork(Generic[T]):
 
 
 class CapturedWorks:
-    """The most recently used kinds of captured work of a model, which take turns: what one returns is to be copied
-    before another runs.
-    """
+    """The most recently used kinds of captured work; what one returns is to be copied before another runs."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Any] = OrderedDict()
 
     @cached_property
     def pool(self) -> Any:
-        """Return the name of the memory that their captures share."""
         return torch.cuda.graph_pool_handle()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the work of a key; make it where it is not known, or not any more."""
         if key not in self._known:
             self._known[key] = make()
         self._known.move_to_end(key)
@@ -116,7 +111,6 @@ class StaticRows(WatchedRows):
         return len(self.places)
 
     def last(self, count: int) -> StaticRows:
-        """Return the last `count` rows."""
         return StaticRows(self.places[-count:], self.capacity, self.watch)
 
     def seen(self, window: int | None) -> KeyRanges:
@@ -128,5 +122,4 @@ class StaticRows(WatchedRows):
 
 
 def memory_of(cache: PromptCache) -> list[torch.Tensor]:
-    """Return the tensors of a cache's buffers."""
     return [side for buffer in cache.buffers for side in (buffer.keys, buffer.values)]

@@ -39,9 +39,7 @@ class Decoder(DecoderStack):
     Attributes
     ----------
     state_forms : of a model that keeps states: dtype and shape that its forward gives, by layer and state.
-    unfused : why rows go through the model's own layers, and not through fused ones; "": they do; None: a CPU has not
-        tried it yet.
-    captured : passes that a GPU has as graphs.
+    unfused : why rows go through the model's own layers; "": they go through fused ones; None: a CPU has not tried it.
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
@@ -58,7 +56,6 @@ class Decoder(DecoderStack):
             self.unfused = self._try_fused()
 
     def _try_fused(self) -> str:
-        """Return why a GPU computes no fused passes, or a CPU no fused layers; "": it does."""
         if self.keeps_states:
             return "the model keeps states"
         try:
@@ -94,22 +91,15 @@ class Decoder(DecoderStack):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Return what its layers compute.
-
-        Raises
-        ------
-        UnsupportedArchitecture : something that no fast path knows.
-        """
         return read_model_spec(self)
 
     @property
     def forward(self) -> str:
-        """Return how rows of a prompt are computed: "fused", or "torch" and why they are not."""
         return f"torch: {self.unfused}" if self.unfused else "fused"
 
     @property
     def fused_forward(self) -> FusedForward | None:
-        """Return the fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
+        """The fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
         return None if self._fused is None or self.hooked else self._fused
 
     @torch.inference_mode()
@@ -121,17 +111,13 @@ class Decoder(DecoderStack):
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute rows of a prompt over its cache.
+        """Compute rows of a prompt over its cache; return logits of the last `keep` rows, float32 `[keep, vocabulary]`.
 
         Parameters
         ----------
         tokens : the token ids at `rows`; as int64 `[rows]` on the device nothing is read on the host.
         keep : how many of the last rows go through the LM head.
         position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
-
-        Returns
-        -------
-        Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         with out_of_memory_hint(len(ids)), self._head.only(keep):
@@ -156,7 +142,6 @@ class Decoder(DecoderStack):
     def fill_cache(
         self, tokens: Sequence[int], rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
     ) -> None:
-        """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (fused := self.fused_forward) is not None:
                 fused.hidden(self.device_ids(tokens), rows, cache, len(tokens), position_ids)
@@ -172,7 +157,6 @@ class Decoder(DecoderStack):
         position_ids: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
-        """Run the model's own forward."""
         if self.device == "cpu" and self.unfused is None:
             self.unfused = self._try_fused()
         cache.rows = rows
@@ -226,7 +210,6 @@ class Decoder(DecoderStack):
             self.fill_cache(piece, rows, cache, at)
 
     def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
-        """Return rows for `count` more tokens of a cache, and their positions where these are not their places."""
         start = cache.buffers[0].length
         cache.set_length(start + count)
         rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
@@ -259,7 +242,6 @@ class HeadRows:
 
     @contextmanager
     def only(self, keep: int) -> Iterator[None]:
-        """Give it the last `keep` rows inside."""
         before, self._keep = self._keep, keep
         try:
             yield
@@ -273,7 +255,6 @@ class HeadRows:
 
 @contextmanager
 def out_of_memory_hint(rows: int) -> Iterator[None]:
-    """Turn an allocation failure into an error that says what to do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

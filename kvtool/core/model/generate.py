@@ -45,7 +45,6 @@ class Sampling:
     said : the tokens chosen so far.
     noted : each token chosen so far with its log-probability, and those of the most likely ones; biases, penalties and
         the temperature do not change them.
-    constraint : rules out tokens; None: none.
     """
 
     max_tokens: int = 64
@@ -71,7 +70,6 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Return True if every token is the model's most likely one."""
         penalty = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         changed = self.temperature or penalty or self.logit_bias or self.min_tokens
         return not changed and self.constraint is None
@@ -83,9 +81,9 @@ class Generated:
 
     Attributes
     ----------
-    ids : its token ids, without the end token, and without those of a repetition that ended it.
+    ids : without the end token, and without those of a repetition that ended it.
     end : the end token; None where the answer was cut off at its longest, or ended by a text.
-    stop : the text that ended it; None where none did. `finish`: what did; a text or the caller's end is a stop, too.
+    stop : the text that ended it. `finish`: what did; a text or the caller's end is a stop, too.
     milliseconds : time after the first token.
     steps : tokens computed in that time. `stepper`: the backend, with the reason where it is not machine code.
     """
@@ -101,12 +99,10 @@ class Generated:
 
     @property
     def script(self) -> Ids:
-        """Return the ids, and after them the end token if there is one."""
         return self.ids if self.end is None else (*self.ids, self.end)
 
 
 def stop_ids(decoder: Decoder) -> set[int]:
-    """Return the token ids that end an answer."""
     config = decoder.model.generation_config
     stated = config.eos_token_id if config is not None else None
     ids = set(stated) if isinstance(stated, list) else {stated}
@@ -115,7 +111,6 @@ def stop_ids(decoder: Decoder) -> set[int]:
 
 
 def prepare_decoding(decoder: Decoder) -> None:
-    """Start to compile what `generate` decodes with, in a thread of its own."""
     prepare_compiled_model(decoder)
 
 
@@ -229,7 +224,6 @@ def generate(
     Parameters
     ----------
     cache : holds exactly the prompt's rows, and those of the tokens that are known but the last.
-    on_text : called with each new piece of answer text.
     more : tokens after the first that are known, too (`greedy_prefix`).
     going : asked before each further token; False ends the answer there.
     """
@@ -248,11 +242,9 @@ class AnswerSequence:
     ----------
     cache : holds exactly the prompt's rows, and those of the known tokens but the last.
     known : the first tokens, at least one.
-    on_text : called with each new piece of answer text.
 
     Attributes
     ----------
-    backend : appends tokens to the cache.
     token : the last one, which is not in the cache yet.
     """
 
@@ -276,7 +268,6 @@ class AnswerSequence:
 
     @property
     def done(self) -> bool:
-        """Return True if it has ended, is at its maximum length, or cannot continue."""
         return self._is_full or self._text.ended or self._error is not None
 
     @property
@@ -284,13 +275,11 @@ class AnswerSequence:
         return self._known + self._steps >= self._sampling.max_tokens
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token from the logits after the last, `[vocabulary]`."""
         self.token = next_token(logits, self._sampling)
         self._steps += 1
         self._text.add(self.token)
 
     def fail(self, error: Exception) -> None:
-        """Stop: `end` raises the error."""
         self._error = error
 
     def end(self) -> Generated:
@@ -321,12 +310,7 @@ class ContinuousBatch:
     all run in one step, which reads the model's weights once for all of them, and every logit is the same to the last
     bit; elsewhere they run one by one.
 
-    Each has its own cache, sampling and listener. One thread steps; where others use the model meanwhile, it holds the
-    session's lock for a step, not for an answer.
-
-    Attributes
-    ----------
-    sequences : those that are still being generated, the oldest first.
+    One thread steps; where others use the model meanwhile, it holds the session's lock for a step, not for an answer.
     """
 
     def __init__(self) -> None:
@@ -337,7 +321,6 @@ class ContinuousBatch:
         self.sequences.append(sequence)
 
     def remove(self, sequence: AnswerSequence) -> None:
-        """Drop an answer that no caller waits for any more."""
         self.sequences.remove(sequence)
 
     def step(self) -> list[AnswerSequence]:
@@ -395,16 +378,13 @@ def follow(
 ) -> list[int]:
     """Choose tokens as `generate` would, as long as they are those of `script`; `generate` continues from them.
 
-    The rows are those of single steps, bit by bit (`step_along`), so what follows is the same answer, too.
+    The rows are those of single steps, bit by bit (`step_along`), so what follows is the same answer, too. Returned are
+    those that agree, and after them the first other one, if there is one.
 
     Parameters
     ----------
     cache : holds exactly the prompt's rows, and grows by all tokens that are returned but the last.
     logits : of the prompt's last token, `[vocabulary]`.
-
-    Returns
-    -------
-    Those that agree, and after them the first other one, if there is one.
     """
     start, ids = cache.buffers[0].length, [first_token(logits, sampling)]
     rows = step_along(decode_backend(decoder, cache), script[:-1])

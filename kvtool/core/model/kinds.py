@@ -40,22 +40,19 @@ class KVShape:
 
     @property
     def numbers(self) -> int:
-        """Return the number of elements of one token, keys and values together."""
         return self.heads * (self.key_dim + self.value_dim)
 
     @property
     def channels(self) -> int:
-        """Return the number of elements of the wider of a token's key and value."""
         return self.heads * max(self.key_dim, self.value_dim)
 
     @property
     def attended(self) -> int:
-        """Return the width of a key as attention takes it."""
+        """Width of a key as attention takes it."""
         return self.key_dim + (self.value_dim if self.joint else 0)
 
     @property
     def is_plain(self) -> bool:
-        """Return True if keys are as wide as values and separate from them, as fast paths expect."""
         return self.key_dim == self.value_dim and not self.joint
 
     def empty(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,10 +71,8 @@ class LayerKind:
     rotation : under which name the model's rotary module knows this layer's RoPE, "" where it has one for all; None:
         keys are not rotated.
     window : how many positions a row sees, its own the last; None: all before it.
-    softcap : see `AttentionParams`.
     sinks : whether each head has a score without a key.
     tempered : whether queries grow with their position (Ministral 3, Llama 4).
-    shape : of the keys and values that it attends to.
     source : number of the layer whose keys and values it attends to; None: its own.
     """
 
@@ -91,7 +86,6 @@ class LayerKind:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if rows see all keys before them, and weights are the softmax of scaled products."""
         return self.window is None and self.softcap is None and not self.sinks and not self.tempered
 
 
@@ -146,7 +140,6 @@ def kinds_of(
 
 
 def rotary_of(base: Any) -> Any:
-    """Find the module that knows a decoder's RoPE, whatever its name; None: it has none."""
     modules = [child for child in base.children() if any("inv_freq" in name for name, _ in child.named_buffers())]
     return getattr(base, "rotary_emb", None) or next((one for one in modules if not one._modules), None)
 
@@ -162,7 +155,6 @@ def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
 
 
 def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Compute what the model's own layers are given to rotate by."""
     return rotary(like, positions[None], name) if name else rotary(like, position_ids=positions[None])
 
 
@@ -186,16 +178,13 @@ class _Shared:
     layers: dict[str, int]
 
     def note(self, layer: int) -> None:
-        """Note that what has been added since is this layer's."""
         for name in self.states:
             self.layers.setdefault(name, layer)
 
     def source_of(self, key: torch.Tensor) -> int | None:
-        """Return the layer whose keys these are."""
         return next((self.layers[name] for name, (keys, _) in self.states.items() if keys is key), None)
 
     def taken_by(self, attention: Any) -> dict[str, Any]:
-        """Return the argument by which a module takes it, if it does."""
         takes = "shared_kv_states" in inspect.signature(type(attention).forward).parameters
         return {"shared_kv_states": self.states} if takes else {}
 
@@ -270,7 +259,6 @@ def _kind(probed: _Probed, name: str | None) -> LayerKind:
 
 
 def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
-    """Return what attention modules of a model differ by: their class, RoPE, plain settings and parts."""
     plain = {
         key: value
         for key, value in vars(attention).items()
@@ -284,17 +272,7 @@ def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
 
 
 def check_window(base: Any, config: Any, layer: int, window: int | None) -> None:
-    """Refuse a layer whose window is none, or another one than its configuration says and its model masks by.
-
-    Parameters
-    ----------
-    base : the decoder without its LM head.
-    window : what the layer asks attention for; None: it sees all tokens before it.
-
-    Raises
-    ------
-    ModelError
-    """
+    """Refuse a layer whose window is none, or another one than its configuration says and its model masks by."""
     if window is not None and window < 1:
         nothing = "so that its rows see nothing; that would need a window of at least their own token"
         raise ModelError(f"layer {layer} has a window of {window} tokens, {nothing}", HINT)
@@ -325,7 +303,6 @@ def _window_text(window: int | None) -> str:
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """Return the sliding window of a layer by the configuration, or None."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not window or (types and not _slides(config, layer)):
@@ -334,7 +311,6 @@ def _stated_window(config: Any, layer: int) -> int | None:
 
 
 def _slides(config: Any, layer: int) -> bool:
-    """Return True if a configuration that types its layers says that this one has a window."""
     types = getattr(config, "layer_types", None) or ()
     return layer < len(types) and types[layer] == "sliding_attention"
 

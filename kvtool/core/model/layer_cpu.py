@@ -72,12 +72,7 @@ class FusedDecoderLayer:
     def compute(
         self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
-        """Compute `[1, rows, hidden]` of the same.
-
-        Parameters
-        ----------
-        tables : cos and sin of the rows' positions, as the layer's own forward takes them.
-        """
+        """Compute `[1, rows, hidden]`; `tables`: cos and sin of the rows' positions, as the layer's own forward takes them."""
         spec = self.spec
         (before, between), (after, last) = spec.before, spec.after
         attended = self._normed_by(after, self._attended(self._normed_by(before, hidden), tables, cache, rows))
@@ -85,7 +80,6 @@ class FusedDecoderLayer:
         return self._added(hidden, self._normed_by(last, self._mlp(normed)), None)[0]
 
     def products(self) -> list[torch.nn.Module]:
-        """Return the layers that multiply: one for all products that are fused."""
         return list(dict.fromkeys(one.module for one in self.spec.projections))
 
     def _normed_by(self, norm: NormSpec | None, rows: torch.Tensor) -> torch.Tensor:
@@ -138,8 +132,6 @@ class FusedDecoderLayer:
 
 
 class _FusedModule(Swapped):
-    """A decoder layer that computes rows fused, and everything else by its own forward."""
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -150,7 +142,6 @@ class _FusedModule(Swapped):
         rows: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Compute `[1, rows, hidden]` of the same, as the model's decoder calls its layers."""
         fused: FusedDecoderLayer = self._swapped_by
         name = cache_name(self)
         cache = more.pop(name, None)
@@ -178,19 +169,13 @@ def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch
 
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Multiply by a linear layer, in the way that is fast for few rows where its weight is kept for that."""
     by_rows = isinstance(linear, SmallBatchLinear) and not _is_touched(linear)
     out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out
 
 
 def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
-    """Return True if all of a layer's products of so many rows are machine code of our own, which a pool computes.
-
-    Parameters
-    ----------
-    layer : of a stack.
-    """
+    """Return True if all of a layer's products of so many rows are machine code of our own, which a pool computes."""
     fused = swapped_by(layer)
     if (
         not isinstance(fused, FusedDecoderLayer)
@@ -213,17 +198,10 @@ def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _is_touched(module: torch.nn.Module) -> bool:
-    """Return True if a hook listens to a module, or it has been given another forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def install_fused_layers(stack: DecoderStack, spec: ModelSpec) -> None:
-    """Let a model's layers compute rows fused.
-
-    Raises
-    ------
-    UnsupportedArchitecture : they compute something else.
-    """
     with _installing:
         try:
             kernels = _kernels_for(stack, spec)
@@ -261,7 +239,6 @@ def _try_each_kind(stack: DecoderStack, layers: Sequence[FusedDecoderLayer]) -> 
 
 @torch.inference_mode()
 def _try(stack: DecoderStack, number: int, layer: FusedDecoderLayer) -> None:
-    """Compute a few rows by the model's own layer and by the fused one."""
     module = layer.spec.module
     rows = QueryRows.of(torch.arange(_TRIED), stack.device)
     draw = torch.Generator().manual_seed(0)

@@ -39,12 +39,7 @@ Prefill = Callable[[Sequence[int]], tuple[torch.Tensor, PromptCache]]
 
 
 class FusedForward:
-    """Computes rows of a prompt over its cache, as `Decoder.compute` and `fill_cache` do.
-
-    Raises
-    ------
-    UnsupportedArchitecture : the model computes something that is not known here.
-    """
+    """Computes rows of a prompt over its cache, as `Decoder.compute` and `fill_cache` do."""
 
     def __init__(self, stack: DecoderStack, spec: ModelSpec) -> None:
         self._stack, self._spec = stack, spec
@@ -57,12 +52,7 @@ class FusedForward:
 
     @classmethod
     def tried(cls, stack: DecoderStack, spec: ModelSpec, prefill: Prefill) -> FusedForward:
-        """Make one, and compare a short prefill with that by the model's own forward.
-
-        Raises
-        ------
-        UnsupportedArchitecture : the model computes something else.
-        """
+        """Make one, and compare a short prefill with that by the model's own forward."""
         if stack.dtype not in TOLERANCE:
             raise UnsupportedArchitecture(f"{stack.dtype} on {stack.device}")
         try:
@@ -91,13 +81,6 @@ class FusedForward:
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute logits of the last `keep` rows, float32 `[keep, vocabulary]`.
-
-        Parameters
-        ----------
-        ids : int64 `[rows]` on the device.
-        position_ids : see `Decoder.compute`.
-        """
         hidden = self.hidden(ids, rows, cache, keep, position_ids)
         logits: torch.Tensor = self._stack.model.get_output_embeddings()(self._norm(hidden))
         return logits.float() if self._spec.logits == 1 else logits.float() * self._spec.logits
@@ -190,12 +173,6 @@ class FusedCudaLayer:
 
     @classmethod
     def of(cls, spec: LayerSpec) -> FusedCudaLayer:
-        """Make a layer's functions.
-
-        Raises
-        ------
-        UnsupportedArchitecture : it has parts that were never tried on a GPU.
-        """
         if any(spec.before) and any(spec.after):
             raise UnsupportedArchitecture("norms before and after attention, which was not tried on a GPU")
         flat, by_head = _head_norms(spec)
@@ -220,7 +197,6 @@ class FusedCudaLayer:
         return queries, keys, values
 
     def after_attention(self, mixed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the next layer's `[rows, hidden]` of what attention gives, `[rows, heads · head_dim]`."""
         hidden = torch.add(hidden, self.after[0](self.out(mixed)), alpha=self.residual)
         output = self.after[1](self.mlp(self.before[1](hidden)))
         return torch.add(hidden, output, alpha=self.residual)
@@ -238,7 +214,6 @@ def _norm(norm: NormSpec | None) -> Map:
 
 
 def _head_norms(spec: LayerSpec) -> tuple[tuple[Map, Map] | None, HeadNorms | None]:
-    """Return norms of queries and keys: over all heads together, or head by head."""
     if spec.head_norms is None:
         return None, None
     query, key = spec.head_norms
@@ -251,7 +226,6 @@ def _head_norms(spec: LayerSpec) -> tuple[tuple[Map, Map] | None, HeadNorms | No
 
 
 def _products(parts: Sequence[Projection]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return several products of the same rows: one that is cut, where they are fused."""
     if parts[0].module is parts[-1].module:
         whole, sizes = _linear(parts[0].module), [part.rows for part in parts]
         return lambda rows: whole(rows).split(sizes, -1)

@@ -29,12 +29,6 @@ def base_of(model: Any) -> Any:
 
 
 def layers_of(base: Any) -> list[Any]:
-    """Return the decoder layers of a model without its LM head.
-
-    Raises
-    ------
-    ModelError : it has none under that name.
-    """
     layers = getattr(base, "layers", None)
     if layers is None:
         raise ModelError(
@@ -78,13 +72,11 @@ def disable_query_scaling(attentions: Sequence[Any]) -> None:
 
 
 def _is_attention(module: Any) -> bool:
-    """Return True if a module's own forward calls the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
 
 def cache_name(module: Any) -> str:
-    """Return the name by which a module's forward takes the cache."""
     return _cache_name(type(module).forward)
 
 
@@ -99,11 +91,8 @@ class ForwardEnded(Exception):
 
 
 class CacheProxy:
-    """A cache without rows: a function takes a layer's new keys and values, and returns those to attend to.
-
-    Parameters
-    ----------
-    update : called with keys and values, `[batch, kv_heads, rows, head_dim]`, and the layer's number.
+    """A cache without rows: `update` takes a layer's new keys and values, `[batch, kv_heads, rows, head_dim]`, and its
+    number, and returns those to attend to.
     """
 
     def __init__(self, update: Callable[[torch.Tensor, torch.Tensor, int], KV]) -> None:
@@ -147,14 +136,12 @@ class LayerProbe:
         self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a layer, or its attention, until the wanted arguments are recorded."""
         with suppress(ForwardEnded):
             forward(*args, **kwargs)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Record the arguments, and end the forward: a probe takes the place of a pass's `AttentionRows`."""
         self.attention = query, key, value, params
         raise ForwardEnded
 
@@ -170,10 +157,6 @@ class Swapped(torch.nn.Module):
 
     The module keeps its name and parts. A copy of it, in this process or by pickle in another, is of its own class:
     machine code stays here.
-
-    Attributes
-    ----------
-    _swapped_by : what it computes with.
     """
 
     _swapped_by: Any
@@ -201,7 +184,6 @@ def swapped_by(module: torch.nn.Module) -> Any:
 
 
 def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class that a module was built as."""
     kind = type(module)
     return kind.__bases__[1] if issubclass(kind, Swapped) else kind
 
@@ -245,5 +227,4 @@ def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
 
 
 def tables_of_rows(tables: Any, some: Some) -> Any:
-    """Take some of the rows that layers rotate by: cos and sin, or complex numbers."""
     return tables[:, some] if isinstance(tables, torch.Tensor) else tuple(side[:, some] for side in tables)

@@ -39,7 +39,6 @@ def uninterrupted() -> AbstractContextManager[None]:
 
 @contextmanager
 def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let a pass inside stop before each of these layers, and run what is pending."""
     if _pending.get() is None:
         yield
         return

@@ -66,11 +66,9 @@ class BufferLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refuse: rows know their places (`PromptCache.update`)."""
         raise NotImplementedError("rows are written to a prompt cache with their positions")
 
     def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write rows at prompt positions `rows`."""
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)
 
@@ -114,10 +112,6 @@ class PromptCache:
     During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
     cache is extended.
 
-    Parameters
-    ----------
-    buffers : of each layer.
-
     Attributes
     ----------
     before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
@@ -137,35 +131,29 @@ class PromptCache:
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Return False for each layer: the cache does not handle windows."""
         return [False] * len(self.buffers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of rows, as models ask for it (`Cache`)."""
         return self.buffers[layer_idx].length
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys that a mask covers, and the first one's place (`Cache`)."""
         return self.buffers[layer_idx].get_mask_sizes(query_length)
 
     def unhook(self) -> None:
-        """Call no observer any more."""
         self.before_update = self.after_update = None
 
     @property
     def dropped(self) -> int:
-        """Return by how much the position of a row that is appended is larger than its place."""
+        """By how much the position of a row that is appended is larger than its place."""
         return self.position_ids[-1] + 1 - len(self.position_ids) if self.position_ids else 0
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes, those for further rows included."""
         return sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in self.buffers)
 
     def reserve(self, length: int) -> None:
-        """Grow to `length` rows, if there are fewer."""
         for buffer in self.buffers:
             buffer.reserve(length)
 
@@ -180,7 +168,6 @@ class PromptCache:
 
     @contextmanager
     def filled(self, length: int) -> Iterator[None]:
-        """Declare the first `length` rows of every layer filled inside, and as many as before after it."""
         before = self.buffers[0].length
         for buffer in self.buffers:
             buffer.length = length

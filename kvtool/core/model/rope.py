@@ -37,9 +37,7 @@ class Rotary:
 
     Parameters
     ----------
-    base : the model without its LM head, which holds what knows its RoPE.
-    attentions : its attention modules, in layer order.
-    kinds : what each of them is; `samples`: what they gave for one row at several positions, by the layers' numbers.
+    samples : what attention modules gave for one row at several positions, by the layers' numbers.
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
     device : where keys are; packed weights do not show it.
 
@@ -86,7 +84,6 @@ class Rotary:
         )
 
     def _moves(self, apply: Apply, layer: int, sample: Sample) -> bool:
-        """Return True if a function makes a row's keys at one position of those at another."""
         name = self._kinds[layer].rotation
         if name is None:
             return True
@@ -100,12 +97,10 @@ class Rotary:
         return bool((moved - second).norm() <= 8 * torch.finfo(self._dtype).eps * second.norm())
 
     def _at(self, name: str, positions: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a RoPE's cos and sin as the model rounds them."""
         like = torch.empty(0, dtype=dtype, device=self._device)
         return angles_of(self._emb, name, like, torch.tensor(positions, device=self._device))
 
     def table(self, positions: torch.Tensor) -> RopeTables:
-        """Compute cos and sin at `positions` (int64 `[tokens]`)."""
         if not len(positions):  # a RoPE that depends on the prompt's length fails without one
             return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
@@ -133,7 +128,6 @@ class Rotary:
 
     @property
     def is_single(self) -> bool:
-        """Return True if all layers that rotate do so by one RoPE, and keys and values have one shape."""
         shapes = {kind.shape for kind in self._kinds}
         return len(self.names) == len(shapes) == 1 and self._kinds[0].shape.is_plain
 
@@ -154,18 +148,12 @@ class Rotary:
         return out
 
     def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
-        """Write rotated keys to `out`, on a CPU without a copy in between."""
         self.place([(out, keys, table)], [], layer)
 
     def place(self, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
         """Rotate keys to their places, and copy other tensors as they are: on a CPU in one call of machine code.
 
         Copies by torch would wake its other threads, which a pass computes with meanwhile.
-
-        Parameters
-        ----------
-        jobs : output, keys, and the table of their positions, for each tensor of keys.
-        copies : output and source of each tensor that is copied.
         """
         turned = [(out, keys, self.angles(table, layer)) for out, keys, table in jobs]
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
@@ -201,7 +189,6 @@ class Rotary:
         return {"head_dim": head_dim, "frequencies": frequencies.tolist(), "scaling": float(scaling)}
 
     def rotates(self, layer: int) -> bool:
-        """Return True if a layer's keys have positions at all."""
         return self._kinds[layer].rotation is not None
 
     @cached_property
@@ -305,20 +292,17 @@ def _drawn(key_dim: int) -> torch.Tensor:
 def _by_halves(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate number i with the one half a head further on."""
     return query, rotate_halves_torch(keys, CosSin(cos, sin))
 
 
 def _by_pairs(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate neighbours with each other."""
     turned = torch.stack([-keys[..., 1::2], keys[..., ::2]], -1).flatten(-2)
     return query, keys * cos[:, None] + turned * sin[:, None]
 
 
 def _model_function(attention: torch.nn.Module) -> Apply | None:
-    """Find the function by which a model rotates queries and keys; None: it has none of both."""
     apply: Apply | None = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None or [*inspect.signature(apply).parameters][:2] != ["q", "k"]:
         return None

@@ -36,7 +36,7 @@ _TRIED_POSITION = 37
 
 
 class UnsupportedArchitecture(Exception):
-    """Raised where a fast path does not compute what a model computes; the text says what, and is shown."""
+    """Raised where a fast path does not compute what a model computes; the text is shown."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -47,16 +47,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_trial(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, layers: int) -> None:
-    """Compare a fast path's numbers after so many layers with those of the model's own forward.
-
-    Parameters
-    ----------
-    dtype : what the model computes in.
-
-    Raises
-    ------
-    UnsupportedArchitecture : they differ by more than rounding explains, or are no numbers.
-    """
     error = relative_error(found, expected)
     if not error <= TOLERANCE[dtype] * math.sqrt(layers):
         raise UnsupportedArchitecture(f"the model's own forward differs by {error:.2g} of its spread")
@@ -78,7 +68,6 @@ class NormSpec:
     Attributes
     ----------
     weight : float32: what a root mean square norm multiplies by; empty: another norm, which only its module computes.
-    epsilon : what is added to the mean square.
     adds_one : whether its module keeps the weight less one (Gemma).
     rounds_first : whether the normed number is rounded to the model's dtype before it is multiplied (Llama), or the
         product only (Gemma, OLMo 2).
@@ -112,7 +101,6 @@ class LayerSpec:
 
     Attributes
     ----------
-    kind : of its attention: RoPE, window.
     before : norms before attention and MLP; `after`: after them, before the sum. None: no such norm.
     head_norms : of queries and keys: over each head (Qwen3), or over all of them together (OLMo 2).
     rotary : how many numbers of a head are rotated; 0: none. `by_halves`: number i with the one half of them further
@@ -143,16 +131,9 @@ class LayerSpec:
 
     @property
     def normed_by_head(self) -> bool:
-        """Return True where queries and keys are normed head by head."""
         return self.head_norms is not None and self.head_norms[0].weight.numel() == self.kind.shape.key_dim
 
     def gated_mlp(self) -> GatedMLP:
-        """Return its MLP.
-
-        Raises
-        ------
-        UnsupportedArchitecture : it has another one.
-        """
         if self.mlp is None:
             module = self.module.mlp
             raise UnsupportedArchitecture(_unknown(module, _MLP) or f"{type(module).__name__} has no gate")
@@ -160,7 +141,6 @@ class LayerSpec:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Return all its products that are known."""
         mlp = () if self.mlp is None else (self.mlp.gate, self.mlp.up, self.mlp.down)
         return (self.query, self.key, self.value, self.out, *mlp)
 
@@ -190,17 +170,11 @@ class ModelSpec:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Return the LM head's product, and those of all layers."""
         return (self.head, *(one for layer in self.layers for one in layer.projections))
 
     @property
     def activation(self) -> str:
-        """Return the one function of all gated MLPs, "silu" if the model has none.
-
-        Raises
-        ------
-        UnsupportedArchitecture : they have several, or one that no machine code is made for.
-        """
+        """The one function of all gated MLPs, "silu" if the model has none."""
         found = {layer.mlp.activation for layer in self.layers if layer.mlp is not None} or {"silu"}
         if len(found) != 1 or "" in found:
             raise UnsupportedArchitecture("an MLP has another activation")
@@ -213,12 +187,6 @@ class ModelSpec:
 
 
 def read_model_spec(stack: DecoderStack) -> ModelSpec:
-    """Read a model.
-
-    Raises
-    ------
-    UnsupportedArchitecture : its layers compute something that no fast path knows.
-    """
     try:
         return _Reader(stack).model()
     except (AttributeError, ValueError, RuntimeError, TypeError, ModelError) as error:  # modules that only look known
@@ -256,7 +224,6 @@ class _Reader:
         )
 
     def _angles(self) -> torch.Tensor:
-        """Return a cosine as the model's own layers are given it."""
         like = torch.empty(0, dtype=self._stack.dtype, device=self._stack.device)
         at = torch.tensor([_TRIED_POSITION], device=self._stack.device)
         return angles_of(rotary_of(self._stack.base), self._stack.rotary.names[0], like, at)[0]
@@ -289,8 +256,6 @@ class _Reader:
     def _norms(
         self, layer: Any
     ) -> tuple[tuple[NormSpec | None, NormSpec | None], tuple[NormSpec | None, NormSpec | None]]:
-        """Read the norms before and after attention and MLP: most families have the first, OLMo 2 the second, Gemma 3
-        both."""
         first, second, third, last = (self._norm(getattr(layer, name, None)) for name in _NORMS)
         have = tuple(norm is not None for norm in (first, second, third, last))
         if have == (True, True, True, True):
@@ -341,7 +306,6 @@ class _Reader:
         return GatedMLP(gate, up, _whole(module.down_proj), self._functions[kind], function)
 
     def _rope(self, number: int, table: RopeTables) -> tuple[int, bool]:
-        """Try how many numbers of a head a layer rotates, and whether it does so in halves."""
         rotary = self._stack.rotary
         angles = rotary.angles(table, number)
         if angles is None:
@@ -354,14 +318,13 @@ class _Reader:
 
 
 def _unknown(module: Any, known: set[str]) -> str:
-    """Name a part of a module that is not among those known here; "": all are known."""
+    """Name a part of a module that is not known; "": all are known."""
     own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     strange = sorted({name for name, _ in own} - known)
     return f"{type(module).__name__} has {strange[0]}" if strange else ""
 
 
 def _check_attention(stack: DecoderStack) -> None:
-    """Take only layers whose scores are plain ones, and whose keys and values have one shape."""
     if any(kind.softcap is not None or kind.sinks for kind in stack.kinds):
         raise UnsupportedArchitecture("capped scores or sinks")
     if any(kind.tempered for kind in stack.kinds):
@@ -383,7 +346,6 @@ def _whole(module: Any) -> Projection:
 
 
 def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) -> list[Projection]:
-    """Read several products of one input: matrices of their own, or rows of one matrix."""
     if hasattr(module, fused):
         whole = _whole(getattr(module, fused))
         starts = [sum(sizes[:place]) for place in range(len(sizes))]

@@ -34,7 +34,6 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the turn of this thread, which ends with the block. Do not call it again inside."""
         me = object()
         with self._changed:
             self._asked.append(me)
@@ -53,12 +52,11 @@ class DecoderStack:
 
     Attributes
     ----------
-    base : the model without its LM head. `layers`: its decoder layers; `kinds`: what the attention of each is.
-    dtype, kv_dtype : what it computes in; what keys and values are stored in, the same unless a CPU is slow in that.
+    base : the model without its LM head.
+    kv_dtype : what keys and values are stored in, the same as `dtype` unless a CPU is slow in that.
     shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
         what those keep, or all.
     context : the longest prompt, in tokens, that the model takes.
-    turns : for threads that take turns in running it.
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
@@ -92,12 +90,6 @@ class DecoderStack:
 
     @property
     def rotary(self) -> Rotary:
-        """Return what moves its keys.
-
-        Raises
-        ------
-        ModelError : it keeps states, and its keys cannot be moved.
-        """
         if self._rotary is None:
             needed = "that would need keys that are rotated by nothing but their positions"
             raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
@@ -105,12 +97,11 @@ class DecoderStack:
 
     @property
     def hooked(self) -> bool:
-        """Return True if any forward hook is registered: fast paths bypass modules, so hooks need its forward."""
+        """Fast paths bypass modules, so hooks need the model's own forward."""
         listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
         return next(listened, None) is not None
 
     def new_cache(self, capacity: int) -> PromptCache:
-        """Make an empty prompt cache for `capacity` tokens."""
         if self.keeps_states:
             from kvtool.core.model.states import StateCache  # of transformers
 
@@ -125,42 +116,32 @@ class DecoderStack:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.startswith("cuda"))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of the raw keys and values of `tokens` tokens over all layers."""
         return sum(shape.numbers for shape in self.shapes) * self.kv_dtype.itemsize * tokens
 
     @property
     def channels(self) -> int:
-        """Count the numbers of a token's keys, or of its values, in the layer that keeps most."""
         return max(shape.channels for shape in self.shapes)
 
     @property
     def plain_shape(self) -> KVShape | None:
-        """Return the shape that all layers have, keys as wide as values, as fast paths take it; None: they differ."""
+        """The shape that all layers have, keys as wide as values, as fast paths take it; None: they differ."""
         own = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
         return own if own is not None and own.is_plain else None
 
     @property
     def stored_layers(self) -> int:
-        """Count the layers that have records of a chunk."""
         return len(self.layers) if self.keeps_states else len(self.shapes)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return how many positions a row sees at each layer that keeps keys and values; None: all before it."""
         return tuple(kind.window for kind in self.kinds if kind.source is None)
 
     @property
     def shares(self) -> bool:
-        """Return True if some layers keep nothing, and attend to what others keep."""
         return len(self.shapes) < len(self.kinds)
 
     def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return token ids on the device, int64 `[tokens]`.
-
-        Raises
-        ------
-        DamagedError : the model has no such token. It may come from a store, and a GPU would not survive it.
-        """
+        """Return int64 `[tokens]`. An unknown token may come from a store, and a GPU would not survive it."""
         known = self.model.get_input_embeddings().num_embeddings
         if tokens and not 0 <= min(tokens) <= max(tokens) < known:
             wrong = next(token for token in tokens if not 0 <= token < known)
@@ -171,7 +152,6 @@ class DecoderStack:
         return torch.tensor(list(tokens)).to(self.device, non_blocking=True)
 
     def check_length(self, tokens: int, hint: str) -> None:
-        """Refuse a prompt that the model cannot hold."""
         if tokens > self.context:
             raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
 

@@ -53,7 +53,6 @@ class StateLayer(LinearAttentionLayer):
 
     @torch.inference_mode()
     def take(self, states: States) -> None:
-        """Take over a state, copied."""
         for (name, number), tensor in states.items():
             if name == CONV:
                 self.has_previous_state[number] = False  # else it would be appended to what is there
@@ -72,7 +71,6 @@ class StateAndRowsLayer(StateLayer, BufferLayer):
     lazy_initialization = StateLayer.lazy_initialization
 
     def reserve(self, length: int) -> None:
-        """Allocate `length` rows of keys and values."""
         BufferLayer.reserve(self, length)
 
 
@@ -81,14 +79,11 @@ class NothingLayer(DummyLayer):
 
     length = 0
 
-    def reserve(self, length: int) -> None:
-        """Do nothing."""
+    def reserve(self, length: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """All states of a prompt cache after its first `length` tokens."""
-
     length: int
     states: tuple[States, ...]
 
@@ -138,7 +133,6 @@ class StateCache(Cache, PromptCache):
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of rows, states, and marked states."""
         rows = sum(one.keys.nbytes + one.values.nbytes for one in self.buffers if isinstance(one, BufferLayer))
         held = [layer.states() for layer in self.state_layers]
         marked = () if self._marked is None else self._marked.states

@@ -19,12 +19,11 @@ _SWITCH = threading.Lock()  # whether special tokens are parsed is a switch on t
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise ordinary text: nothing is added, no control token is recognised in it."""
+    """Nothing is added, and no control token is recognised."""
     return encode_batch(tokenizer, [text])[0]
 
 
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise several ordinary texts, each on its own (see `encode`)."""
     suspicious = any(mark in text for text in texts for mark in "<[{")
     control = _unsplit_controls(tokenizer) if suspicious else None
     pieces = [_pieces(_printable(text), control) for text in texts]
@@ -33,13 +32,11 @@ def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode_control(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise a piece of chat template: control tokens are recognised, none is added."""
+    """Control tokens are recognised, none is added."""
     return _run(tokenizer, [_printable(text)], special=True)[0]
 
 
 def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
-    """Make a function from texts to their lengths in tokens, for the chunker."""
-
     def count(texts: Sequence[str]) -> list[int]:
         return [len(ids) for ids in encode_batch(tokenizer, texts)]
 
@@ -47,7 +44,6 @@ def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
 
 
 def holds_control(tokenizer: Any, text: str) -> bool:
-    """Return True if the text contains the spelling of a control token."""
     return any(token.content in text for token in tokenizer.added_tokens_decoder.values() if _is_control(token))
 
 
@@ -142,7 +138,6 @@ class TextStream:
 
     @property
     def ended(self) -> bool:
-        """Return True if the answer is complete."""
         return self.ended_by is not None or self.stopped_by is not None or self.repeated
 
     def add(self, token: int) -> None:
@@ -169,7 +164,6 @@ class TextStream:
         return text
 
     def _cut(self) -> None:
-        """Cut the text at the first stop text."""
         places = {stop: self.text.find(stop, self._shown) for stop in self._stops}
         found = [stop for stop, place in places.items() if place >= 0]
         if found:
@@ -183,14 +177,12 @@ class TextStream:
             del self.ids[bisect_right(self._lengths, len(self.text.rstrip())) :]
 
     def _begun(self) -> int:
-        """Return how much of the text's end may be the beginning of a stop text or of a repetition."""
         if self.ended:
             return 0
         repeated = 0 if self._repeats is None else len(self.text) - self._repeats.begin
         return max(repeated, *(_overlap(self.text, stop) for stop in self._stops), 0)
 
     def end(self) -> None:
-        """Show what is left, without the first bytes of a character that never came."""
         self.text = self.text.rstrip("\ufffd")
         self._show(len(self.text))
 
@@ -232,7 +224,6 @@ class Repeats:
         self.begin = 0
 
     def found(self, text: str) -> bool:
-        """Look at the grown text; return True if it repeats itself from `begin` on."""
         seen = len(text[: self.begin].rstrip())
         for match in _START.finditer(text, seen):
             if match.end() >= self.begin and text.find(text[match.end() :]) < match.end():
