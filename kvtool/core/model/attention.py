@@ -44,22 +44,14 @@ class WatchedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRows(WatchedRows):
-    """The rows of a prompt that a pass computes, by their places in it, in ascending order.
+    """The rows of a prompt that a pass computes, by their places in it, in ascending order."""
 
-    Attributes
-    ----------
-    places : int64 tensor `[rows]` on the model's device.
-    order : the same places as Python ints, so that key limits need no device synchronisation.
-    dense : the rows are exactly 0 … n-1, so plain causal attention can be used.
-    exact_forward : the model's own forward computes the rows, so that what is stored of them stays the same to the bit.
-    position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
-    """
-
-    places: torch.Tensor
-    order: list[int] = field(repr=False)
-    dense: bool
+    places: torch.Tensor  # int64 `[rows]` on the model's device
+    order: list[int] = field(repr=False)  # the same, so that key limits need no device synchronisation
+    dense: bool  # the rows are exactly 0 … n-1, so plain causal attention can be used
     watch: Watch | None = None
-    exact_forward: bool = False
+    exact_forward: bool = False  # by the model's own forward, so that what is stored stays the same to the bit
+    # The position of every place of the prompt, ascending, where some are not their place.
     position_ids: Sequence[int] | None = field(default=None, repr=False)
     _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
 
@@ -102,18 +94,13 @@ class QueryRows(WatchedRows):
 class PackedChunks:
     """Chunks packed into one row, each after the same lead-in; no chunk sees another.
 
-    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in.
-
-    Attributes
-    ----------
-    spans : start and stop of each chunk.
-    lead_in : rotated keys and values of the lead-in, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none.
-    watches : one for each of the first chunks, called with every layer's queries `[heads, rows, head_dim]` of it, the
-        keys before and in it `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
+    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in. Each of the first chunks may
+    have a watch, which is called with every layer's queries `[heads, rows, head_dim]` of it, the keys before and in it
+    `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    lead_in: Sequence[KV]
+    spans: tuple[tuple[int, int], ...]  # start and stop of each chunk
+    lead_in: Sequence[KV]  # rotated, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none
     _rows: Spans
     watches: Sequence[ChunkWatch] = ()
     _windows: dict[int | None, Spans] = field(default_factory=dict)
@@ -182,18 +169,11 @@ def rows_attention(
     rows: AttentionRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for `transformers`' attention interface: `rows` decide what is seen.
+    """Compute attention for `transformers`' attention interface, `[batch, rows, heads, head_dim]`.
 
-    Parameters
-    ----------
-    query : `[batch, heads, rows, head_dim]`.
-    key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (mla.py).
-    rows : None: those of the pass that runs; without any, a plain causal prefill.
-    kwargs : `sliding_window`, `softcap` and `s_aux` (sinks), where a layer has them.
-
-    Returns
-    -------
-    `[batch, rows, heads, head_dim]`, and None for the weights, which are never materialised.
+    Keys and values of a module that keeps latents are the single head's (mla.py). Without `rows`, those of the pass
+    that runs decide what is seen; without any, it is a plain causal prefill. `kwargs` has `sliding_window`, `softcap`
+    and `s_aux` (sinks), where a layer has them.
     """
     if kwargs.get("position_bias") is not None:
         needed = "that would need the bias made for chosen rows"

@@ -25,24 +25,16 @@ _MOST = 16  # kinds of work that are kept
 class CapturedWork(Generic[T]):
     """Work that is done as it is at first, then captured, and replayed from then on.
 
-    The capture is of this thread only: another thread may use the device meanwhile.
-
-    Parameters
-    ----------
-    others : its memory for what is only needed inside is also theirs; None: it has its own.
-    warm_up : runs before the capture: they make what libraries make at their first call, which a capture must not
-        contain.
-
-    Attributes
-    ----------
-    why : the reason, where it could not be captured; it is then always done as it is.
+    The capture is of this thread only: another thread may use the device meanwhile. The runs before it (`warm_up`) make
+    what libraries make at their first call, which a capture must not contain. Memory for what is only needed inside is
+    shared with `others`.
     """
 
     def __init__(self, device: str, others: CapturedWorks | None = None, warm_up: int = 1) -> None:
         self._device, self._others, self._left = torch.device(device), others, warm_up
         self._replay: Callable[[], None] | None = None
         self._out: T
-        self.why = ""
+        self.why = ""  # the reason, where it could not be captured; it is then always done as it is
 
     @torch.inference_mode()
     def run(self, work: Callable[[], T]) -> T:
@@ -95,12 +87,9 @@ class CapturedWorks:
 
 
 class StaticRows(WatchedRows):
-    """Rows whose places only the device knows; replaces `QueryRows` in a cache and in attention.
+    """Rows whose places only the device knows: int64 `[rows]`, ascending; a place may be there several times.
 
-    Attributes
-    ----------
-    places : int64 `[rows]`, ascending; a place may be there several times.
-    capacity : keys that attention reads.
+    They replace `QueryRows` in a cache and in attention, which reads `capacity` keys.
     """
 
     def __init__(self, places: torch.Tensor, capacity: int, watch: Watch | None = None) -> None:

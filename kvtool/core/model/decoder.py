@@ -34,22 +34,17 @@ _OTHERWISE = "the model keeps its state in a way of its own; that would need a l
 
 
 class Decoder(DecoderStack):
-    """The language model of a store, driven with chosen rows.
-
-    Attributes
-    ----------
-    state_forms : of a model that keeps states: dtype and shape that its forward gives, by layer and state.
-    unfused : why rows go through the model's own layers; "": they go through fused ones; None: a CPU has not tried it.
-    """
+    """The language model of a store, driven with chosen rows."""
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(loaded, kv_dtype)
         self._head = HeadRows()
         self.model.get_output_embeddings().register_forward_pre_hook(self._head)
-        self.unfused: str | None = None  # tried at the first pass
+        # Why rows go through the model's own layers; "": they go through fused ones. A CPU tries it at the first pass.
+        self.unfused: str | None = None
         self._fused: FusedForward | None = None  # of a model on a GPU
         self.captured = CapturedWorks()
-        self.state_forms: dict[int, StateForms] = {}
+        self.state_forms: dict[int, StateForms] = {}  # by layer and state
         if self.keeps_states:
             self._check_states()
         elif self.device.startswith("cuda"):
@@ -68,14 +63,11 @@ class Decoder(DecoderStack):
         return ""
 
     def _check_states(self) -> None:
-        """Compute two tokens and one more, and check that states are kept where they are expected.
-
-        Warnings of `transformers` about missing kernels are silenced here.
-        """
+        """Compute two tokens and one more, and check that states are kept where they are expected."""
         from kvtool.core.model.states import StateCache, StateLayer  # of transformers
 
         try:
-            with quiet():
+            with quiet():  # which warns of missing kernels
                 _, cache = self.prefill([0, 0], reserve=1)
                 self.extend([0], cache)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -113,30 +105,23 @@ class Decoder(DecoderStack):
     ) -> torch.Tensor:
         """Compute rows of a prompt over its cache; return logits of the last `keep` rows, float32 `[keep, vocabulary]`.
 
-        Parameters
-        ----------
-        tokens : the token ids at `rows`; as int64 `[rows]` on the device nothing is read on the host.
-        keep : how many of the last rows go through the LM head.
-        position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
+        Of `tokens` as int64 `[rows]` on the device nothing is read on the host. `position_ids` are rotary positions
+        `[rows]` on the device, where they are not the rows' places.
         """
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         with out_of_memory_hint(len(ids)), self._head.only(keep):
             if (fused := self.fused_forward) is not None:
                 return fused.compute(ids, rows, cache, keep, position_ids)
             if self.shares:
-                out = self._run_sharing(ids, rows, cache, position_ids, min(keep, len(ids)))
+                keep = min(keep, len(ids))
+                # given a tensor of rows, the model does not cut its own inputs
+                wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
+                with prune_rows(self.layers[len(self.shapes) :], keep):
+                    out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
             else:
                 out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=keep)
             logits: torch.Tensor = out.logits[0].float()
             return logits
-
-    def _run_sharing(
-        self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
-    ) -> Any:
-        """Run a model whose last layers keep nothing; given a tensor of rows, it does not cut its own inputs."""
-        wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
-        with prune_rows(self.layers[len(self.shapes) :], keep):
-            return self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
 
     @torch.inference_mode()
     def fill_cache(
@@ -149,13 +134,7 @@ class Decoder(DecoderStack):
                 self._run(self.base, self.device_ids(tokens), rows, cache, position_ids)
 
     def _run(
-        self,
-        module: Any,
-        ids: torch.Tensor,
-        rows: PlacedRows,
-        cache: PromptCache,
-        position_ids: torch.Tensor | None = None,
-        **more: Any,
+        self, module: Any, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, at: torch.Tensor | None, **more: Any
     ) -> Any:
         if self.device == "cpu" and self.unfused is None:
             self.unfused = self._try_fused()
@@ -167,7 +146,7 @@ class Decoder(DecoderStack):
             with pool, attention.rows_of_pass(lambda: cache.rows), preemptible(self.layers):
                 return module(
                     input_ids=ids[None],
-                    position_ids=(rows.places if position_ids is None else position_ids)[None],
+                    position_ids=(rows.places if at is None else at)[None],
                     use_cache=True,
                     rows=rows,
                     **{cache_name(self.base): cache},
@@ -183,7 +162,7 @@ class Decoder(DecoderStack):
         cache.set_length(len(ids))
         rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), exact_forward=True)
         with out_of_memory_hint(len(ids)):
-            self._run(self.base, self.device_ids(ids), rows, cache)
+            self._run(self.base, self.device_ids(ids), rows, cache, None)
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:

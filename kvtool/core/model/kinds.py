@@ -27,10 +27,7 @@ _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # len
 class KVShape:
     """The shape of a layer's keys and values: `[heads, tokens, key_dim]` and `[heads, tokens, value_dim]`.
 
-    Attributes
-    ----------
-    joint : keys and values share one row of the prompt's buffers, values first; attention takes the whole row as the
-        key (latents, mla.py).
+    Joint ones share one row of the prompt's buffers, values first; attention takes the whole row as the key (mla.py).
     """
 
     heads: int
@@ -64,25 +61,15 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """The attention of one layer.
+    """The attention of one layer."""
 
-    Attributes
-    ----------
-    rotation : under which name the model's rotary module knows this layer's RoPE, "" where it has one for all; None:
-        keys are not rotated.
-    window : how many positions a row sees, its own the last; None: all before it.
-    sinks : whether each head has a score without a key.
-    tempered : whether queries grow with their position (Ministral 3, Llama 4).
-    source : number of the layer whose keys and values it attends to; None: its own.
-    """
-
-    rotation: str | None
-    window: int | None
+    rotation: str | None  # the RoPE's name in the model's rotary module, "" of a single one; None: keys are not rotated
+    window: int | None  # how many positions a row sees, its own the last; None: all before it
     softcap: float | None
-    sinks: bool
-    tempered: bool
+    sinks: bool  # each head has a score without a key
+    tempered: bool  # queries grow with their position (Ministral 3, Llama 4)
     shape: KVShape
-    source: int | None = None
+    source: int | None = None  # number of the layer whose keys and values it attends to; None: its own
 
     @property
     def is_plain(self) -> bool:
@@ -102,14 +89,7 @@ def kinds_of(
 ) -> tuple[tuple[LayerKind, ...], dict[int, Sample]]:
     """Ask the layers of a model, one of each kind; return all kinds, and by the number of each asked layer its sample.
 
-    Parameters
-    ----------
-    base : the decoder without its LM head, whose attention is kvtool's.
-    attentions : its attention modules by layer, in order; layers that only keep a state have none.
-
-    Raises
-    ------
-    ModelError : a layer's attention is none that is known here, or not what the configuration says.
+    `base` is the decoder without its LM head; of layers that only keep a state it has no attention module.
     """
     if not attentions:
         raise ModelError("no layer of the model attends as others do; that would need another way to ask it", HINT)
@@ -159,12 +139,9 @@ def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tenso
 
 
 def angles_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a RoPE's cos and sin `[1, positions, rotary_dim]` in the dtype of `like`, as the model does.
-
-    Complex numbers (DeepSeek V2) belong to pairs of neighbours, and are repeated.
-    """
+    """Compute a RoPE's cos and sin `[1, positions, rotary_dim]` in the dtype of `like`, as the model does."""
     tables = tables_of(rotary, name, like, positions)
-    if isinstance(tables, torch.Tensor):
+    if isinstance(tables, torch.Tensor):  # complex numbers of pairs of neighbours (DeepSeek V2)
         return tables.real.repeat_interleave(2, -1), tables.imag.repeat_interleave(2, -1)
     cos, sin = tables
     return cos, sin
@@ -191,13 +168,11 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Probed:
-    """The arguments of a layer's attention; `kept`: the keys and values that it keeps; `source`: see `LayerKind`."""
-
     query: torch.Tensor
     key: torch.Tensor
     params: AttentionParams
-    kept: KV
-    source: int | None
+    kept: KV  # the keys and values that the layer keeps
+    source: int | None  # see `LayerKind`
 
 
 @torch.inference_mode()
@@ -289,7 +264,7 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
 
 
 def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    """Return the windows of the first layers of a model that is not built, by its configuration; None: it has none.
+    """Return the windows of the first layers of a model that is not built, by its configuration.
 
     A window that its family does not know (Llama) is none. Of a family that knows the setting and ignores it, the
     layers of the built model say otherwise (`kinds_of`).
@@ -316,12 +291,7 @@ def _slides(config: Any, layer: int) -> bool:
 
 
 def _masks(base: Any, config: Any, layer: int) -> bool:
-    """Return True if the model's own forward masks what is before the window that its configuration states.
-
-    A configuration may state a window that its family does not know (Llama). So the model is asked for the mask of four
-    tokens, under a window of two.
-    """
-
+    """Ask the model for the mask of four tokens under a window of two: its family may not know windows (Llama)."""
     masks: list[torch.Tensor | None] = []
 
     def stop(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -72,7 +72,6 @@ class FusedDecoderLayer:
     def compute(
         self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
-        """Compute `[1, rows, hidden]`; `tables`: cos and sin of the rows' positions, as the layer's own forward takes them."""
         spec = self.spec
         (before, between), (after, last) = spec.before, spec.after
         attended = self._normed_by(after, self._attended(self._normed_by(before, hidden), tables, cache, rows))

@@ -35,6 +35,8 @@ from kvtool.core.model.stack import DecoderStack
 _TRIED = 8  # tokens
 Map = Callable[[torch.Tensor], torch.Tensor]
 HeadNorms = tuple[HeadNorm, HeadNorm]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values, `[rows, heads · head_dim]` each, before norms of heads and rotation."""
 Prefill = Callable[[Sequence[int]], tuple[torch.Tensor, PromptCache]]
 
 
@@ -95,10 +97,10 @@ class FusedForward:
         table = self._stack.rotary.table(rows.places if position_ids is None else position_ids)
         last = len(self._layers) - 1
         for number, layer in enumerate(self._layers):
-            queries, keys, values = layer.heads(hidden)
+            heads = layer.heads(hidden)
             if cache.before_update is not None:
                 cache.before_update(number, len(ids))
-            queries = self._placed(layer, queries, keys, values, table, rows.places, cache.buffers[number])
+            queries = self._placed(layer, heads, table, rows.places, cache.buffers[number])
             if cache.after_update is not None:
                 cache.after_update(number)
             if number == last and keep < len(ids):  # no later layer needs the others
@@ -108,34 +110,17 @@ class FusedForward:
         return hidden
 
     def _placed(
-        self,
-        layer: FusedCudaLayer,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: RopeTables,
-        at: torch.Tensor,
-        buffer: BufferLayer,
+        self, layer: FusedCudaLayer, heads: Heads, table: RopeTables, at: torch.Tensor, buffer: BufferLayer
     ) -> torch.Tensor:
         """Norm and rotate heads, and write keys and values to a layer's buffers: by one kernel where there is Triton.
 
-        Rotation is computed in float32 and rounded once, as that of stored keys is (`Rotary`).
-
-        Parameters
-        ----------
-        queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
-        table : of the rows' positions; `at`: their places in the buffers, int64 `[rows]`.
-
-        Returns
-        -------
-        The queries, `[1, heads, rows, head_dim]`.
+        Rotation is computed in float32 and rounded once, as that of stored keys is (`Rotary`). The queries come back as
+        `[1, heads, rows, head_dim]`. `at`: places in the buffers, int64 `[rows]`.
         """
         angles = table.by_name[self._stack.rotary.names[0]] if layer.rotates else None
         if self._by_kernel:
-            return place(queries, keys, values, layer.head_norms, angles, at, buffer.keys, buffer.values)
-        query, key, value = (
-            side.view(1, len(at), -1, self._spec.head_dim).transpose(1, 2) for side in (queries, keys, values)
-        )
+            return place(*heads, layer.head_norms, angles, at, buffer.keys, buffer.values)
+        query, key, value = (side.view(1, len(at), -1, self._spec.head_dim).transpose(1, 2) for side in heads)
         if layer.head_norms is not None:
             query, key = (
                 F.rms_norm(side, norm.weight.shape, norm.weight, norm.epsilon)
@@ -149,27 +134,18 @@ class FusedForward:
 
 @dataclass(frozen=True, slots=True)
 class FusedCudaLayer:
-    """A decoder layer as functions of tensors; norms of other kinds, and an MLP of experts, are called as modules.
+    """A decoder layer as functions of tensors; norms of other kinds, and an MLP of experts, are called as modules."""
 
-    Attributes
-    ----------
-    project : rows `[rows, hidden]`, normed, to queries, keys and values `[rows, heads · head_dim]` each.
-    flat_norms : of all heads' queries and keys together (OLMo 2).
-    head_norms : of each head's (Qwen3).
-    before, after : norms before attention and MLP, and after them; of a place without a norm the identity.
-    residual : what the outputs of attention and MLP are multiplied by.
-    """
-
-    project: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    project: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # of normed rows, to `[rows, heads · head_dim]` each
     out: Map
     mlp: Map
-    before: tuple[Map, Map]
+    before: tuple[Map, Map]  # norms of attention and MLP; of a place without a norm the identity
     after: tuple[Map, Map]
-    flat_norms: tuple[Map, Map] | None
-    head_norms: HeadNorms | None
+    flat_norms: tuple[Map, Map] | None  # of all heads' queries and keys together (OLMo 2)
+    head_norms: HeadNorms | None  # of each head's (Qwen3)
     rotates: bool
     params: AttentionParams
-    residual: float
+    residual: float  # what the outputs of attention and MLP are multiplied by
 
     @classmethod
     def of(cls, spec: LayerSpec) -> FusedCudaLayer:
@@ -189,8 +165,7 @@ class FusedCudaLayer:
             residual=spec.residual,
         )
 
-    def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute queries, keys and values, `[rows, heads · head_dim]` each, before norms of heads and rotation."""
+    def heads(self, hidden: torch.Tensor) -> Heads:
         queries, keys, values = self.project(self.before[0](hidden))
         if self.flat_norms is not None:
             queries, keys = self.flat_norms[0](queries), self.flat_norms[1](keys)

@@ -101,13 +101,7 @@ class _LatentModule(Swapped):
         return super().forward(*args, **kwargs)
 
     def expand_kv(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value of the single head.
-
-        Parameters
-        ----------
-        latents : `[1, 1, keys, rank]`.
-        keys : rotary keys `[1, 1, keys, rotary]`, or with the latents before them already.
-        """
+        """Return key and value of the single head; `keys` may have the latents before them already."""
         if not self._swapped_by.serves:
             own: Any = super()
             made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(latents, keys)

@@ -41,23 +41,18 @@ def layers_of(base: Any) -> list[Any]:
 def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     """Find the attention modules of layers, by layer: the part of each that lets others compute its attention.
 
-    Parameters
-    ----------
-    in_some : there may be layers without any.
-
-    Raises
-    ------
-    ModelError : a layer has several, or none: it attends by code of its own, which takes no rows of ours.
+    `in_some`: there may be layers without any.
     """
-    found = {
-        number: [child for child in layer.children() if _is_attention(child)] for number, layer in enumerate(layers)
-    }
-    for number, those in found.items():
-        if len(those) > 1 or not (those or in_some):
+    found: dict[int, Any] = {}
+    for number, layer in enumerate(layers):
+        modules = [child for child in layer.children() if _is_attention(child)]
+        if len(modules) > 1 or not (modules or in_some):
             several = "several attentions in a layer; that would need keys and values stored for each"
             own = "attention of its own, which takes no rows of others; that would need our rows and masks given to it"
-            raise ModelError(f"{type(layers[number]).__name__} has {several if those else own}", HINT)
-    return {number: those[0] for number, those in found.items() if those}
+            raise ModelError(f"{type(layer).__name__} has {several if modules else own}", HINT)
+        if modules:
+            found[number] = modules[0]
+    return found
 
 
 def disable_query_scaling(attentions: Sequence[Any]) -> None:
@@ -120,19 +115,12 @@ class CacheProxy:
 
 
 class LayerProbe:
-    """A run of one layer up to its cache, or up to its attention.
-
-    Attributes
-    ----------
-    cache : to be given to the layer.
-    kv : the keys and values that it writes to its cache; None: it writes none.
-    attention : query, key, value and params as its attention takes them; None: the run did not reach it.
-    """
+    """A run of one layer up to its cache, or up to its attention, of which it takes the place as `AttentionRows`."""
 
     def __init__(self, until: Literal["cache", "attention"]) -> None:
         self._until = until
-        self.cache = CacheProxy(self._written)
-        self.kv: KV | None = None
+        self.cache = CacheProxy(self._written)  # to be given to the layer
+        self.kv: KV | None = None  # what it writes to its cache
         self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

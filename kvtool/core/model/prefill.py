@@ -34,12 +34,8 @@ class PrefillItem:
 class ChunkKV:
     """Keys (un-rotated) and values of a chunk: for each layer `[kv_heads, tokens, head_dim]` on the CPU.
 
-    They may be views into the memory of their batch. Layers may differ in heads and head_dim.
-
-    Attributes
-    ----------
-    rooms : for each layer the memory of its keys and then its values, with `MARGINS` around them; none where they lie
-        elsewhere.
+    They may be views into the memory of their batch, each layer's keys and then its values with `MARGINS` around them:
+    `rooms`. Layers may differ in heads and head_dim.
     """
 
     keys: Sequence[torch.Tensor]
@@ -97,11 +93,8 @@ def prefill_chunks(
     bytes of an undisturbed one.
     Keys lose their position here: rotated by the model at lead-in length onwards, un-rotated in float32, rounded once.
 
-    Parameters
-    ----------
-    layers : how many of the first layers to compute; None: all.
-    going : asked at every layer; False raises `PrefillStopped`.
-    watches : one an item, or none: called with every layer's queries and keys but the last one's (`PackedChunks`).
+    `layers`: how many of the first layers to compute. `going` is asked at every layer; False raises `PrefillStopped`.
+    Each item has a watch, or none has: it is called at every layer but the last (`PackedChunks`).
     """
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
@@ -111,7 +104,6 @@ def prefill_chunks(
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
     wanted = decoder.stored_layers if layers is None else min(layers, decoder.stored_layers)
-    on_gpu = decoder.device.startswith("cuda")
     spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
     brought = _Brought(decoder, wanted, spans)
 
@@ -136,7 +128,7 @@ def prefill_chunks(
             rows=rows,
             **{cache_name(decoder.base): CacheProxy(collect)},
         )
-    if on_gpu:
+    if decoder.device.startswith("cuda"):
         torch.cuda.current_stream(decoder.device).synchronize()
     return [brought.chunk(number) for number in range(len(items))]
 

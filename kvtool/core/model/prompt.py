@@ -36,16 +36,10 @@ _TURNS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The token ids around the chunks and the question.
+    """The token ids around the chunks and the question."""
 
-    Attributes
-    ----------
-    prefix : BOS, instruction, the user turn's header.
-    answer_header : the user turn's end, the assistant turn's header.
-    """
-
-    prefix: Ids
-    answer_header: Ids
+    prefix: Ids  # BOS, instruction, the user turn's header
+    answer_header: Ids  # the user turn's end, the assistant turn's header
 
 
 def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
@@ -72,10 +66,7 @@ def question_tokens(tokenizer: Any, question: str, parts: PromptParts, prefill: 
 
 
 def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:
-    """Return an instruction that also describes the tools.
-
-    It is as the model's chat template writes it, if that writes tools beside the instruction, else in Hermes's form.
-    """
+    """Describe tools in an instruction, as the model's chat template does if it can, else in Hermes's form."""
     if tokenizer.chat_template:
         said = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
         (plain,), (told,) = render(tokenizer, [said]), render(tokenizer, [said], tools)
@@ -121,8 +112,7 @@ def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
 
 
 def _around(tokenizer: Any, roles: Sequence[str]) -> list[str] | None:
-    """Return what a template writes before each message, and after the last; None unless it shows each of them once
-    and in order.
+    """Return what a template writes before each message, and after the last; None unless it shows each once, in order.
 
     Rendering starts a process, so a conversation's next turns are rendered with it, whose messages will be the same
     but for two more.

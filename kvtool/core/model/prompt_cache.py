@@ -18,20 +18,11 @@ from kvtool.core.model.kinds import KVShape
 
 _STEP = 1024  # rows: adjacent buffers come in so few sizes
 
-Observer = Callable[[int, int], None]
-
 
 class BufferLayer:
-    """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
+    """Rotated keys, and values, `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
 
-    Attributes
-    ----------
-    keys, values : what records hold, keys rotated; of a joint shape both are views of `joint`.
-    joint : `[1, kv_heads, capacity, value_dim + key_dim]`, or None.
-
-    Parameters
-    ----------
-    memory : for all of them, flat; None: it is allocated.
+    Of a joint shape both are views of `joint`, `[1, kv_heads, capacity, value_dim + key_dim]`.
     """
 
     is_sliding = is_compileable = False
@@ -111,20 +102,15 @@ class PromptCache:
 
     During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
     cache is extended.
-
-    Attributes
-    ----------
-    before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
-    after_update : called with the layer when they are there, before anything attends to them.
-    position_ids : the position of each place, where some differ from it since tokens of the prompt have no row here;
-        None: none does.
     """
 
     def __init__(self, buffers: Sequence[BufferLayer]) -> None:
         self.buffers = self.layers = list(buffers)
         self.rows: PlacedRows | None = None
-        self.before_update: Observer | None = None
-        self.after_update: Callable[[int], None] | None = None
+        # Called with a layer and the number of its rows before they are scattered: waits for the loader.
+        self.before_update: Callable[[int, int], None] | None = None
+        self.after_update: Callable[[int], None] | None = None  # before anything attends to them
+        # The position of each place, where some differ from it since tokens of the prompt have no row here.
         self.position_ids: list[int] | None = None
 
     is_compileable = False

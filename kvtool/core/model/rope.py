@@ -12,13 +12,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.rope import (
-    CopyWithRope,
-    CosSin,
-    RopeTables,
-    copy_with_rope,
-    rotate_halves_torch,
-)
+from kvtool.core.kernels.rope import CopyWithRope, CosSin, RopeTables, copy_with_rope, rotate_halves_torch
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
@@ -33,17 +27,7 @@ RopeJob: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to
 
 class Rotary:
     """Rotates keys `[batch, kv_heads, tokens, head_dim]` with the model's own function, so that interleaved and
-    partial rotations come out as the model does them.
-
-    Parameters
-    ----------
-    samples : what attention modules gave for one row at several positions, by the layers' numbers.
-    dtype : the dtype in which the model computes; its cos and sin are rounded to it.
-    device : where keys are; packed weights do not show it.
-
-    Attributes
-    ----------
-    names : of the RoPEs that some layer rotates by.
+    partial rotations come out as the model does them. Its cos and sin are rounded to `dtype`, in which it computes.
     """
 
     def __init__(
@@ -61,7 +45,7 @@ class Rotary:
         self.names = sorted({kind.rotation for kind in kinds if kind.rotation is not None})
         self._dtype = dtype
         self._isa = isa_here()
-        self._device = device
+        self._device = device  # packed weights do not show it
         self._apply: Apply = self._found(attentions, samples)
         self._check(samples)
 
@@ -144,11 +128,8 @@ class Rotary:
         if keys.requires_grad:
             return self._by_model(keys, angles)
         out = torch.empty_like(keys)
-        self.rotate_into(out, keys, table, layer)
-        return out
-
-    def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
         self.place([(out, keys, table)], [], layer)
+        return out
 
     def place(self, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
         """Rotate keys to their places, and copy other tensors as they are: on a CPU in one call of machine code.
@@ -170,9 +151,7 @@ class Rotary:
     def by_halves(self) -> dict[str, Any] | None:
         """Describe a RoPE that rotates all layers' keys by halves; None: the model has another one.
 
-        Returns
-        -------
-        `head_dim`; `frequencies`, radians a position, of each pair; `scaling`, the factor of rotated keys.
+        `frequencies`: radians a position, of each pair; `scaling`: the factor of rotated keys.
         """
         if not self.is_single or not all(map(self.rotates, range(len(self._kinds)))):
             return None
@@ -245,8 +224,7 @@ class Rotary:
     def _check(self, samples: Mapping[int, Sample]) -> None:
         """Refuse a model whose keys are not moved by rotating them back and on.
 
-        So it is where something comes between a key's rotation and its use that does not commute with it, such as a
-        norm with a weight for each number of a head (HunYuan).
+        HunYuan, for example, norms rotated keys with a weight for each number of a head.
         """
         self._check_sections()
         for layer, sample in samples.items():

@@ -63,21 +63,13 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormSpec:
-    """A norm.
-
-    Attributes
-    ----------
-    weight : float32: what a root mean square norm multiplies by; empty: another norm, which only its module computes.
-    adds_one : whether its module keeps the weight less one (Gemma).
-    rounds_first : whether the normed number is rounded to the model's dtype before it is multiplied (Llama), or the
-        product only (Gemma, OLMo 2).
-    """
+    """A norm; of another one than a root mean square norm the weight is empty, and only its module computes it."""
 
     module: Any
-    weight: torch.Tensor
+    weight: torch.Tensor  # float32: the factor
     epsilon: float
-    adds_one: bool
-    rounds_first: bool
+    adds_one: bool  # its module keeps the factor less one (Gemma)
+    rounds_first: bool  # to the model's dtype before it multiplies (Llama), or the product only (Gemma, OLMo 2)
 
     @property
     def is_rms(self) -> bool:
@@ -97,33 +89,22 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """A decoder layer.
-
-    Attributes
-    ----------
-    before : norms before attention and MLP; `after`: after them, before the sum. None: no such norm.
-    head_norms : of queries and keys: over each head (Qwen3), or over all of them together (OLMo 2).
-    rotary : how many numbers of a head are rotated; 0: none. `by_halves`: number i with the one half of them further
-        on, as is usual.
-    scale : of the scores.
-    residual : what the outputs of attention and MLP are multiplied by.
-    mlp : None: something else, which only its module computes (experts).
-    """
+    """A decoder layer."""
 
     module: Any
     kind: LayerKind
-    before: tuple[NormSpec | None, NormSpec | None]
-    after: tuple[NormSpec | None, NormSpec | None]
+    before: tuple[NormSpec | None, NormSpec | None]  # norms before attention and MLP
+    after: tuple[NormSpec | None, NormSpec | None]  # norms after them, before the sum
     query: Projection
     key: Projection
     value: Projection
     out: Projection
-    head_norms: tuple[NormSpec, NormSpec] | None
-    rotary: int
-    by_halves: bool
-    scale: float
-    residual: float
-    mlp: GatedMLP | None
+    head_norms: tuple[NormSpec, NormSpec] | None  # over each head (Qwen3), or over all of them together (OLMo 2)
+    rotary: int  # how many numbers of a head are rotated
+    by_halves: bool  # number i with the one half of them further on, as is usual
+    scale: float  # of the scores
+    residual: float  # what the outputs of attention and MLP are multiplied by
+    mlp: GatedMLP | None  # None: something else, which only its module computes (experts)
 
     @property
     def norms(self) -> Iterator[NormSpec]:
@@ -147,14 +128,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSpec:
-    """A whole model, all of whose layers have keys and values of one shape.
-
-    Attributes
-    ----------
-    embedding : what a token's embedding is multiplied by; `logits`: what the logits are.
-    rope_in_float32 : whether cos and sin are float32 whatever the model computes in (OLMo 2).
-    unknown : a module between embedding and head that is not known here, or "".
-    """
+    """A whole model, all of whose layers have keys and values of one shape."""
 
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
@@ -163,10 +137,10 @@ class ModelSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    embedding: float
-    logits: float
-    rope_in_float32: bool
-    unknown: str
+    embedding: float  # what a token's embedding is multiplied by
+    logits: float  # what the logits are multiplied by
+    rope_in_float32: bool  # cos and sin are float32 whatever the model computes in (OLMo 2)
+    unknown: str  # a module between embedding and head that is not known here, or ""
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -50,13 +50,7 @@ class Turns:
 class DecoderStack:
     """The decoder layers of a loaded model, whose attention is computed by kvtool from here on.
 
-    Attributes
-    ----------
-    base : the model without its LM head.
-    kv_dtype : what keys and values are stored in, the same as `dtype` unless a CPU is slow in that.
-    shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
-        what those keep, or all.
-    context : the longest prompt, in tokens, that the model takes.
+    Some models' last layers keep no keys and values, and attend to those of earlier ones: `shapes` are of the latter.
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
@@ -69,13 +63,13 @@ class DecoderStack:
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
         self.model.generation_config = _special_ids_only(self.model.generation_config)
         self.config = self.model.config
-        self.base: Any = base_of(self.model)
+        self.base: Any = base_of(self.model)  # without its LM head
         self.layers: list[torch.nn.Module] = layers_of(self.base)
         self.keeps_states = keeps_states(self.config)
         self.dtype: torch.dtype = self.model.dtype
-        self.kv_dtype: torch.dtype = kv_dtype or self.dtype
+        self.kv_dtype: torch.dtype = kv_dtype or self.dtype  # another one where a CPU is slow in the stored one
         self.device: str = loaded.device
-        self.context = context_limit(self.config)
+        self.context = context_limit(self.config)  # the longest prompt, in tokens
         dispatch.prepare(self.dtype, self.device)
         attentions = attentions_of(self.layers, in_some=self.keeps_states)
         modules = list(attentions.values())
@@ -157,11 +151,7 @@ class DecoderStack:
 
 
 def _special_ids_only(config: Any) -> Any:
-    """Make a generation config that keeps the special ids only.
-
-    A checkpoint's habits would hold from the second answer token on and not for the first: Qwen2.5's repetition penalty
-    of 1.1, for example, works against words copied from the passages.
-    """
+    """Drop a checkpoint's habits: Qwen2.5's repetition penalty, for example, works against words of the passages."""
     from transformers.generation.configuration_utils import GenerationConfig
 
     names = ("bos_token_id", "eos_token_id", "pad_token_id")

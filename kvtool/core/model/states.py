@@ -30,14 +30,9 @@ StateForms = dict[tuple[str, int], tuple[torch.dtype, torch.Size]]  # of one lay
 
 
 class StateLayer(LinearAttentionLayer):
-    """A layer's state in a prompt cache; the model's own forward updates it.
+    """A layer's state in a prompt cache; the model's own forward updates it."""
 
-    Attributes
-    ----------
-    length : number of tokens that made the state.
-    """
-
-    length = 0
+    length = 0  # number of tokens that made the state
 
     def reserve(self, length: int) -> None:
         """Do nothing: a state has no rows."""
@@ -92,12 +87,7 @@ class StateCache(Cache, PromptCache):
     """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
 
     Rows are computed in order from the first on: the states hold all rows before the next one. They can be taken back
-    to where they were marked, nowhere else.
-
-    Parameters
-    ----------
-    config : the model's; `transformers` derives from it what each layer keeps.
-    rows : what `BufferLayer` is made with for a layer, by its number.
+    to where they were marked, nowhere else. `rows`: what `BufferLayer` is made with for a layer, by its number.
     """
 
     buffers: list[Any]

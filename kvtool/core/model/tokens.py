@@ -102,16 +102,8 @@ _WINDOW, _OVERLAP = 48, 8
 class TextStream:
     """A stream of text made of token ids; a character is held back until all its bytes have arrived.
 
-    Parameters
-    ----------
-    ends : the tokens that end the answer.
-    stops : texts that end the answer: they are cut off, and a beginning of one is held back.
-    stop_repeats : end the answer at a repetition, in the same way; its tokens are no part of the answer.
-
-    Attributes
-    ----------
-    ended_by, stopped_by : the token, or the text, that ended it.
-    repeated : a repetition did.
+    Tokens of `ends` end the answer, and so do the texts of `stops`: those are cut off, and a beginning of one is held
+    back. With `stop_repeats` so is a repetition; its tokens are no part of the answer.
     """
 
     def __init__(
@@ -132,8 +124,8 @@ class TextStream:
         self._settled, self._start, self._known = "", 0, 0  # text that stays; tokens from here on; their text in it
         self.ids: list[int] = []
         self.text = ""
-        self.ended_by: int | None = None
-        self.stopped_by: str | None = None
+        self.ended_by: int | None = None  # token
+        self.stopped_by: str | None = None  # text
         self.repeated = False
 
     @property
@@ -214,14 +206,10 @@ class Repeats:
     Two things are a repetition. Sentences of at least 20 letters that follow themselves, except in fenced code, which
     repeats lines for a reason. And anything of which three copies follow each other, the last two of at least 40
     letters. Numbers, rules and empty cells have no letters; lists and refrains have other words between.
-
-    Attributes
-    ----------
-    begin : where that end begins, in characters; the text's length where its end is new.
     """
 
     def __init__(self) -> None:
-        self.begin = 0
+        self.begin = 0  # where that end begins, in characters; the text's length where its end is new
 
     def found(self, text: str) -> bool:
         seen = len(text[: self.begin].rstrip())

@@ -46,16 +46,7 @@ _OWN_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the model that scales by 
 
 
 def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
-    """Build a file's configuration.
-
-    Parameters
-    ----------
-    alone : path of the file, in a folder without other files.
-
-    Raises
-    ------
-    ModelError : `transformers` does not read the architecture, or its positions are scaled in an unknown way.
-    """
+    """Build a file's configuration; in the folder of `alone` there are no other files."""
     from transformers import CONFIG_MAPPING
 
     read = _read(gguf, header, alone)
@@ -68,7 +59,6 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
 
 
 def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
-    """Read what `transformers` reads, by its names."""
     import transformers
 
     if header.architecture == GPT_OSS:
@@ -143,11 +133,7 @@ def _restore_attention_scale(header: GgufHeader, config: Any) -> None:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 
-POSITIONS = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
+POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1 and 3.2
 _LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
@@ -155,12 +141,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def restore_rope(gguf: Path, header: GgufHeader, config: Any) -> None:
-    """Set a configuration's RoPE to the file's: base, rotated part of a head, and scaling.
-
-    Raises
-    ------
-    ModelError : positions are scaled in a way that no configuration can state.
-    """
+    """Set a configuration's RoPE to the file's: base, rotated part of a head, and scaling."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     whole = rope.get(_FULL)
     stated = (whole if isinstance(whole, dict) else rope) | _scaling(gguf, header, config)

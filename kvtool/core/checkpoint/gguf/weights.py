@@ -25,16 +25,7 @@ _BLOCK = re.compile(r"^blk\.(\d+)\.")
 
 
 def load_weights(gguf: Path, header: GgufHeader, config: Any, alone: Path) -> Any:
-    """Build a file's model in bfloat16.
-
-    Parameters
-    ----------
-    alone : path of the file, in a folder without other files.
-
-    Raises
-    ------
-    ModelError : weights are missing or left over, or the header describes more than the file holds.
-    """
+    """Build a file's model in bfloat16; in the folder of `alone` there are no other files."""
     import torch
 
     wanted = _laid_out(gguf, header, config)
@@ -230,10 +221,6 @@ def weights_of(header: GgufHeader, read: Callable[[TensorInfo], _Numbers]) -> It
     """Read each weight of a gpt-oss model, whose experts the reader of `transformers` does not find, by its own name.
 
     llama.cpp keeps gate and up separate, a row an output; the model keeps them interleaved, a column an output.
-
-    Raises
-    ------
-    ModelError : the model has no weight for a tensor.
     """
     for name, tensor in header.tensors.items():
         if match := _NAME.match(name):
