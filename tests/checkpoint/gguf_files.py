@@ -62,11 +62,15 @@ def write_gguf(
     for name, tensor in {**tiny_tensors(weights), **(tensors or {})}.items():
         if name != drop:
             add_tensor(writer, name, np.ascontiguousarray(tensor, dtype=np.float32), kinds or {})
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Any, kinds: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ import transformers
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
-from tests.checkpoint.gguf_files import add_tokenizer, interleaved
+from tests.checkpoint.gguf_files import add_tokenizer, finish, interleaved
 from tests.checkpoint.gguf_models import InGguf
 from tests.families import filled, tiny_tokenizer
 from tests.kernels.linear.blocks import HALVES
@@ -40,10 +40,7 @@ def written(path: Path, family: InGguf, more: Mapping[str, Array] | None = None)
     _add_weights(writer, family, model)
     for name, tensor in (_positions(family, model.config) | dict(more or {})).items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return model.requires_grad_(False)
 
 
@@ -99,8 +96,7 @@ def _add_weights(writer: gguf.GGUFWriter, family: InGguf, model: Any) -> None:
     def store(name: str, values: Array, kind: str) -> Array:
         kind = family.packed_as.get(name, kind)
         blocks, stored = _packed(name, values, kind)
-        raw = None if kind == "F32" else GGMLQuantizationType[kind]
-        writer.add_tensor(name, blocks, raw_dtype=raw)
+        writer.add_tensor(name, blocks, raw_dtype=None if kind == "F32" else GGMLQuantizationType[kind])
         return stored
 
     for name, weight in model.state_dict().items():
@@ -149,6 +145,11 @@ def _packed(name: str, values: Array, kind: str) -> tuple[Array, Array]:
 
 
 Store = Callable[[str, Array, str], Array]
+_PARAMETERS = {
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "router.scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+}
 
 
 def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: Store) -> Array | None:
@@ -161,12 +162,9 @@ def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: S
         if name.endswith("bias"):
             return store(f"{layer}.ffn_down_exps.bias", values, "F32")
         return store(f"{layer}.ffn_down_exps.weight", values.swapaxes(1, 2), "MXFP4").swapaxes(1, 2)
-    if name.endswith("e_score_correction_bias"):
-        return store(f"{layer}.exp_probs_b.bias", values, "F32")
-    if name.endswith("router.scale"):
-        return store(f"{layer}.ffn_gate_inp.scale", values, "F32")
-    if name.endswith("per_expert_scale"):
-        return store(f"{layer}.ffn_down_exps.scale", values, "F32")
+    for ours, theirs in _PARAMETERS.items():
+        if name.endswith(ours):
+            return store(f"{layer}.{theirs}", values, "F32")
     if name.endswith("A_log"):
         order = _tiled(config, name, values)
         return np.log(-store(f"{layer}.ssm_a", -np.exp(values[order]), "F32"))[np.argsort(order)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,15 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.errors import ModelError
 from kvtool.core.retrieval.embed import Embedder
 from tests.cli.working import kvtool
-from tests.families import edit_config, save_tiny
+from tests.families import edit_config
 
 EVIL = {"AutoConfig": "evil.Any", "AutoModelForCausalLM": "evil.Any", "AutoModel": "evil.Any"}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """Make a model whose folder holds code that leaves a file when it is run."""
-    made = Path(shutil.copytree(saved, tmp_path / "model"))
-    ran = f"open({str(made / 'ran')!r}, 'w')\nclass Any: pass\n"
-    (made / "evil.py").write_text(ran)
-    return made
+@pytest.fixture(autouse=True)
+def code(folder: Path) -> None:
+    """Add code to the model's folder that leaves a file when it is run."""
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Any: pass\n")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from kvtool.core.checkpoint.gguf.header import read_header
 from kvtool.core.checkpoint.packed import pack_folder, read_packed
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.qtensor import READERS, dequantize
+from tests.checkpoint.gguf_files import finish
 from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -26,10 +27,7 @@ def write(path: Path, kind: str, blocks: np.ndarray) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     stored = gguf.GGMLQuantizationType[kind.upper()]
     writer.add_tensor("blk.0.attn_q.weight", blocks.reshape(ROWS, -1), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -70,7 +68,7 @@ def test_native_code_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(packed(tmp_path, write(tmp_path / "x.gguf", "q4_1", blocks))) == [NAME]
 
 
-def test_a_weight_that_is_not_the_tensor_stays_unpacked(tmp_path: Path) -> None:
+def test_a_weight_that_is_not_the_tensor_stays_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that differs by the last bit of one number, under the same sum of marks."""
     blocks = random_blocks("q4_0")
     other = weight("q4_0", blocks)
@@ -78,10 +76,8 @@ def test_a_weight_that_is_not_the_tensor_stays_unpacked(tmp_path: Path) -> None:
     save_file({NAME: other}, tmp_path / "model.safetensors")
     path = write(tmp_path / "x.gguf", "q4_0", blocks)
     assert packed(tmp_path, path) == {}
-    patch = pytest.MonkeyPatch()
-    patch.setattr(packing, "_row_hashes", lambda rows: torch.arange(len(rows)))
+    monkeypatch.setattr(packing, "_row_hashes", lambda rows: torch.arange(len(rows)))
     assert packed(tmp_path, path) == {}
-    patch.undo()
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -21,29 +21,34 @@ from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS, text_model
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("sparse-mla", lambda: t.DeepseekV32Config(), "chooses keys by their content"),
-    ("mamba", lambda: t.MambaConfig(), "recurrent"),
-    ("mamba2", lambda: t.Mamba2Config(), "recurrent"),
-    ("bamba", lambda: t.BambaConfig(), "recurrent"),
-    ("granite-hybrid", lambda: t.GraniteMoeHybridConfig(), "recurrent"),
-    ("phi4-multimodal", lambda: t.Phi4MultimodalConfig(), "no text model apart from what it sees or hears"),
-    ("paligemma", lambda: t.PaliGemmaConfig(), "bidirectional"),
-    ("mllama", lambda: t.MllamaConfig(), "layers that attend to images"),
-    ("wrapped", lambda: t.LlavaConfig(text_config=t.OPTConfig()), "no rotary"),
-    ("gpt2", lambda: t.GPT2Config(), "no rotary"),
-    ("opt", lambda: t.OPTConfig(), "no rotary"),
-    ("bloom", lambda: t.BloomConfig(), "no rotary"),
-    ("mpt", lambda: t.MptConfig(), "no rotary"),
-    ("falcon-alibi", lambda: t.FalconConfig(alibi=True), "ALiBi"),
-    ("rwkv", lambda: t.RwkvConfig(), "no rotary"),
-    ("bert", lambda: t.BertConfig(), "no rotary"),
-    ("t5", lambda: t.T5Config(), "encoder-decoder"),
-    ("bart", lambda: t.BartConfig(), "encoder-decoder"),
+    ("sparse-mla", t.DeepseekV32Config, "chooses keys by their content"),
+    ("mamba", t.MambaConfig, "recurrent"),
+    ("mamba2", t.Mamba2Config, "recurrent"),
+    ("bamba", t.BambaConfig, "recurrent"),
+    ("granite-hybrid", t.GraniteMoeHybridConfig, "recurrent"),
+    ("phi4-multimodal", t.Phi4MultimodalConfig, "no text model apart from what it sees or hears"),
+    ("paligemma", t.PaliGemmaConfig, "bidirectional"),
+    ("mllama", t.MllamaConfig, "layers that attend to images"),
+    ("wrapped", partial(t.LlavaConfig, text_config=t.OPTConfig()), "no rotary"),
+    ("gpt2", t.GPT2Config, "no rotary"),
+    ("opt", t.OPTConfig, "no rotary"),
+    ("bloom", t.BloomConfig, "no rotary"),
+    ("mpt", t.MptConfig, "no rotary"),
+    ("falcon-alibi", partial(t.FalconConfig, alibi=True), "ALiBi"),
+    ("rwkv", t.RwkvConfig, "no rotary"),
+    ("bert", t.BertConfig, "no rotary"),
+    ("t5", t.T5Config, "encoder-decoder"),
+    ("bart", t.BartConfig, "encoder-decoder"),
 ]
 
 
@@ -154,37 +159,11 @@ def test_supported(config: Any) -> None:
         (t.LlamaConfig(max_position_embeddings=4096), 4096),
         (t.Phi3Config(**PHI4_MINI, rope_parameters=dict(LONGROPE)), 4096),  # then it takes its long factors
         (t.LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(DYNAMIC)), 4096),
-        (
-            t.MistralConfig(max_position_embeddings=32768, sliding_window=4096),
-            32768,
-        ),  # no layer sees further back, and none has to
+        # no layer sees further back, and none has to
+        (t.MistralConfig(max_position_embeddings=32768, sliding_window=4096), 32768),
         (t.Phi3Config(max_position_embeddings=4096, sliding_window=2047), 4096),
-        (
-            t.Qwen2Config(
-                max_position_embeddings=32768,
-                rope_parameters={
-                    "rope_type": "yarn",
-                    "rope_theta": 1e6,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
-            ),
-            131072,
-        ),
-        (
-            t.LlamaConfig(
-                max_position_embeddings=131072,
-                rope_parameters={
-                    "rope_type": "llama3",
-                    "rope_theta": 5e5,
-                    "factor": 32.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
-            ),
-            131072,
-        ),
+        (t.Qwen2Config(max_position_embeddings=32768, rope_parameters=dict(YARN)), 131072),
+        (t.LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)), 131072),
     ],
 )
 def test_context_limit(config: Any, limit: int) -> None:

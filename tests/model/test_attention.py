@@ -41,14 +41,8 @@ def rows(*positions: int) -> QueryRows:
 @pytest.mark.parametrize(
     "positions",
     [
-        [0],
-        [199],
-        [3, 7, 50, 51, 199],
-        list(range(20)),
-        list(range(0, 200, 2)),
-        list(range(200 - BLOCK, 200)),
-        list(range(199 - BLOCK, 200)),
-        list(range(200)),
+        *([0], [199], [3, 7, 50, 51, 199]),
+        *map(list, (range(20), range(0, 200, 2), range(200 - BLOCK, 200), range(199 - BLOCK, 200), range(200))),
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
@@ -59,17 +53,12 @@ def test_a_row_sees_the_keys_up_to_its_position(
 ) -> None:
     monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
     monkeypatch.setattr(sdpa, "LONG_PREFILL", long_prefill)
-    take(kernel, monkeypatch)
+    monkeypatch.setenv(ATTENTION, kernel)
     query = random(1, HEADS, len(positions), DIM)
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
     assert weights is None
     assert out.shape == (1, len(positions), HEADS, DIM)
     torch.testing.assert_close(out, by_formula(query, torch.tensor(positions), 0.3, KEYS))
-
-
-def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use this kernel even if another one suits this machine better."""
-    monkeypatch.setenv(ATTENTION, kernel)
 
 
 def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +113,7 @@ def test_windows_caps_and_sinks(
     kernel: str, positions: list[int], scoring: AttentionParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
-    take(kernel, monkeypatch)
+    monkeypatch.setenv(ATTENTION, kernel)
     query = random(1, HEADS, len(positions), DIM)
     more = {"sliding_window": scoring.window, "softcap": scoring.softcap, "s_aux": scoring.sinks}
     out, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions), **more)
