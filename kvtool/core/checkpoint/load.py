@@ -28,8 +28,6 @@ _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model, ready to run."""
-
     model: Any  # `PreTrainedModel`, in eval mode, no gradients
     tokenizer: Any  # fast tokenizer of `transformers`
     files: ModelFiles
@@ -208,7 +206,6 @@ def _whole_config(files: ModelFiles) -> Any:
 
 
 def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
-    """Load a model, with its weights as they are on disk (`packed_model`) if it is packed and they can stay so."""
     text, int8 = text_submodel(files.folder, _whole_config(files)), dtype == INT8
     model, dtype = None, "float32" if int8 else dtype
     stays = dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file())

@@ -39,7 +39,6 @@ _ROWS = 4096  # unpacked at a time
 
 
 def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
-    """Write the packed weights of a converted folder."""
     tensors: dict[str, torch.Tensor] = {}
     kinds: dict[str, str] = {}
     sought = _weights_by_rows(folder)
@@ -155,7 +154,6 @@ def packed_model(folder: Path, text: TextSubmodel, dtype: str, int8: bool = Fals
 
 
 def _bfloat16(folder: Path, text: TextSubmodel) -> dict[str, QuantizedTensor]:
-    """Map the bfloat16 matrices of a checkpoint from its files."""
     found = {}
     for path in weight_files(folder):
         table = tensor_table(path)

@@ -152,7 +152,6 @@ _IN_A_BYTE = 8  # weights that a packed integer may hold
 
 
 def check_extent(folder: Path, config: Any) -> None:
-    """Refuse a configuration of more layers, tokens, experts or columns than the weights could have."""
     text, tables = text_config(config), _tables(folder)
     held, width = _elements(tables), max(1, _number(text, "hidden_size"))
     described = {name: (_number(text, name) * width, held) for name in (*_WIDE, *_MANY)}
@@ -190,7 +189,6 @@ def _tables(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _elements(tables: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many weights the files can hold at most."""
     return sum(prod(entry["shape"]) * (1 if "F" in entry["dtype"] else _IN_A_BYTE) for entry in tables)
 
 

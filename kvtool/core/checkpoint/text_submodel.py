@@ -63,12 +63,10 @@ class TextSubmodel:
         return build(self.config, dtype=dtype, attn_implementation="eager", **more)
 
     def own(self, name: str) -> str | None:
-        """Return the model's name for a weight of the files; None: it has no such weight."""
         return name if self.names is None else self.names.own(name)
 
 
 def text_submodel(folder: Path, config: Any) -> TextSubmodel:
-    """Find the model that writes text in a checkpoint of a supported family."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     text = text_config(config)

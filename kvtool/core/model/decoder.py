@@ -34,8 +34,6 @@ _OTHERWISE = "the model keeps its state in a way of its own; that would need a l
 
 
 class Decoder(DecoderStack):
-    """The language model of a store, driven with chosen rows."""
-
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(loaded, kv_dtype)
         self._head = HeadRows()

@@ -65,8 +65,6 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """An answer."""
-
     text: str
     ids: Ids  # without the end token, and without those of a repetition that ended it
     end: int | None  # the end token; None where the answer was cut off at its longest, or ended by a text

@@ -45,7 +45,6 @@ class KVShape:
 
     @property
     def attended(self) -> int:
-        """Width of a key as attention takes it."""
         return self.key_dim + (self.value_dim if self.joint else 0)
 
     @property
@@ -61,8 +60,6 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """The attention of one layer."""
-
     rotation: str | None  # the RoPE's name in the model's rotary module, "" of a single one; None: keys are not rotated
     window: int | None  # how many positions a row sees, its own the last; None: all before it
     softcap: float | None

@@ -90,7 +90,6 @@ class FusedForward:
     def hidden(
         self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute what the last layer gives for the last `keep` rows, `[keep, hidden]`."""
         hidden: torch.Tensor = self._stack.base.embed_tokens(ids)
         if self._spec.embedding != 1:
             hidden = hidden * self._spec.embedding

@@ -36,8 +36,6 @@ _TURNS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The token ids around the chunks and the question."""
-
     prefix: Ids  # BOS, instruction, the user turn's header
     answer_header: Ids  # the user turn's end, the assistant turn's header
 

@@ -51,20 +51,11 @@ class BufferLayer:
         else:
             self.keys, self.values = sides
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the buffers exist from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError("rows are written to a prompt cache with their positions")
-
     def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention takes as keys and as values."""
         keys = self.keys if self.joint is None else self.joint
         return keys[:, :, : self.length], self.values[:, :, : self.length]
 
@@ -80,9 +71,6 @@ class BufferLayer:
 
     def get_seq_length(self) -> int:
         return self.length
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> list[BufferLayer]:

@@ -16,7 +16,7 @@ from kvtool.core.kernels.rope import CopyWithRope, CosSin, RopeTables, copy_with
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
-from kvtool.core.native.isa import Isa, isa_here
+from kvtool.core.native.isa import isa_here
 
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model
@@ -198,7 +198,6 @@ class Rotary:
         return torch.cat([turned, wide[..., part:]], -1).to(keys.dtype)
 
     def _part(self, key_dim: int, cos: torch.Tensor) -> int | None:
-        """Return how many numbers of a head the model's function takes; None: all."""
         width = cos.shape[-1]
         if (key_dim, width) not in self._parts:
             whole = torch.zeros((1, 1, 1, key_dim), device=cos.device, dtype=torch.float32)
@@ -248,18 +247,18 @@ class Rotary:
             return False
         tried = {(kind.rotation, kind.shape.key_dim) for kind in self._kinds if kind.rotation is not None}
         table = self.table(torch.tensor(_TRIED))
-        return all(self._has_halves(table.by_name[name], width, self._isa) for name, width in tried)
-
-    def _has_halves(self, angles: CosSin, key_dim: int, isa: Isa) -> bool:
-        keys = _drawn(key_dim)
-        out = torch.empty_like(keys)
-        alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
-        try:
-            if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], isa):
+        for name, key_dim in tried:
+            angles, keys = table.by_name[name], _drawn(key_dim)
+            out = torch.empty_like(keys)
+            alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
+            try:
+                if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], self._isa):
+                    return False
+            except RuntimeError:  # llvmlite has no code for this machine
                 return False
-        except RuntimeError:  # llvmlite has no code for this machine
-            return False
-        return torch.equal(out, self._by_model(keys, angles))
+            if not torch.equal(out, self._by_model(keys, angles)):
+                return False
+        return True
 
 
 def _drawn(key_dim: int) -> torch.Tensor:

@@ -40,7 +40,6 @@ class UnsupportedArchitecture(Exception):
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the root mean square difference, divided by the spread of what is expected."""
     found, expected = found.float(), expected.float()
     spread = (expected - expected.mean()).square().mean().sqrt()
     return float((found - expected).square().mean().sqrt() / spread.clamp_min(1e-12))
@@ -89,8 +88,6 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """A decoder layer."""
-
     module: Any
     kind: LayerKind
     before: tuple[NormSpec | None, NormSpec | None]  # norms before attention and MLP
@@ -148,7 +145,6 @@ class ModelSpec:
 
     @property
     def activation(self) -> str:
-        """The one function of all gated MLPs, "silu" if the model has none."""
         found = {layer.mlp.activation for layer in self.layers if layer.mlp is not None} or {"silu"}
         if len(found) != 1 or "" in found:
             raise UnsupportedArchitecture("an MLP has another activation")
@@ -181,7 +177,9 @@ class _Reader:
     def model(self) -> ModelSpec:
         stack = self._stack
         base, config, shape = stack.base, stack.config, self._shape
-        table = stack.rotary.table(torch.tensor([_TRIED_POSITION], device=stack.device))
+        at = torch.tensor([_TRIED_POSITION], device=stack.device)
+        table = stack.rotary.table(at)
+        like = torch.empty(0, dtype=stack.dtype, device=stack.device)
         layers = tuple(self._layer(number, layer, table) for number, layer in enumerate(stack.layers))
         return ModelSpec(
             layers=layers,
@@ -193,14 +191,9 @@ class _Reader:
             head_dim=shape.key_dim,
             embedding=float(getattr(base, "embedding_multiplier", 1.0)),
             logits=1.0 / float(getattr(config, "logits_scaling", 1.0)),
-            rope_in_float32=self._angles().dtype == torch.float32,
+            rope_in_float32=angles_of(rotary_of(base), stack.rotary.names[0], like, at)[0].dtype == torch.float32,
             unknown=_unknown(base, _BASE),
         )
-
-    def _angles(self) -> torch.Tensor:
-        like = torch.empty(0, dtype=self._stack.dtype, device=self._stack.device)
-        at = torch.tensor([_TRIED_POSITION], device=self._stack.device)
-        return angles_of(rotary_of(self._stack.base), self._stack.rotary.names[0], like, at)[0]
 
     def _layer(self, number: int, layer: Any, table: RopeTables) -> LayerSpec:
         if unknown := _unknown(layer, _LAYER) or _unknown(layer.self_attn, _ATTENTION):

@@ -63,14 +63,12 @@ class StateAndRowsLayer(StateLayer, BufferLayer):
         LinearAttentionLayer.__init__(self, number_of_states)
         BufferLayer.__init__(self, *rows)
 
-    lazy_initialization = StateLayer.lazy_initialization
-
     def reserve(self, length: int) -> None:
         BufferLayer.reserve(self, length)
 
 
 class NothingLayer(DummyLayer):
-    """A layer that keeps nothing of a prompt: an MLP that counts as a layer (Nemotron-H)."""
+    """A layer that keeps nothing: an MLP that counts as a layer (Nemotron-H)."""
 
     length = 0
 

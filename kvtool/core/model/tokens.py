@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 OnText = Callable[[str], None]
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # has no UTF-8 and no token; one character stays one character
 _CONTROL_SHAPE = re.compile(r"<\S*>|\[\S*\]|\{\S*\}", re.DOTALL)
 _SWITCH = threading.Lock()  # whether special tokens are parsed is a switch on the shared tokenizer
 
@@ -26,21 +26,18 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     suspicious = any(mark in text for text in texts for mark in "<[{")
     control = _unsplit_controls(tokenizer) if suspicious else None
-    pieces = [_pieces(_printable(text), control) for text in texts]
+    pieces = [_pieces(_SURROGATE.sub("\ufffd", text), control) for text in texts]
     ids = iter(_run(tokenizer, [piece for parts in pieces for piece in parts], special=False))
     return [[i for _ in parts for i in next(ids)] for parts in pieces]
 
 
 def encode_control(tokenizer: Any, text: str) -> list[int]:
     """Control tokens are recognised, none is added."""
-    return _run(tokenizer, [_printable(text)], special=True)[0]
+    return _run(tokenizer, [_SURROGATE.sub("\ufffd", text)], special=True)[0]
 
 
 def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
-    def count(texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in encode_batch(tokenizer, texts)]
-
-    return count
+    return lambda texts: [len(ids) for ids in encode_batch(tokenizer, texts)]
 
 
 def holds_control(tokenizer: Any, text: str) -> bool:
@@ -64,20 +61,12 @@ def _run(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _printable(text: str) -> str:
-    """Replace lone surrogates, which have no UTF-8 and no token; one character stays one character."""
-    return _SURROGATE.sub("\ufffd", text)
-
-
 def _is_control(token: Any) -> bool:
     return bool(token.special) or _CONTROL_SHAPE.fullmatch(token.content) is not None
 
 
 def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the control tokens that the library recognises even when asked not to.
-
-    These were added, but not marked as special (`<think>`).
-    """
+    """Return a pattern of added control tokens that are not marked as special (`<think>`), and so always recognised."""
     names = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()

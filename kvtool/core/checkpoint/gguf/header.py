@@ -79,8 +79,6 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """A cursor over the file that refuses to leave it."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._size = len(data)

@@ -188,7 +188,6 @@ def _tensor(numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _filled(gguf: Path, wanted: Any, weights: Iterator[tuple[str, np.ndarray[Any, Any]]]) -> Any:
-    """Put weights, by the model's own names, into a model without numbers."""
     state = {name: _tensor(numbers).to(wanted.dtype) for name, numbers in weights}
     _refuse_missing(gguf, sorted(wanted.state_dict().keys() - state.keys()))
     wanted.load_state_dict(state, strict=True, assign=True)
