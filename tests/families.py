@@ -198,7 +198,6 @@ def tiny_model(name: str, dtype: str = "float32", seed: int = 0) -> Any:
 
 
 def filled(model: Any) -> Any:
-    """Draw a model's weights anew."""
     with torch.no_grad():
         for path, weight in sorted(model.named_parameters()):
             _fill(path, weight)
@@ -253,7 +252,7 @@ def tiny_tokenizer(chat: bool = True) -> Any:
 def save_tiny(
     name: str, folder: Path, tokenizer: bool = True, *, dtype: str = "float32", seed: int = 0, chat: bool = True
 ) -> Path:
-    """Write `tiny_model(name)` as a local model folder that `resolve` and `load_model` take; returns the folder."""
+    """Write `tiny_model(name)` as a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model(name, dtype, seed).save_pretrained(folder)
     if change := SAVED_OTHERWISE.get(name):

@@ -16,7 +16,7 @@ import transformers
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
-from tests.checkpoint.gguf_files import add_tokenizer, finish, interleaved
+from tests.checkpoint.gguf_files import add_tokenizer, add_value, finish, interleaved
 from tests.checkpoint.gguf_models import InGguf
 from tests.families import filled, tiny_tokenizer
 from tests.kernels.linear.blocks import HALVES
@@ -35,7 +35,7 @@ def written(path: Path, family: InGguf, more: Mapping[str, Array] | None = None)
             scalar.uniform_(0.5, 1.0)
     writer = gguf.GGUFWriter(path, family.architecture)
     for key, value in (_metadata(family, model.config) | dict(family.metadata)).items():
-        _add(writer, f"{family.architecture}.{key}", value)
+        add_value(writer, f"{family.architecture}.{key}", value)
     add_tokenizer(writer, tiny_tokenizer())
     _add_weights(writer, family, model)
     for name, tensor in (_positions(family, model.config) | dict(more or {})).items():
@@ -45,7 +45,6 @@ def written(path: Path, family: InGguf, more: Mapping[str, Array] | None = None)
 
 
 def _metadata(family: InGguf, config: Any) -> dict[str, Any]:
-    """What the converter writes of every model."""
     eps = {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps", "lfm2": "norm_eps"}
     plain = family.architecture in ("starcoder2", "stablelm", "nemotron")
     norm = "attention.layer_norm_epsilon" if plain else "attention.layer_norm_rms_epsilon"
@@ -67,16 +66,7 @@ def _metadata(family: InGguf, config: Any) -> dict[str, Any]:
     return found
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        adders.get(type(value), writer.add_float32)(key, value)
-
-
 def _positions(family: InGguf, config: Any) -> dict[str, Array]:
-    """Return the tensors that hold factors of RoPE."""
     rope = config.rope_parameters
     factors = {f"rope_factors_{name}.weight": rope.get(f"{name}_factor") for name in ("long", "short")}
     if family.architecture == "gemma4":
@@ -183,7 +173,6 @@ def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: S
 
 
 def _gate_and_up(arch: str, name: str, values: Array, layer: str, store: Store) -> Array:
-    """Two tensors of one: one after the other, or in turn."""
     kind = "bias" if name.endswith("bias") else "weight"
     if arch == "gpt-oss":
         values = values.swapaxes(1, 2) if kind == "weight" else values

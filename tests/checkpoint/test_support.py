@@ -12,12 +12,11 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
 from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states, kept_layers
-from kvtool.core.checkpoint.text_submodel import text_config
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rope
 from kvtool.core.model.kinds import stated_windows
 from kvtool.core.session.gate import check_invariants
-from tests.families import FAMILIES, SHAPE, filled, tiny_model
+from tests.families import FAMILIES, HYBRIDS, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS, text_model
 
@@ -29,13 +28,19 @@ LLAMA3 = {
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+_STATES_AND_WINDOWS = ["linear_attention", "sliding_attention"] * 24
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("sparse-mla", t.DeepseekV32Config, "chooses keys by their content"),
     ("mamba", t.MambaConfig, "recurrent"),
-    ("mamba2", t.Mamba2Config, "recurrent"),
+    ("mamba2", t.Mamba2Config, "recurrent state in every layer"),
     ("bamba", t.BambaConfig, "recurrent"),
-    ("granite-hybrid", t.GraniteMoeHybridConfig, "recurrent"),
+    ("granite-hybrid", t.GraniteMoeHybridConfig, "recurrent state in every layer"),
+    (
+        "windows",
+        partial(t.Qwen3NextConfig, layer_types=_STATES_AND_WINDOWS),
+        "recurrent state besides sliding_attention",
+    ),
     ("phi4-multimodal", t.Phi4MultimodalConfig, "no text model apart from what it sees or hears"),
     ("paligemma", t.PaliGemmaConfig, "bidirectional"),
     ("mllama", t.MllamaConfig, "layers that attend to images"),
@@ -95,10 +100,10 @@ def test_a_window_that_a_family_does_not_know_is_none() -> None:
     assert check_invariants(decoder, "", PREFIX, CHUNKS).passed
 
 
-@pytest.mark.parametrize("name", [name for name, config in FAMILIES.items() if not keeps_states(text_config(config()))])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_windows_are_told_without_building_the_model(name: str) -> None:
-    decoder = decoder_of(tiny_model(name))
-    assert stated_windows(text_config(FAMILIES[name]()), kept_layers(text_config(FAMILIES[name]()))) == decoder.windows
+    config = FAMILIES[name]()
+    assert stated_windows(config, kept_layers(config)) == decoder_of(tiny_model(name)).windows
 
 
 def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +132,11 @@ def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         decoder_of(model)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | HYBRIDS)
 def test_supported_families(name: str) -> None:
-    check_supported(FAMILIES[name]())
+    config = (FAMILIES | HYBRIDS)[name]()
+    check_supported(config)
+    assert keeps_states(config) == (name in HYBRIDS)
 
 
 @pytest.mark.parametrize(
