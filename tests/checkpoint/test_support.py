@@ -142,16 +142,8 @@ def test_supported_families(name: str) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        t.MistralConfig(),  # one window for all layers
-        t.Gemma2Config(),
-        t.Gemma3TextConfig(),
-        t.Cohere2Config(),
-        t.Olmo3Config(),
-        t.GptOssConfig(),
         t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=4),
         t.Phi3Config(sliding_window=2047),
-        t.SmolLM3Config(),
-        t.OlmoeConfig(),
         t.LlamaConfig(rope_parameters={"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
     ],
     ids=lambda config: config.model_type,
