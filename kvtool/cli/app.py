@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, NoReturn
 import typer
 import typer.main
 
-from kvtool.cli import completion
 from kvtool.cli.commands import LazyGroup, everywhere, new_app
 from kvtool.cli.out import Out
 from kvtool.core.common.collecting import kept_collection
@@ -78,6 +77,15 @@ SHOWN = {  # what the overview lists, by heading
 _STORE = {"store": "List, check, shrink, protect and share what is stored."}
 COMMANDS = {name: line for rows in SHOWN.values() for name, line in rows.items() if " " not in name} | _STORE
 _GROUPS = ("store", "inspect")  # whose commands are missed without the group's name
+_COMPLETE = "_KVTOOL_COMPLETE"  # set by a shell's completion script
+_OTHER_NAMES = {  # what other programs call them
+    "list": "store ls",
+    **dict.fromkeys(("add", "index"), "ingest"),
+    **dict.fromkeys(("ask", "answer"), "query"),
+    **dict.fromkeys(("remove", "delete"), "store rm"),
+    "models": "help models",
+    "version": "--version",
+}
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
@@ -120,19 +128,13 @@ class Root(LazyGroup):
         formatter.write_paragraph()
         formatter.write_text("`kvtool COMMAND --help` shows the options of a command, `kvtool help` the documentation.")
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the flags; those of completion need not name a shell."""
-        if args and args[0] in completion.FLAGS and not ctx.resilient_parsing:
-            completion.do(args[0], args[1:])
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
-
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the named command; the error for a command of a group, such as `stats`, names the group."""
+        """Find the named command; the error for another name, or for a command of a group, shows how it is called."""
         if args and args[0] not in COMMANDS:
             group = group_of(args[0])
-            if group is not None:
-                raise UsageError(f"No such command '{args[0]}'.", f"it is `kvtool {group} {args[0]}`")
+            other = f"{group} {args[0]}" if group is not None else _OTHER_NAMES.get(args[0])
+            if other is not None:
+                raise UsageError(f"No such command '{args[0]}'.", f"it is `kvtool {other}`")
         return super().resolve_command(ctx, args)
 
 
@@ -153,7 +155,8 @@ _build_command = functools.cache(typer.main.get_command)  # which reads every si
 
 app = new_app(
     help="Answer questions from documents. A language model reads each passage once; its state, the KV cache, is "
-    "stored and reused by every answer, so that answers start several times sooner."
+    "stored and reused by every answer, so that answers start several times sooner.",
+    add_completion=True,
 )
 
 
@@ -171,8 +174,6 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
-    install_completion: completion.Install = None,
-    show_completion: completion.Show = None,
 ) -> None:
     if ctx.invoked_subcommand is None:
         sys.stderr.write(ctx.get_help() + "\n")
@@ -201,7 +202,7 @@ def _run(argv: Sequence[str] | None, commands: typer.Typer = app, program: str =
     args = list(sys.argv[1:] if argv is None else argv)
     _share_cores()
     out = Out.asked(args)
-    asked_by_shell = bool(os.environ.get(completion.VARIABLE))  # someone is typing there
+    asked_by_shell = _COMPLETE in os.environ  # someone is typing there
     with _signals(), nullcontext() if asked_by_shell else out.spinning("starting"):
         try:
             return _guarded(args, out, lambda: _invoke(args, commands, program))
@@ -253,8 +254,8 @@ def _guarded(args: list[str], out: Out, invoke: Callable[[], int]) -> int:
 
 def _invoke(args: list[str], commands: typer.Typer, program: str) -> int:
     root = typer.main.get_command(commands)
-    if os.environ.get(completion.VARIABLE):
-        completion.answer(root, args)
+    if _COMPLETE in os.environ:
+        root.main(args, prog_name=program)
     try:
         with root.make_context(program, args) as context:
             result = root.invoke(context)

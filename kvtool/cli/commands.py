@@ -62,12 +62,12 @@ class App(typer.Typer):
         return super().command(name, cls=cls or Command, **more)
 
 
-def new_app(help: str = "") -> App:
-    """A command module's `app`: plain help (rich would triple its time), `-h`, no completion flags of its own."""
+def new_app(help: str = "", add_completion: bool = False) -> App:
+    """A command module's `app`: plain help (rich would triple its time), `-h`."""
     return App(
         cls=Group,
         help=help or None,
-        add_completion=False,
+        add_completion=add_completion,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -23,7 +23,7 @@ app = new_app()
     CompressOptions,
     StoreOptions,
     examples=("compress", "compress --level 3 --level 1 --drop-raw"),
-    common="levels max_loss keep keep_raw chunks questions fit max_size ray store model device",
+    common="levels max_loss keep keep_raw chunks questions fit max_size store model device",
 )
 def compress(run: Run) -> None:
     """Make the stored KV caches several times smaller, and measure what that loses.
@@ -138,5 +138,5 @@ def _tell_of_losses(run: Run, report: CompressReport) -> None:
         if (loss := _loss(level)) > allowed:
             run.out.status(
                 f"level {level.level} loses more than the {allowed:g} nats a token that questions allow: "
-                f"`--level {level.level}` or `--max-loss {enough_loss(loss)}` reads it"
+                f"`--level {level.level}` or `--set load.max_loss={enough_loss(loss)}` reads it"
             )

@@ -14,7 +14,6 @@ from kvtool.cli.options import ManyValues, Run, takes
 from kvtool.cli.terminal import one_line
 from kvtool.cli.transfer import export, import_, pull, push
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
-from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.marks import as_named_here
 from kvtool.core.common.sizes import counted
@@ -198,18 +197,17 @@ def rm(run: Run, targets: Targets) -> None:
 
     options = run.get(ForgetOptions)
     dry_run = options.dry_run
-    plan = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
-    chunks = sum(step.chunks for step in plan.steps)
-    value: dict[str, Any] = {"dry_run": dry_run, "sources": list(plan.sources), "chunks": chunks, "bytes": plan.size}
-    value["refused"] = None if plan.refusal is None else plan.refusal.message
-    _warn_of(run, plan.refusal)
+    done = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
+    value = {"dry_run": dry_run, "sources": list(done.sources), "chunks": done.chunks, "bytes": done.size}
+    value["refused"] = None if done.refusal is None else done.refusal.message
+    _warn_of(run, done.refusal)
 
     def show() -> None:
-        for source in plan.sources:
+        for source in done.sources:
             run.out.print(source.replace("\n", "\\n"))
         what = "would be removed" if dry_run else "removed"
-        count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
-        run.out.print(f"{what}: {count}, {sized(plan.size)}")
+        count = f"{counted(len(done.sources), 'document')}, {counted(done.chunks, 'chunk')}"
+        run.out.print(f"{what}: {count}, {sized(done.size)}")
 
     run.out.report(value, human=show)
 
@@ -248,18 +246,17 @@ def prune(run: Run) -> int | None:
     report = run_prune(run.folder, options if budget is None else replace(options, max_size=size))
     if report.shortfall is not None:
         run.out.warning(report.shortfall.message, report.shortfall.hint, even_quiet=True)
-    _warn_of(run, report.refusal)
+    if report.refusal is not report.shortfall:
+        _warn_of(run, report.refusal)
     if report.spared:
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
-    if report.lossy:
-        run.out.warning(*_what_is_lost(report))
     run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
     return None if report.reached else EXIT_NO_SPACE
 
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
     """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
-    from kvtool.core.upkeep.size_report import budget_of, keep_budget
+    from kvtool.core.upkeep.budget import budget_of, keep_budget
 
     if options.max_size is not None:
         raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")
@@ -272,17 +269,6 @@ def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
         would = "would have" if options.dry_run else "has"
         run.out.report({"budget": None}, human=lambda: run.out.print(f"the store {would} no size budget"))
     return size
-
-
-def _what_is_lost(report: PruneReport) -> tuple[str, str]:
-    left = "would be left" if report.dry_run else "are left"
-    allowed = f"more than the {MAX_LOSS:g} that questions allow"
-    return (
-        f"{counted(report.lossy, 'chunk')} {left} at levels that lose up to {report.worst:.2g} nats a token, {allowed}",
-        "run `kvtool compress --level 2` first for a level that loses less"
-        if report.dry_run
-        else "ingest into a new store for exact records and finer levels",
-    )
 
 
 def _show_prune(run: Run, report: PruneReport) -> None:
@@ -356,4 +342,3 @@ app.command()(push)
 app.command()(pull)
 app.command(cls=ManyValues)(export)
 app.command("import")(import_)
-app.command("merge", hidden=True)(import_)

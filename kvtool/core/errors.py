@@ -62,7 +62,7 @@ class StoreLockedError(KvtoolError):
 
 
 class StoreFormatError(KvtoolError):
-    """The store was written by a newer kvtool, or the folder holds something else."""
+    """The store has another format, or the folder holds something else."""
 
     exit_code = EXIT_MISFIT
 

@@ -16,7 +16,6 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.linear.onednn import RETURNED_BYTES
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.reports.reused_prompt import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
@@ -26,7 +25,7 @@ START_TOKENS = 4  # of every chunk, if nothing else is asked for
 MASS = 0.9
 HEAVY = 0.05  # share of the context that counts as heavy
 _STEP = 256  # keys; every other shape of a product costs oneDNN new code, which it keeps
-_BLOCK_BYTES = RETURNED_BYTES // 2  # of the weights of rows that exist at a time: they stay in the CPU's cache
+_BLOCK_BYTES = 2**21  # of the weights of rows that exist at a time: they stay in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,8 @@ class Classes:
         return mass
 
 
-def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS) -> torch.Tensor:
-    """Compute the share of the keys that a row sees that holds `mass` of its attention: float64 `[heads, rows]`.
+def keys_needed(weights: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Compute the share of the keys that a row sees that holds `MASS` of its attention: float64 `[heads, rows]`.
 
     Parameters
     ----------
@@ -79,7 +78,7 @@ def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS
     """
     rising = torch.from_numpy(np.sort(weights.numpy(), axis=-1))  # twenty times as fast as torch's sort
     falling = rising.flip(-1).cumsum(-1)
-    enough = mass * falling[..., -1:] - 1e-6
+    enough = MASS * falling[..., -1:] - 1e-6
     return ((falling < enough).sum(-1) + 1).clamp_max(visible).double() / visible
 
 
@@ -135,13 +134,13 @@ def _named(mass: torch.Tensor) -> dict[str, float]:
 # ---- static sparsity ---------------------------------------------------------------------------------------------
 
 
-def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, share: float = HEAVY) -> torch.Tensor:
-    """Find the `share` of the context's positions with most of the question's attention, as bool `[layers, length]`."""
+def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor) -> torch.Tensor:
+    """Find the share `HEAVY` of the context with most of the question's attention, as bool `[layers, length]`."""
     layers = []
     for weights in asked.attention(cache):
         worth = weights.mean((0, 1)).cpu()
         heavy = torch.zeros(len(worth), dtype=torch.bool)
-        heavy[context[worth[context].topk(share_of(share, len(context))).indices]] = True
+        heavy[context[worth[context].topk(share_of(HEAVY, len(context))).indices]] = True
         layers.append(heavy)
     return torch.stack(layers)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import KvtoolError
-from kvtool.core.evaluate.audits import Audit, Kept, kept_audits
+from kvtool.core.evaluate.audits import Audit, kept_audits
 from kvtool.core.evaluate.measures import DISTANCES, means
 from kvtool.reports.page import Section, Table
 from kvtool.reports.report import Report, ReportContext, ReportResult, Shown
@@ -26,13 +27,13 @@ _HEAD = (
 def audit(context: ReportContext) -> ReportResult:
     """Show how far the answers that `query --audit` has compared with full prefill were from it, by mode and level."""
     identity = context.identity
-    kept = kept_audits(context.store, identity.fingerprint)
-    if not kept.audits:
+    audits = kept_audits(context.store, identity.fingerprint)
+    if not audits:
         raise KvtoolError(
             f"no answer of {identity.model} from this store has been audited",
             '`kvtool query "…" --audit 1` audits one, KVTOOL_AUDIT=0.01 one of a hundred questions',
         )
-    value = {"resolved": {"model": identity.model, "fingerprint": identity.fingerprint}} | audit_overview(kept)
+    value = {"resolved": {"model": identity.model, "fingerprint": identity.fingerprint}} | audit_overview(audits)
     text = (
         "Each of these answers was held against full prefill of the same prompt after it had been given. KL: how far "
         "its distributions are from full prefill's, in nats, before the first token and mean over the full answer."
@@ -41,23 +42,21 @@ def audit(context: ReportContext) -> ReportResult:
     return ReportResult("Audit", value, [*_summary(value)], [section])
 
 
-def audit_overview(kept: Kept) -> dict[str, Any]:
+def audit_overview(audits: Sequence[Audit]) -> dict[str, Any]:
     """Make the JSON of `inspect audit`.
 
     Returns
     -------
-    `questions`, `damaged` lines of the journal; `since`, `until`: the first audit and the last, in seconds since 1970;
-    `runs`: a row for each run, level and lead-in, the most audited first.
+    `questions`; `since`, `until`: the first audit and the last, in seconds since 1970; `runs`: a row for each run,
+    level and lead-in, the most audited first.
     """
-    audits = sorted(kept.audits, key=lambda audit: audit.at)
     groups: dict[tuple[str, str, str], list[Audit]] = {}
     for audit in audits:
         groups.setdefault((audit.run, ", ".join(audit.levels), audit.lead_in), []).append(audit)
     return {
         "questions": len(audits),
-        "damaged": kept.damaged,
-        "since": audits[0].at if audits else None,
-        "until": audits[-1].at if audits else None,
+        "since": min(audit.at for audit in audits),
+        "until": max(audit.at for audit in audits),
         "runs": [_row(group) for group in sorted(groups.values(), key=lambda group: -len(group))],
     }
 
@@ -71,12 +70,11 @@ def _row(group: Sequence[Audit]) -> dict[str, Any]:
         "levels": list(group[0].levels),
         "lead_in": group[0].lead_in,
         "count": len(group),
-        **means([audit.to_json() for audit in group], DISTANCES),
+        **means([asdict(audit) for audit in group], DISTANCES),
         "spread": {name: quantiles([getattr(audit, name) for audit in group]) for name in ("kl_first", "kl_answer")},
         "sampled": sum(audit.sampled for audit in group),
         "with_holes": sum(audit.holes > 0 for audit in group),
         "recomputed_share": statistics.fmean(shares) if shares else 0.0,
-        "audit_ms_median": statistics.median(audit.milliseconds for audit in group),
         "worst": {name: getattr(worst, name) for name in ("question", "at", *DISTANCES)},
     }
 
@@ -97,8 +95,6 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         yield f"sampled answers: {sampled}; `same answer` compares their greedy answers"
     if holes:
         yield f"prompts with chunks that were computed in place: {holes}; what they say of reuse is too good"
-    if value["damaged"]:
-        yield f"lines of the journal that cannot be read: {value['damaged']}; they are left out"
 
 
 def _table(value: Mapping[str, Any]) -> Table:

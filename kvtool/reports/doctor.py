@@ -52,7 +52,7 @@ _NOT_OFFERED = ("dev",)  # extras for work on kvtool itself
 # Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
 _REGISTRIES = (
     *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
-    *("kvtool.core.codec.levels", "kvtool.core.remote.blobs"),
+    "kvtool.core.remote.blobs",
 )
 _TELLING = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amxbf16", "asimd", "bf16", "i8mm", "sve")
 _LITTLE_MEMORY = 2 * 10**9
@@ -257,7 +257,7 @@ def check_cpu() -> Iterator[Finding]:
     """Say what the CPU can do, and whether it is free."""
     features = [name for name in _TELLING if name in cpu_features()]
     text = f"{cpu_name()}, {counted(cores(), 'core')}: {' '.join(features) or 'nothing known of what it can do'}"
-    text += f"; kernels for {best_isa() or 'only numpy and torch'}"
+    text += f"; kernels for {best_isa()}"
     if lacks_avx2():
         yield Finding("CPU", "warning", f"{text}; no AVX2", "everything works at about a quarter of the speed")
     else:

@@ -115,7 +115,7 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
 # ---- shift -------------------------------------------------------------------------------------------------------
 
 
-def shift_report(prompt: ReusedPrompt, full: PromptCache, ratio: float = 0.15) -> dict[str, Any]:
+def shift_report(prompt: ReusedPrompt, full: PromptCache) -> dict[str, Any]:
     """Compare what `union` leaves of a prompt's reused rows with full prefill's, without a shift and with it.
 
     Returns
@@ -123,8 +123,8 @@ def shift_report(prompt: ReusedPrompt, full: PromptCache, ratio: float = 0.15) -
     `ratio`; `tokens_shifted`: how many; `common`: what the probes of a chunk have in common of their change;
     `layers[{layer, k_before, k_after, v_before, v_after}]`: ‖Δ‖ / ‖full‖ over the shifted rows.
     """
-    plain = prompt.fused(Union(ratio=ratio, shift=False)).cache
-    fused = prompt.fused(Union(ratio=ratio))
+    union = Union()
+    plain, fused = prompt.fused(Union(shift=False)).cache, prompt.fused(union)
     rows = fused.shifted.rows.nonzero()[:, 0].to(prompt.decoder.device)
 
     def sides(cache: PromptCache, layer: int) -> list[torch.Tensor]:
@@ -138,7 +138,7 @@ def shift_report(prompt: ReusedPrompt, full: PromptCache, ratio: float = 0.15) -
             for side, found, exact in zip(("k", "v"), sides(cache, layer), sides(full, layer), strict=True):
                 row[f"{side}_{name}"] = _relative(float((found - exact).norm()), float(exact.norm()))
         layers.append(row)
-    return {"ratio": ratio, "tokens_shifted": len(rows), "common": fused.shifted.common, "layers": layers}
+    return {"ratio": union.ratio, "tokens_shifted": len(rows), "common": fused.shifted.common, "layers": layers}
 
 
 def _relative(difference: float, size: float) -> float:
@@ -148,9 +148,7 @@ def _relative(difference: float, size: float) -> float:
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
-def deviation_report(
-    prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS, choices: Sequence[str] = CHOICES
-) -> dict[str, Any]:
+def deviation_report(prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS) -> dict[str, Any]:
     """Make the JSON of `inspect deviation` for one prompt.
 
     Returns
@@ -170,7 +168,7 @@ def deviation_report(
     reused = prompt.recomputing(torch.zeros(prompt.plan.length, dtype=torch.bool))
     reuse, untouched, rows = deviation(prompt, reused, full), attention(reused), []
     del reused
-    for choice in choices:
+    for choice in CHOICES:
         for ratio in ratios:
             chosen = chosen_rows(prompt, choice, ratio, reuse.worth)
             by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched

@@ -17,7 +17,6 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.linear.onednn import return_freed_memory
 from kvtool.core.model.attention import QueryRows, Watch
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
@@ -39,7 +38,6 @@ class Chosen(Selector):
     """Recomputes the rows that it was given, bool `[plan.length]`."""
 
     name: ClassVar[str] = "chosen"
-    reads_all: ClassVar[bool] = True
     rows_chosen: torch.Tensor
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,7 +70,6 @@ class ReusedPrompt:
             raise UsageError(
                 "nothing of this prompt is reused from another place", "take more chunks (--top-k, --documents)"
             )
-        return_freed_memory()  # several caches of a whole prompt come and go
         return cls(decoder, plan, source, hits)
 
     def full(self) -> PromptCache:

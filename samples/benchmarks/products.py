@@ -23,7 +23,7 @@ from attention import least
 
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize, none
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, none
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv, has_int8_row
 from kvtool.core.native.isa import ISAS, Isa, best_isa, multiplies_int8, runnable
 
@@ -92,7 +92,10 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
     matrices = [random_matrix(kind, *shape) for _ in range(layers) for shape in SHAPES]
     packed = [PackedLinear(matrix, None, dtype) for matrix in matrices]
     whole = [PackedLinear(matrix, None, dtype, int8=True) for matrix in matrices]
-    plain = [dequantize(matrix).to(dtype) for matrix in matrices]
+    plain = [
+        dequantize_rows(matrix, 0, matrix.rows, torch.empty(matrix.rows, matrix.columns, dtype=dtype))
+        for matrix in matrices
+    ]
     laid_out = _laid_out(plain) if can_pack(plain[0]) else []
     count = sum(weight.numel() for weight in plain)
     print(f"\n{kind}, {count / 1e6:.0f} million weights, {best_isa()}, {dtype}: ms of a pass")

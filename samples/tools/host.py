@@ -40,14 +40,13 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.fusion.loader import Loader, ReadSet
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
-from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import KVShape
@@ -254,10 +253,9 @@ def load(
 ) -> int:
     """Load all records of a plan into a cache, as a question does; returns their bytes."""
     decoder: Decoder = device  # type: ignore[assignment]
-    read = ReadSet.whole(plan, device.layer_count).read
     with (
         store.view(),
-        Loader(decoder, read, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
+        Loader(decoder, plan.cached, cache, StoreSource(store, decoder, profiles), None, workers) as loader,
     ):
         for layer in range(device.layer_count):
             loader.wait(layer)
@@ -370,7 +368,6 @@ def _place(frame: Any) -> str:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Ingest and load; rows of GB/s (of raw keys and values) with the limits before and after."""
-    keep_freed_memory()  # as a process does that loads a model
     device = NullDevice.of(options.shape, options.batch, options.prefill)
     device.keep(AHEAD, options.chunk_tokens)
     files = files_of(options.tokens, options.chunk_tokens)

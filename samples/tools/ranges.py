@@ -30,7 +30,8 @@ QUICK = (
     *("tests/cli/test_app.py", "tests/cli/test_help.py", "tests/cli/test_out.py", "tests/cli/test_chat.py"),
     *("tests/corpus", "tests/cli/test_documents.py", "tests/faults/test_watch.py"),
     *("tests/retrieval/test_vectors.py", "tests/remote/test_transfer.py", "tests/serve", "tests/agent"),
-    *("tests/remote/test_blobs.py", "tests/remote/test_objects.py", "tests/crew", "tests/ingest/test_ray.py"),
+    *("tests/remote/test_blobs.py", "tests/remote/test_objects.py", "tests/ingest/test_ray.py"),
+    "tests/ingest/test_ray_cluster.py",
 )
 # What each library is for, once.
 BRIEF = (
@@ -41,7 +42,7 @@ BRIEF = (
     *("tests/cli/test_startup.py", "tests/cli/test_help.py", "tests/cli/test_out.py", "tests/cli/test_chat.py"),
     *("tests/cli/test_completion.py", "tests/corpus", "tests/cli/test_documents.py", "tests/faults/test_watch.py"),
     *("tests/retrieval/test_vectors.py", "tests/remote/test_blobs.py", "tests/serve/test_openai.py"),
-    *("tests/serve/test_process.py", "tests/agent", "tests/crew"),
+    *("tests/serve/test_process.py", "tests/agent", "tests/ingest/test_ray_cluster.py"),
     "tests/remote/test_objects.py::test_credentials_of_a_profile",
     "tests/ingest/test_ray.py::test_workers_make_what_one_process_makes",
 )

@@ -15,9 +15,10 @@ from kvtool.core.checkpoint.files import PACKED
 from kvtool.core.checkpoint.gguf.header import read_header
 from kvtool.core.checkpoint.packed import pack_folder, read_packed
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.linear.qtensor import READERS, dequantize
+from kvtool.core.kernels.linear.qtensor import READERS
 from tests.checkpoint.gguf_files import finish
 from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
+from tests.kernels.linear.reference import dequantize
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
@@ -59,13 +60,6 @@ def test_two_weights_of_the_same_numbers(tmp_path: Path) -> None:
     wanted = weight("q4_k", blocks)
     save_file({NAME: wanted, "other.weight": wanted.clone()}, tmp_path / "model.safetensors")
     assert packed(tmp_path, "q4_k", blocks).keys() == {NAME, "other.weight"}
-
-
-def test_native_code_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "best_isa", lambda: None)
-    blocks = random_blocks("q4_1")
-    save_file({NAME: weight("q4_1", blocks)}, tmp_path / "model.safetensors")
-    assert list(packed(tmp_path, "q4_1", blocks)) == [NAME]
 
 
 def test_a_weight_that_is_not_the_tensor_stays_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

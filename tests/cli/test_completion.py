@@ -87,29 +87,19 @@ def test_it_completes_in_a_real_shell(home: Home, shell: str) -> None:
     """Installed for the shell that calls, as it detects."""
     needed(shell)
     done = home.run(shell, "-c", "kvtool --install-completion; true")
-    assert f"completion for {shell} is installed in" in done.stderr
+    assert f"{shell} completion installed in" in done.stdout
     assert home.installed == [shell]
     if shell == "fish":
         assert home.run(shell, "-c", "complete -C 'kvtool insp'").stdout.startswith("inspect")
     else:  # to the line's beginning, and what was completed is said
-        shown = home.typed(shell, "kvtool insp\t\x01echo said \nexit\n")
+        first = "kvtool insp\t\x15" if shell == "zsh" else ""  # typer's script for zsh completes from the second Tab on
+        shown = home.typed(shell, f"{first}kvtool insp\t\x01echo said \nexit\n")
         assert "said kvtool inspect" in shown
         assert "starting" not in shown  # nobody waits for a command
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_that_is_named_is_meant(home: Home, shell: str) -> None:
-    """Also where another one calls; what is shown is what is installed."""
+def test_the_script_that_is_shown_is_the_installed_one(home: Home) -> None:
     needed("bash")
-    done = home.run("bash", "-c", f"kvtool --install-completion {shell}; true")
-    assert f"completion for {shell} is installed in" in done.stderr
-    assert home.installed == [shell]
-    shown = home.run("kvtool", "--show-completion", shell).stdout.strip()
-    assert (home.folder / INSTALLED[shell]).read_text("utf-8").strip() == shown
-
-
-def test_what_is_no_shell_is_refused(home: Home) -> None:
-    done = home.run("kvtool", "--install-completion", "fsh")
-    assert done.returncode == 2
-    assert "did you mean 'fish'" in done.stderr
-    assert home.installed == []
+    home.run("bash", "-c", "kvtool --install-completion; true")
+    shown = home.run("bash", "-c", "kvtool --show-completion; true").stdout.strip()
+    assert (home.folder / INSTALLED["bash"]).read_text("utf-8").strip() == shown

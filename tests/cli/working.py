@@ -65,7 +65,7 @@ class Done:
         """The one JSON object on stdout."""
         assert self.out.count("\n") == 1, self.out + self.err
         value: dict[str, Any] = json.loads(self.out)
-        assert value["schema"] == 2
+        assert value["schema"] == 1
         return value
 
     @property
@@ -200,9 +200,11 @@ def damages(path: Path) -> list[str]:
 
 
 def emptied(path: Path) -> Done:
-    """Prune a store to the smallest size that it gets to."""
+    """Prune a store of all that may be removed."""
     said = kvtool("store", "prune", "--max-size", "1", "--dry-run", "--json", "--store", path).json
-    return kvtool("store", "prune", "--max-size", said["smallest"], "--yes", "--json", "--store", path).fine()
+    return kvtool(
+        "store", "prune", "--max-size", said["bytes_after"] + 16_384, "--yes", "--json", "--store", path
+    ).fine()
 
 
 def state(path: Path) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtool.core.codec.cachegen import cheapest, shipped
 from kvtool.core.codec.fit import bell, frequencies
-from kvtool.core.codec.rans.reference import ALPHABET, ESCAPE, SLOTS, ZERO
+from kvtool.core.codec.rans.tables import ALPHABET, ESCAPE, SLOTS, ZERO
 
 DIGEST = "b9c0f1000a6b8c4edce0785ebc46f1cc"  # of version 1: records name its tables by number
 

@@ -12,32 +12,17 @@ from kvtool.core.codec import decode, encode
 from kvtool.core.codec import transform_kernels as products
 from kvtool.core.codec.base import DTYPES
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.encode import coarsened, finer_symbols, has_strays, refinement, wider
+from kvtool.core.codec.encode import finer_symbols, has_strays, wider
+from kvtool.core.codec.fit import coarsened
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout
-from kvtool.core.codec.rans import coder
-from kvtool.core.codec.rans.reference import in_order
+from kvtool.core.codec.rans.tables import ZERO, in_order
 from kvtool.core.common.machine import FEATURES
 from kvtool.core.errors import DamagedError
+from kvtool.core.native import isa as isas
 from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, runnable
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
-
-MACHINES = [name for name in coder.available() if name != coder.NUMPY]
-
-
-@pytest.fixture(params=coder.available())
-def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of them, torch too."""
-    monkeypatch.setenv(coder.VARIABLE, str(request.param))
-    return str(request.param)
-
-
-@pytest.fixture(params=MACHINES)
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each that has machine code."""
-    monkeypatch.setenv(coder.VARIABLE, str(request.param))
-    return str(request.param)
 
 
 def dice(*shape: int, size: float = 1.0) -> torch.Tensor:
@@ -63,7 +48,6 @@ def test_numbers_are_those_of_torch(machine: str, dtype: str, groups: int, heads
     """Heads of odd sizes, rows that fill no tile, sides that are views."""
     layout = Layout(groups, heads // groups * dim)
     by = products.forward_by(layout, DTYPES[dtype])
-    assert by is not None
     matrices, means, weights = weights_of(layout, [layout.size] * SIDES * groups, by.tile)
     whole = dice(SIDES, tokens, heads, dim, size=3.0).to(DTYPES[dtype])
     sides = [whole[0].transpose(0, 1), whole[1].transpose(0, 1).contiguous()]
@@ -84,7 +68,6 @@ def test_numbers_are_those_of_torch(machine: str, dtype: str, groups: int, heads
 def test_ties_go_to_the_even_number_and_the_largest_ends(machine: str, dtype: str) -> None:
     layout = Layout(1, 40)
     by = products.forward_by(layout, DTYPES[dtype])
-    assert by is not None
     weights = products.Weights.of([torch.eye(40)] * 2, torch.zeros(2, 40), by.tile)
     ends = [0.5, 1.5, -0.5, -2.5, 40000.0, -40000.0]
     side = torch.tensor([ends * 7])[:, None, :40].to(DTYPES[dtype])
@@ -98,7 +81,7 @@ def test_ties_go_to_the_even_number_and_the_largest_ends(machine: str, dtype: st
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 17, 23])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_a_number_that_is_not_finite_is_seen(back_end: str, dtype: str, place: int, odd: float) -> None:
+def test_a_number_that_is_not_finite_is_seen(machine: str, dtype: str, place: int, odd: float) -> None:
     keys, values = (side.clone() for side in model().kv(0, 30, dtype=DTYPES[dtype]))
     values[1, 29, place] = odd
     with pytest.raises(Exception, match="not finite"):
@@ -119,7 +102,6 @@ def test_sides_are_those_of_torch(
     monkeypatch.setattr(products, "torch_is_faster", lambda _: False)
     layout = Layout(groups, size)
     by = getattr(products, makes)(layout, DTYPES[dtype])
-    assert by is not None
     assert by.tile.pairs == (makes == "reading_by" and products.multiplies_pairs(DTYPES[dtype]))
     widths = [layout.padded if at % 3 == 0 else 32 if at % 3 == 1 else 0 for at in range(SIDES * groups)]
     matrices, means, weights = weights_of(layout, widths, by.tile)
@@ -141,7 +123,7 @@ def test_sides_are_those_of_torch(
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_errors_are_those_of_doubles(back_end: str, dtype: str) -> None:
+def test_errors_are_those_of_doubles(machine: str, dtype: str) -> None:
     shapes = [(3, 17, 24), (3, 1, 24), (3, 130, 24)]
     exact = [dice(*shape).to(DTYPES[dtype]) for shape in shapes]
     made = [(side + dice(*side.shape).flip(0) / 50).to(DTYPES[dtype]) for side in exact]
@@ -160,7 +142,7 @@ def test_errors_are_those_of_doubles(back_end: str, dtype: str) -> None:
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-def test_every_number_nests(back_end: str) -> None:
+def test_every_number_nests(machine: str) -> None:
     numbers = np.arange(-32767, 32767, dtype=np.int16)
     numbers = np.concatenate([numbers, numbers[: -len(numbers) % 32]]).reshape(1, -1, 32)
     made = wider(numbers, np.empty_like(numbers))
@@ -168,12 +150,14 @@ def test_every_number_nests(back_end: str) -> None:
     columns = [in_order(np.zeros(64, np.uint16), shipped())]
     pairs = numbers.reshape(1, -1, 64), made.reshape(1, -1, 64)
     ((symbols, contexts),) = finer_symbols(*pairs, columns)
-    wanted = refinement(pairs[0][0], pairs[1][0])
-    assert np.array_equal(symbols, wanted[0])
-    assert np.array_equal(contexts, wanted[1])
+    fine, coarse = (part.astype(int)[0] for part in pairs)
+    rest = symbols.astype(int) - ZERO
+    assert {*np.unique(rest).tolist()} <= {-1, 0, 1}
+    assert np.array_equal(3 * coarse + np.where(coarse < 0, -rest, rest), fine)
+    assert np.array_equal(contexts, np.minimum(np.abs(coarse), 2))
 
 
-def test_what_stands_outside_is_found(back_end: str) -> None:
+def test_what_stands_outside_is_found(machine: str) -> None:
     numbers = np.zeros((3, 5, 128), np.int16)
     numbers[1, 4, 127] = -1
     numbers[2, 0, 31] = 4
@@ -197,7 +181,7 @@ def joined(records: list[Any]) -> list[bytes]:
 @pytest.mark.parametrize("at_once", [1, 20_000, 1 << 30])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_record_does_not_depend_on_its_batch(
-    back_end: str, groups: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    machine: str, groups: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer, some together, all together, and after a batch of longer chunks."""
     of, kvs = profile(groups=groups), some_layers(53)
@@ -209,11 +193,11 @@ def test_a_record_does_not_depend_on_its_batch(
         assert joined(together[level]) == [b"".join(one[level]) for one in single]
 
 
-@pytest.mark.skipif({"avx2", "avx512"} - {*MACHINES} != set(), reason="needs both instruction sets")
+@pytest.mark.skipif({"avx2", "avx512"} - {*runnable()} != set(), reason="needs both instruction sets")
 def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for name in ("avx2", "avx512"):
-        monkeypatch.setenv(coder.VARIABLE, name)
+        monkeypatch.setattr(isas, "runnable", lambda name=name: (name,))
         made.append(encode.encode_nested(profile(), range(LAYERS), some_layers(40), ["1", "2"]))
     wanted, other = ([record[80:] for level in ("1", "2") for record in joined(one[level])] for one in made)
     assert wanted == other
@@ -233,13 +217,13 @@ def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch)
     assert len(calls) <= 7
 
 
-def test_rows_without_tokens(back_end: str) -> None:
+def test_rows_without_tokens(machine: str) -> None:
     kvs = some_layers(0)
     for records in encode.encode_nested(profile(), range(LAYERS), kvs, ["1", "4"]).values():
         assert len(joined(records)) == LAYERS
 
 
-def test_what_does_not_fit_is_refused_before_it_is_read(back_end: str) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_read(machine: str) -> None:
     keys, values = model().kv(0, 5)
     wider = torch.cat([keys, keys[:, :, :1]], 2)
     for wrong in ((wider, values), (keys, torch.cat([values, values[:1]]))):
@@ -270,7 +254,7 @@ def test_what_is_decoded_here_and_by_torch(machine: str, level: str, dtype: str)
 
 
 @pytest.mark.parametrize(
-    ("features", "back_end", "pairs"),
+    ("features", "machine", "pairs"),
     [
         ("avx512f avx512_bf16", "avx512", True),
         ("avx512f avx512_bf16 amx_bf16", "avx512", False),
@@ -278,10 +262,9 @@ def test_what_is_decoded_here_and_by_torch(machine: str, level: str, dtype: str)
         ("avx512f", "avx512", False),
     ],
 )
-def test_who_multiplies_bfloat16(features: str, back_end: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_multiplies_bfloat16(features: str, machine: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels where the CPU can and nothing is faster; what is held to less than the CPU has takes less."""
-    monkeypatch.setattr(coder, "available", lambda: ("avx512", "avx2"))
-    monkeypatch.setenv(coder.VARIABLE, back_end)
+    monkeypatch.setattr(isas, "runnable", lambda: (machine,))
     monkeypatch.setenv(FEATURES, features)
     assert products.multiplies_pairs(torch.bfloat16) is pairs
     assert not products.multiplies_pairs(torch.float32)
@@ -299,7 +282,7 @@ def test_panels_of_pairs_hold_every_weight_once() -> None:
     assert not side_by_side[:, 50:].any()
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", runnable())
 def test_panels_hold_every_weight_once(name: str) -> None:
     tile = tile_of(ISAS[name])
     matrix = np.arange(1, 1 + 5 * 50, dtype=np.float32).reshape(5, 50)

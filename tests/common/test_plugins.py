@@ -8,17 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.levels import Level
-from kvtool.core.codec.plugin import PluginCodec
 from kvtool.core.common import plugins
 from kvtool.core.common.plugins import PluginError, found, listed, troubles
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import UnreadableFile
-from kvtool.core.errors import DamagedError, ModelError
+from kvtool.core.errors import ModelError
 from kvtool.core.retrieval import embed
 from kvtool.reports.doctor import check_plugins
 from tests.cli.working import kvtool
@@ -78,8 +74,8 @@ def test_of_two_packages_with_one_name_the_first_is_taken(install: Install) -> N
 
 
 def test_a_name_that_is_none_is_left_out(install: Install) -> None:
-    install("odd", "codecs", "Über/level", "a:x")
-    assert found("codecs") == {}
+    install("odd", "blobs", "Über/store", "a:x")
+    assert found("blobs") == {}
     assert "its name is none" in troubles()[0][0]
 
 
@@ -123,62 +119,3 @@ def test_an_embedder_that_is_none_is_an_error_of_the_model(
     monkeypatch.setattr(embed, "_PLUGINS", found("embedders"))
     with pytest.raises(ModelError, match=why):
         embed.embedder_of("vec").encode(["a"])
-
-
-# ---- codecs ----
-
-_CODEC = """
-import torch
-from kvtool.core.codec.base import SelfContained
-from kvtool.core.codec.lossless import Raw
-
-class Good(Raw): pass
-class Lying(Raw):
-    def decode_one(self, *item): return tuple(side + 1 for side in super().decode_one(*item))
-class Shorter(Raw):
-    def decode_one(self, *item): return tuple(side[:, 1:] for side in super().decode_one(*item))
-class Failing(Raw):
-    def decode_one(self, *item): raise KeyError('what')
-class Refusing(Raw):
-    def encode(self, *kv): raise KeyError('what')
-"""
-KV = torch.arange(24.0).reshape(2, 3, 4), -torch.arange(24.0).reshape(2, 3, 4)
-
-
-@pytest.fixture
-def codec(install: Install) -> Callable[..., PluginCodec]:
-    install("codecs", "codecs", "mine", "codec_plugin:LEVEL", codec_plugin=_CODEC)
-    plugin = found("codecs")["mine"]
-    return lambda kind, lossless=True: PluginCodec(Level("mine", f"codec_plugin:{kind}", lossless, bits=9), plugin)
-
-
-def test_a_codec_that_keeps_its_promise(codec: Callable[..., PluginCodec]) -> None:
-    payload = bytearray(b"".join(bytes(part) for part in codec("Good").encode(*KV)))
-    item = Encoded(payload, (2, 3, 4), "float32")
-    (made,) = codec("Good").decode([item])
-    assert all(map(torch.equal, made, KV))
-    assert len(codec("Good").decode_layers([item, item])) == 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "lossless", "why"),
-    [
-        ("Lying", True, "not lossless"),
-        ("Shorter", False, "another shape"),
-        ("Failing", False, "cannot read what it wrote"),
-        ("Refusing", False, "KeyError"),
-        ("Missing", True, "AttributeError"),
-    ],
-)
-def test_a_codec_that_breaks_its_promise_writes_nothing(
-    codec: Callable[..., PluginCodec], kind: str, lossless: bool, why: str
-) -> None:
-    with pytest.raises(PluginError, match=why):
-        codec(kind, lossless).encode_layers([KV])
-
-
-@pytest.mark.parametrize("kind", ["Failing", "Shorter", "Missing"])
-def test_a_record_that_it_cannot_read_counts_as_damaged(codec: Callable[..., PluginCodec], kind: str) -> None:
-    payload = bytearray(b"".join(bytes(part) for part in codec("Good").encode(*KV)))
-    with pytest.raises(DamagedError, match=r"'mine' of codecs 1\.0"):
-        codec(kind).decode([Encoded(payload, (2, 3, 4), "float32")])

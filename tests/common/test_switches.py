@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.codec.rans import coder
 from kvtool.core.common import switches
 from kvtool.core.common.switches import ALLOWED, SWITCHES, asked
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.dispatch import BACKENDS
-from kvtool.core.native.isa import ISAS
 from kvtool.core.options.resolve import RESERVED_ENV
 from tests.cli.working import kvtool
 
@@ -28,7 +26,6 @@ def test_what_is_allowed_is_taken_and_nothing_else(variable: str, monkeypatch: p
 
 def test_the_lists_are_those_of_who_follows_them() -> None:
     assert ALLOWED[switches.ATTENTION] == tuple(backend.name for backend in BACKENDS)
-    assert ALLOWED[switches.ENTROPY_CODER] == (*ISAS, coder.NUMPY)
     assert {*SWITCHES} < {*RESERVED_ENV}
 
 

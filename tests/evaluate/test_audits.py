@@ -1,16 +1,19 @@
-"""Choice of the audited questions, and the journal of audits. (Audits of answers: tests/query/test_audit.py.)"""
+"""Choice of the audited questions, and the audits that are kept. (Audits of answers: tests/query/test_audit.py.)"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError
+from kvtool.core.evaluate import audits
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
 from kvtool.reports.paired_run import parse_run
 from tests.cache.making import make_store
+from tests.faults.running import start
 
 MODEL = "f" * 64
 
@@ -69,28 +72,47 @@ def test_a_run_is_named_as_a_user_would_name_it() -> None:
 
 def test_audits_are_kept_by_model(tmp_path: Path) -> None:
     with Store.open(make_store(tmp_path / "store")) as store:
-        audits = [made(number, kl_answer=number / 7) for number in range(3)]
-        assert all(keep_audit(store, MODEL, audit) for audit in audits)
-        assert kept_audits(store, MODEL).audits == tuple(audits)
-        assert kept_audits(store, "0" * 64).audits == ()
+        assert kept_audits(store, MODEL) == ()
+        made_ones = [made(number, kl_answer=number / 7) for number in range(3)]
+        assert all(keep_audit(store, MODEL, audit) for audit in made_ones)
+        assert kept_audits(store, MODEL) == tuple(made_ones)
+        assert kept_audits(store, "0" * 64) == ()
+        path = store.side_file("audit/audits.sqlite")
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_bytes(b"no database" * 1000)
+        with pytest.raises(DamagedError, match="cannot be read"):
+            kept_audits(store, MODEL)
+        assert not keep_audit(store, MODEL, made())
 
 
-def test_what_is_no_audit_is_counted(tmp_path: Path) -> None:
+def test_the_newest_audits_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits, "_MOST", 3)
     with Store.open(make_store(tmp_path / "store")) as store:
-        wrong: list[dict[str, object]] = [
-            {"kl_first": "0"},
-            {"tokens": []},
-            {"tokens": {"reused": 3}},
-            {"levels": [1]},
-            {"lead_in": {}},
-            {"amount": "0.15"},
-            {"at": 10**15},  # no year has it
-            {"holes": 10**400},
-            {"kl_answer": float("nan")},
-        ]
-        rows = [{}, {"format": 2}, *(made().to_json() | changes for changes in wrong)]
-        for row in (*rows, made().to_json()):
-            append_side(store, f"audit/{MODEL[:16]}.jsonl", row)
-        kept = kept_audits(store, MODEL)
-    assert kept.audits == (made(),)
-    assert kept.damaged == len(rows)
+        for number in range(5):
+            keep_audit(store, MODEL, made(number))
+        assert [audit.at for audit in kept_audits(store, MODEL)] == [2, 3, 4]
+
+
+def test_audits_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(make_store(tmp_path / "store")) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "read_only", True)
+            assert not keep_audit(store, MODEL, made())
+        assert kept_audits(store, MODEL) == ()
+        store.side_file("audit/audits.sqlite").mkdir()
+        assert not keep_audit(store, MODEL, made())
+
+
+def test_several_threads_and_processes_keep_audits(tmp_path: Path) -> None:
+    """One of the processes is killed in between."""
+    with Store.open(make_store(tmp_path / "store")) as store:
+        workers = [start(store.path, "audits", word, "20") for word in ("a", "killed")]
+        with ThreadPoolExecutor(2) as pool:
+            kept = pool.map(lambda number: keep_audit(store, "model", made(number, question="b")), range(20))
+            workers[1].kill()
+        assert all(kept)
+        outputs = [worker.communicate(timeout=60)[0] for worker in workers]
+        rows = [(audit.question, audit.at) for audit in kept_audits(store, "model")]
+        assert keep_audit(store, "model", made())
+    assert outputs == ["", ""]
+    assert sorted(row for row in rows if row[0] != "killed") == [(word, n) for word in "ab" for n in range(20)]

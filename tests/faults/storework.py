@@ -11,10 +11,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from kvtool.core.cache.side_files import append_side  # noqa: E402
 from kvtool.core.cache.store import Store  # noqa: E402
 from kvtool.core.errors import KvtoolError  # noqa: E402
+from kvtool.core.evaluate.audits import keep_audit  # noqa: E402
 from tests.cache.making import LAYERS, add_file, check_file, id_of  # noqa: E402
+from tests.evaluate.test_audits import made  # noqa: E402
 
 
 def say(word: str) -> None:
@@ -72,11 +73,11 @@ def read(store: Store, *paths: str) -> None:
     say(f"{len(store.sources())} {store.read_only} {store.has_chunk(id_of('f0.0'))}")
 
 
-def log(store: Store, word: str, count: str) -> None:
-    """Append to a journal next to the records."""
+def audits(store: Store, word: str, count: str) -> None:
+    """Keep audits next to the records."""
     say("start")
     for number in range(int(count)):
-        if not append_side(store, "audit/both.jsonl", {"word": word, "number": number}):
+        if not keep_audit(store, "model", made(number, question=word)):
             say("not kept")
 
 
@@ -85,9 +86,15 @@ def main() -> int:
         with (
             Store.create_or_open(Path(sys.argv[1])) if sys.argv[2] == "add" else Store.open(Path(sys.argv[1])) as store
         ):
-            {"add": add, "limited": limited, "hold": hold, "lock": lock, "watch": watch, "read": read, "log": log}[
-                sys.argv[2]
-            ](store, *sys.argv[3:])
+            {
+                "add": add,
+                "limited": limited,
+                "hold": hold,
+                "lock": lock,
+                "watch": watch,
+                "read": read,
+                "audits": audits,
+            }[sys.argv[2]](store, *sys.argv[3:])
     except KvtoolError as error:
         sys.stderr.write(f"{error.message}\n{error.hint}\n")
         return error.exit_code

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write
-from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
+from kvtool.core.evaluate.audits import keep_audit
 from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.retrieval.index import index_of
 from kvtool.serve import unix_socket
 from tests.cache.making import make_store
+from tests.evaluate.test_audits import made
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("useradd") is None,
@@ -144,7 +145,7 @@ def _fill(folder: Path) -> None:
     make_store(folder / "store")
     with Store.open(folder / "store") as store:
         store.write_side("gate/verdict.json", {"passed": True})
-        append_side(store, "audit/log.jsonl", {"question": "what nobody else shall read"})
+        keep_audit(store, "model", made(question="what nobody else shall read"))
         index_of(store)
     CatalogueCache("file:///nowhere").put("ab" * 16, b"a copy of a catalogue")
     file_digest(Path(__file__))

@@ -24,16 +24,19 @@ from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.tree import DataFile, Tree, check_data_file, damaged_pages
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of
+from kvtool.core.codec.levels import base_level
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.rans import coder, reference
-from kvtool.core.codec.rans.reference import LANES, Stream, TableSet, in_order, quantised
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.rans.tables import LANES, Stream, TableSet, in_order, quantised
 from kvtool.core.codec.row_subset import rows_of
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.tables import open_unsealed, write_tables
+from kvtool.core.retrieval.tables import open_tables, write_tables
 from tests.cache.making import id_of, make_store
 from tests.codec import test_fuzz as records
+from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, stream_of, symbols_for
 from tests.codec.synthetic import encoded
 from tests.fuzzing.harness import refused, scratch
@@ -143,7 +146,7 @@ def record_of(level: str) -> Callable[[bytes], None]:
                 return
             shape = shape_of(header.kv_heads, header.tokens, header.head_dim_k, header.head_dim_v)
             item = Encoded(bytearray(payload), shape, header.dtype, _items()[level].base)
-            CODECS[level].base_of(payload)
+            base_level(level, payload)
             CODECS[level].stated_error(payload)
             if level.startswith("keep"):
                 rows_of(item)
@@ -243,26 +246,21 @@ def _entry_seeds() -> list[bytes]:
         document, file = store.document("f0"), store.file("f0")
         info = store.chunk_info(id_of("f0.0"))
         assert document is not None and file is not None and info is not None  # noqa: PT018
-        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64)
+        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64, Arithmetic("float32", "cpu"))
         long = DocumentEntry("f", "text", "word " * 400, document.chunks)
         return [one.to_bytes() for one in (document, file, info, stretch, long)]
 
 
 def side_files(data: bytes) -> None:
-    """Read JSON and journals next to the records, with and without a digest that is right."""
+    """Read JSON and notes next to the records, with and without a digest that is right."""
     with Store.open(_store()) as store:
-        for name in ("gate/x.json", "audit/x.jsonl"):
-            path = store.side_file(name)
-            path.write_bytes(data)
+        store.side_file("gate/x.json").write_bytes(data)
         store.read_side("gate/x.json")
-        sides.read_side_log(store, "audit/x.jsonl")
         list(sides.damaged_files(store.path))
-        list(sides.damaged_journals(store.path))
         for log in (layout.ACCESS_FILE, layout.SERVED_FILE):
             (store.path / log).write_bytes(data)
         access_log.read_log(store.path)
         access_log.ServedLog(store.path, True).total()
-    sides.mend_journals(_store())
 
 
 def _side_seeds() -> list[bytes]:
@@ -275,9 +273,9 @@ def _side_seeds() -> list[bytes]:
 def index_tables(data: bytes) -> None:
     """A file of the retrieval index."""
     path = _place() / "index.tables"
-    path.write_bytes(data)
+    path.write_bytes(side_sealed(data))
     with refused():
-        open_unsealed(path)
+        open_tables(path)
     folder = _place() / "index"
     folder.mkdir(exist_ok=True)
     for name in _index_files():

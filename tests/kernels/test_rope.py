@@ -17,7 +17,6 @@ from tests.fusion.making import NAMES, case, new_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 1999])
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -14,8 +14,6 @@ from kvtool.core.native import jit
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled, keep_code, kept_code, key_of
 
-needs_llvm = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
-posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders are kept by other means")
 KEY = key_of("a", "b")
 
 
@@ -46,21 +44,18 @@ def files() -> list[Path]:
     return sorted((cache_dir() / "native").iterdir())
 
 
-@needs_llvm
 def test_code_is_made_once(made: list[str]) -> None:
     assert [answer(41), answer(41), answer(42)] == [41, 41, 42]
     assert len(made) == 2
     assert [path.name for path in files()] == sorted(made)
 
 
-@needs_llvm
 def test_another_instruction_set_has_code_of_its_own(made: list[str]) -> None:
     for name in runnable():
         compiled(source(7), ISAS[name], "run")
     assert len(set(made)) == len(runnable())
 
 
-@needs_llvm
 @pytest.mark.parametrize("where", [0, 31, 32, -1])
 def test_damaged_code_is_made_anew(where: int, made: list[str]) -> None:
     assert answer(5) == 5
@@ -87,7 +82,6 @@ def test_names_tell_their_parts_apart() -> None:
     assert len({key_of("a", "b"), key_of("ab"), key_of("", "ab"), key_of("a", "b", "")}) == 4
 
 
-@posix
 @pytest.mark.parametrize("mode", [0o770, 0o702])
 def test_a_folder_that_others_can_write_to_is_left_alone(mode: int) -> None:
     keep_code(KEY, b"code")
@@ -99,14 +93,12 @@ def test_a_folder_that_others_can_write_to_is_left_alone(mode: int) -> None:
     assert len(files()) == 1
 
 
-@posix
 def test_what_belongs_to_somebody_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_code(KEY, b"code")
     monkeypatch.setattr(jit.os, "geteuid", lambda: os.getuid() + 1)
     assert kept_code(KEY) is None
 
 
-@posix
 def test_links_are_not_followed(tmp_path: Path) -> None:
     keep_code(KEY, b"code")
     (path,) = files()
@@ -121,7 +113,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert kept_code(KEY) is None
 
 
-@posix
 def test_only_the_user_can_read_it() -> None:
     keep_code(KEY, b"code")
     assert (cache_dir() / "native").stat().st_mode & 0o777 == 0o700
@@ -163,7 +154,6 @@ def test_a_folder_in_the_cache_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert kept_code(key_of("3"))
 
 
-@posix
 def test_a_pipe_is_not_waited_for() -> None:
     keep_code(KEY, b"code")
     (path,) = files()

@@ -12,8 +12,6 @@ from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.simd import each
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
-
 FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # One more than a multiple of any register's lanes, so that single numbers are rounded, too.
 RANDOM = 40_001

@@ -30,7 +30,6 @@ from kvtool.core.native.threads import (
     use_pool,
 )
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 TASKS = 1000
 
 
@@ -253,14 +252,6 @@ def test_no_thread_to_be_had_is_no_error(helping: list[int], monkeypatch: pytest
         assert len(started) == 1
     monkeypatch.undo()
     assert comes_to(helping, 0)
-
-
-def test_a_system_without_semaphores_works_alone(helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_system", lambda: {})
-    job = new_job()
-    launch_in_pool(counting(), job, 3)
-    assert list(job[2:]) == [1] * TASKS
-    assert not helping
 
 
 @pytest.mark.slow

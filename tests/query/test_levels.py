@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,6 +103,13 @@ def test_a_level_that_there_is_not(store: Path) -> None:
     kvtool("query", QUESTION, "--store", store, "--level", "7").failed(2, "'7' is none of", "lossless")
 
 
+def test_records_of_an_unknown_level_are_named() -> None:
+    said: list[str] = []
+    session: Any = SimpleNamespace(warn_once=lambda text, hint: said.append(text))
+    prompt._tell_of_unknown(session, ["raw", "9"])
+    assert said == ["records at level '9' are not read: there is no codec for it here"]
+
+
 def test_a_payload_that_cannot_be_decoded_is_a_hole(lossless: Path, tmp_path: Path) -> None:
     """Its digest is right, so only the codec can detect it."""
     path = tmp_path / "store"
@@ -144,7 +153,8 @@ def know(path: Path, **losses: float) -> None:
     """Record measured losses of levels, given as `l1=0.5`."""
     with Store.open(path) as store, store.writer() as writer:
         rows = {name[1:]: {"kl_answer": loss} for name, loss in losses.items()}
-        writer.set_codec_state(store.codec_state() | {"losses": rows})
+        state = store.codec_state()
+        writer.set_codec_state(state | {"losses": {state["profile"]: rows}})
 
 
 def ask(path: Path, *args: object) -> Done:
@@ -216,7 +226,7 @@ def test_auto_without_anything_exact_reads_what_loses_least(fitted: Path) -> Non
     done = ask(fitted)
     assert done.json["bytes_read"] == payload_bytes(fitted, "2", "3", "4")
     assert done.err.count("read at level 2, which loses 0.2 nats a token") == 1  # of several chunks
-    assert "read at level" not in ask(fitted, "--max-loss", "0.2").err
+    assert "read at level" not in ask(fitted, "--set", "load.max_loss=0.2").err
     assert "read at level" not in ask(fitted, "--level", "2").err
 
 
@@ -254,7 +264,7 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
         levels = store.levels(bytes.fromhex(gone))
     for level in levels:
         drop(fitted, level, gone)
-    reasons = [chunk["reason"] for chunk in ask(fitted, "--max-loss", "0.02").json["chunks"]][:2]
+    reasons = [chunk["reason"] for chunk in ask(fitted, "--set", "load.max_loss=0.02").json["chunks"]][:2]
     assert reasons == ["no stored level is known to lose at most 0.02 nats a token", "not stored"]
 
 

@@ -16,8 +16,8 @@ from kvtool.core.remote import tier
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.push import push
+from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin
-from kvtool.core.upkeep.size_report import keep_budget
 from tests.cache.making import LAYERS, id_of, make_store, noise, put
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB

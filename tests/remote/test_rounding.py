@@ -116,7 +116,6 @@ def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_
 
 
 def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path: Path) -> None:
-    """Push a store that an older kvtool mixed."""
     one = compressed(tmp_path / "one", ["1", "2"], machine=0)
     with Store.open(one) as store, Store.open(compressed(tmp_path / "other", ["2"], machine=1)) as other:
         records = [other.read_kv(CHUNK, "2", layer) for layer in range(LAYERS)]
@@ -131,7 +130,7 @@ def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path:
     assert sorted(read_catalogue(blobs).chunks[CHUNK.hex()].levels) == ["2", "raw"]
 
 
-def test_a_level_of_a_plugin_between_two_that_belong_together(tmp_path: Path) -> None:
+def test_an_unknown_level_between_two_that_belong_together(tmp_path: Path) -> None:
     with Store.open(compressed(tmp_path / "one", ["1", "2"], machine=0)) as store, store.writer() as writer:
         headers = [KVHeader("float32", 1, TOKENS, 2, 2, "1bit", layer) for layer in range(LAYERS)]
         writer.put_chunk(CHUNK, info_of("f0.0"), "1bit", [encode_record(CHUNK, one, [b"theirs"]) for one in headers])

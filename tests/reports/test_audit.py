@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.evaluate.audits import Kept, keep_audit
+from kvtool.core.evaluate.audits import keep_audit
 from kvtool.core.session.identity import store_identity
 from kvtool.reports.audit import audit_overview, quantiles
 from tests.cli.working import QUESTION, SHORT, kvtool
@@ -32,8 +32,8 @@ def test_runs_levels_and_lead_ins_stand_apart() -> None:
         made(lead_in="prefix", sampled=True),
         made(fusion="reuse", amount=None, top1_agrees=False, holes=2),
     ]
-    value = audit_overview(Kept(tuple(reversed(audits)), 1))
-    assert (value["questions"], value["damaged"], value["since"], value["until"]) == (7, 1, 0, 3)
+    value = audit_overview(audits)
+    assert (value["questions"], value["since"], value["until"]) == (7, 0, 3)
     rows = {(row["run"], *row["levels"], row["lead_in"]): row for row in value["runs"]}
     assert len(rows) == 4
     first = value["runs"][0]

@@ -12,7 +12,7 @@ from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import NoSpaceError
-from kvtool.core.upkeep.size_report import keep_budget
+from kvtool.core.upkeep.budget import keep_budget
 from tests.cache.making import add_file, check_file, make_store
 from tests.cli.working import kvtool
 from tests.upkeep.watching import Watcher, bytes_in

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.upkeep.forget import plan_forget
 from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
 from kvtool.core.upkeep.plan import Plan, PruneRequest, Step, plan_prune
 
@@ -36,20 +35,18 @@ def inventory(*chunks: ChunkHolding, documents: Mapping[str, list[str]] | None =
         refs = {source: [chunk_of(name) for name in names] for source, names in documents.items()}
     last = {source: max(by_id[chunk].used for chunk in found) for source, found in refs.items()}
     order = sorted(refs, key=lambda source: (last[source], source))
-    owner = {chunk: source for source in order for chunk in refs[source]}
     rows = tuple(
         DocumentHolding(
             source,
             last[source],
             last[source],
             any(by_id[chunk].pinned for chunk in refs[source]),
-            tuple(chunk for chunk in refs[source] if owner[chunk] == source),
             tuple(refs[source]),
             1000,
         )
         for source in order
     )
-    loose = tuple(sorted(set(by_id) - set(owner)))
+    loose = tuple(sorted(set(by_id) - {chunk for chunks in refs.values() for chunk in chunks}))
     used = sum(sum(chunk.levels.values()) for chunk in chunks) + 1000 * len(rows) + free
     return Inventory(rows, by_id, loose, used, free)
 
@@ -83,14 +80,13 @@ def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
         ("level 3", ["a", "b"]),
         ("kv", ["a", "b"]),
     ]
-    assert not plan.reaches  # the text stays
+    assert plan.expected == 2000  # the text stays
 
 
 def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
     stock = inventory(*(held(name, ("raw", "2"), used=used) for name, used in (("new", 9), ("old", 1), ("mid", 5))))
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
     assert steps(plan) == [("exact", ["old", "mid"])]
-    assert plan.reaches
     assert plan.expected == stock.used - 32 * MB
     assert plan_prune(stock, PruneRequest(goal=stock.used)).steps == ()
     assert plan_prune(replace(stock, used=stock.used + 5, free=5), PruneRequest(goal=stock.used)).steps == ()
@@ -184,9 +180,9 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
     )  # fmt: skip
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
     assert left(stock, plan) == {"own": [], "shared": ["raw"], "other": ["raw"]}
-    plan = plan_forget(stock, ["old"])
-    assert (plan.steps[0].chunks, plan.steps[0].size) == (1, SIZES["raw"] + 1000)
-    assert plan_forget(stock, ["old", "new"]).steps[0].chunks == 3
+    (step,) = plan_prune(stock, PruneRequest(unused_before=9)).steps
+    assert (step.sources, step.chunks, step.size) == (["old"], 1, SIZES["raw"] + 1000)
+    assert plan_prune(stock, PruneRequest(unused_before=10)).steps[0].chunks == 3
 
 
 def test_what_nobody_refers_to_goes_first() -> None:
@@ -227,12 +223,11 @@ def test_laws_of_any_plan(seed: int) -> None:
     drops = [drop for step in plan.steps for drop in step.drops]
     assert len(drops) == len(set(drops))
     assert plan.expected == stock.used - sum(stock.chunks[chunk].levels[level] for chunk, level in drops)
-    if goal is not None and not plan.reaches:
+    if goal is not None and plan.expected > goal:
         assert all(not stays[c.chunk_id.rstrip(b".").decode()] for c in chunks if not c.pinned)
 
 
 def test_what_a_prompt_shows_of_a_plan_can_be_read() -> None:
-    """`forget` returns it, and raw ids are nothing to look at."""
     plan = Plan((Step("documents", [(chunk_of("a"), "raw")], ["a.md"], [chunk_of("b")], 5),), 7)
     assert "a.md" in repr(plan)
     assert "b'" not in repr(plan)

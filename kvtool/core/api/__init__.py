@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
     from kvtool.core.remote.report import TransferReport
-    from kvtool.core.upkeep.plan import Plan
+    from kvtool.core.upkeep.budget import Budget
+    from kvtool.core.upkeep.forget import Removal
     from kvtool.core.upkeep.prune import Compacted, PruneReport
-    from kvtool.core.upkeep.size_report import Budget
 
 
 __all__ = ["Cache", "open"]
@@ -183,24 +183,8 @@ class Cache(Held):
         with self._beside() as folder:
             return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
 
-    @alone(ImportOptions)
-    def merge(
-        self,
-        sources: Sequence[str | Path],
-        *,
-        events: Events | None = None,
-        **options: Unpack[arguments.ImportArguments],
-    ) -> list[TransferReport]:
-        """Take other stores and packs into the store, as `store import` does; `options` are of `ImportOptions`."""
-        from kvtool.core.pack.import_ import merge
-
-        wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]
-        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
-        with self._beside() as folder:
-            return merge(folder, paths, trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
-
     @alone(ForgetOptions)
-    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
+    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Removal:
         """Remove documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
         from kvtool.core.upkeep.forget import forget
 
@@ -231,7 +215,7 @@ class Cache(Held):
     def budget(self, *size: int | str | None) -> Budget:
         """Return the size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts
         it."""
-        from kvtool.core.upkeep.size_report import keep_budget, read_budget
+        from kvtool.core.upkeep.budget import keep_budget, read_budget
 
         with self._beside() as folder:
             if size:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, unseal_origin
 from kvtool.core.cache.record import Kind, decode_record, unseal
-from kvtool.core.cache.side_files import damaged_files, damaged_journals, mend_journals
+from kvtool.core.cache.side_files import damaged_files
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import missing_parts, named_part, read_row, stretch_keys
 from kvtool.core.cache.tables import RowKey, file_row, level_keys
@@ -32,7 +31,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
-BESIDE = "beside"  # `table` of a damaged side file: index, vectors, journals, what was measured
+BESIDE = "beside"  # `table` of a damaged side file: index, vectors, what was measured
 CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 TIMES = (tables.USED, tables.WARM, tables.ADDED)
 
@@ -75,7 +74,7 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     yield from _without_profile(store)
     yield from _missing_parts(store)
     yield from _missing_chunks(store)
-    for place, reason in chain(damaged_files(store.path), damaged_journals(store.path)):
+    for place, reason in damaged_files(store.path):
         yield Damage(f"{place} {reason}", BESIDE, os.fsencode(place).hex())
 
 
@@ -223,14 +222,11 @@ def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
 
 
 def _drop_files(root: Path, damages: list[Damage]) -> int:
-    """Remove damaged side files, which are made again when they are needed, and damaged lines of journals.
-    Returns the number of files."""
+    """Remove damaged side files, which are made again when they are needed. Returns the number of files."""
     wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
     for place, _ in damaged_files(root):
         if place in wrong:
             (root / place).unlink(missing_ok=True)
-    if wrong:
-        mend_journals(root)
     return len(wrong)
 
 

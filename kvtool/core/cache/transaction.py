@@ -15,9 +15,9 @@ from typing import TypeAlias
 import lmdb
 
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.cache.pages import META_PAGES, Leaf
+from kvtool.core.cache.pages import META_PAGES
 from kvtool.core.cache.record import Allocator, Kind, aligned, unseal
-from kvtool.core.cache.tree import BIG_HEADER_BYTES, Found, Tree, damaged_pages
+from kvtool.core.cache.tree import Found, Tree, damaged_pages
 from kvtool.core.errors import DamagedError
 
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -205,24 +205,6 @@ class Snapshot:
     def damaged_pages(self) -> Iterator[str]:
         """Report the damage of the pages that hold the keys, and of the list of free pages."""
         return damaged_pages(self._tree)
-
-    def live_bytes_without(self, goes: Callable[[bytes, bytes], bool]) -> int:
-        """Return about, and at most, the bytes of the pages in use without the rows for which `goes(table, key)` is
-        true. A page that keeps some row counts whole, though LMDB may merge it with its neighbour. Of adjacent pages
-        that become empty, one counts, too: it may receive rows of its neighbour."""
-        page_bytes, gaps, beside = self._tree.meta.page_size, 0, 0
-        way: list[int] = []  # pages from the root down to the one that is looked at
-        pages: set[int] = set()
-        stays = True
-        for page, depth, node in self._tree.pages(1):
-            way[depth - 1 :] = [page]
-            if isinstance(node, Leaf):
-                staying = [row for key, row in zip(node.keys, node.values, strict=True) if not goes(key[:1], key[1:])]
-                gaps += stays and not staying
-                stays = bool(staying)
-                pages.update(way if stays else ())
-                beside += sum(-(-(BIG_HEADER_BYTES + size) // page_bytes) for _, size, big in staying if big)
-        return (META_PAGES + len(pages) + gaps + beside) * page_bytes
 
     def live_bytes(self) -> int:
         """Return the bytes of the pages in use, LMDB's two meta pages included; free pages do not count."""

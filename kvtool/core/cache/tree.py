@@ -26,7 +26,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 _BIG_HEADER = struct.Struct("=Q2xHI")  # own number, flags, number of pages
 _OVERFLOW = 4  # flags of the first page of a large value
 _NO_PAGE = 2**64 - 1
-BIG_HEADER_BYTES = _BIG_HEADER.size
+_BIG_HEADER_BYTES = _BIG_HEADER.size
 _DEEPEST = 32
 _LEAVES = 256  # kept parsed
 _BRANCHES = 16384  # those of some million chunks: where they were not all kept, a push of these read one for each look
@@ -163,7 +163,7 @@ class Tree:
         wanted = min(most, size)
         if not big:
             return leaf.data[start + size - wanted : start + size]
-        begins = self.page_of(leaf, at) * self.meta.page_size + BIG_HEADER_BYTES
+        begins = self.page_of(leaf, at) * self.meta.page_size + _BIG_HEADER_BYTES
         return self._file.read(begins + size - wanted, wanted)
 
     def _value(
@@ -173,7 +173,7 @@ class Tree:
         if not big:
             return memoryview(bytearray(leaf.data[start : start + wanted]))
         page = self.page_of(leaf, at)
-        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted, allocate, waits)
+        header, value = self._file.copy(page * self.meta.page_size, _BIG_HEADER_BYTES, wanted, allocate, waits)
         self._check_big(page, header, size)
         return value
 
@@ -181,14 +181,14 @@ class Tree:
         """Return the first page of a large value."""
         page = int(NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
         self._check_inside(page)
-        if (page * self.meta.page_size + BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
+        if (page * self.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
             raise DamagedError("the index points outside the file")
         return page
 
     def pages_of(self, leaf: Leaf, at: int) -> tuple[int, int]:
         """Return the first page of a large value, and how many it has."""
         page = self.page_of(leaf, at)
-        header = self._file.read(page * self.meta.page_size, BIG_HEADER_BYTES)
+        header = self._file.read(page * self.meta.page_size, _BIG_HEADER_BYTES)
         return page, self._check_big(page, header, leaf.values[at][1])
 
     def has(self, key: bytes) -> bool:
@@ -200,7 +200,7 @@ class Tree:
         leaf, at = found
         _, size, big = leaf.values[at]
         if big:
-            self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, BIG_HEADER_BYTES + size)
+            self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, _BIG_HEADER_BYTES + size)
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
         """Yield the keys that begin so, in order, and the sizes of their values."""
@@ -390,7 +390,7 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
 def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
     """Return True if the large values of a page are inside a file of this size."""
     return all(
-        tree.page_of(leaf, at) * tree.meta.page_size + BIG_HEADER_BYTES + leaf.values[at][1] <= size
+        tree.page_of(leaf, at) * tree.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
         for leaf, at in _large_values(node)
     )
 

@@ -167,14 +167,13 @@ def load_model(
     A packed model is only run forward, and often: on a CPU weights of a GGUF file stay as they are in it, and bfloat16
     ones so under float32 arithmetic; for others see `pack_weights`.
     """
-    from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory
+    from kvtool.core.kernels.linear.onednn import keep_few_kernels
 
     started = time.perf_counter()
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place, files)
     if kind == INT8:
         kind, arithmetic = "float32", INT8
-    keep_freed_memory()
     keep_few_kernels()
     with quiet(), _explained(files):
         model = _model(files, place, arithmetic or kind, packed)

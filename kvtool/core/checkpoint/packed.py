@@ -27,12 +27,10 @@ from kvtool.core.kernels.linear.qtensor import (
     READERS,
     QuantizedTensor,
     dense,
-    dequantize,
     take_rows,
     tensor_of_blocks,
 )
 from kvtool.core.kernels.linear.quantized import dequantize_rows
-from kvtool.core.native.isa import best_isa
 
 _PARTS = {"data": "data", "scales": "scales", "mins": "group_mins"}  # names in a file, and of attributes
 _ROWS = 4096  # unpacked at a time
@@ -120,10 +118,7 @@ def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
     out = torch.empty(_ROWS * matrix.columns, dtype=torch.bfloat16)
     for first in range(0, matrix.rows, _ROWS):
         last = min(first + _ROWS, matrix.rows)
-        if best_isa() is None:
-            yield dequantize(take_rows(matrix, torch.arange(first, last))).bfloat16()
-        else:
-            yield dequantize_rows(matrix, first, last, out)
+        yield dequantize_rows(matrix, first, last, out)
 
 
 def _row_hashes(rows: torch.Tensor) -> torch.Tensor:
@@ -139,8 +134,6 @@ def packed_model(folder: Path, text: TextSubmodel, dtype: str, int8: bool = Fals
 
     A bfloat16 checkpoint that computes in float32 takes half the bytes so. `int8`: as of `PackedLinear`.
     """
-    if best_isa() is None:
-        return None
     matrices = (_bfloat16(folder, text) if dtype == "float32" else {}) | read_packed(folder)
     if not matrices:
         return None

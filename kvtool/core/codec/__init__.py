@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS, Level, plugin_of
+from kvtool.core.codec.levels import LEVELS, Level
 
 if TYPE_CHECKING:
     from kvtool.core.codec.base import Codec
@@ -24,10 +24,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _codec_of(level: Level) -> Codec:
-    if (plugin := plugin_of(level.name)) is not None:
-        from kvtool.core.codec.plugin import PluginCodec
-
-        return PluginCodec(level, plugin)
     module, _, kind = level.codec.partition(":")
     made: Codec = getattr(import_module(module, __name__), kind)(level.name)
     return made

@@ -120,10 +120,6 @@ class Codec(Protocol):
         """Decode all layers of a chunk, from the first on, in main memory. Raises DamagedError."""
         return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer, profiles)]
 
-    def base_of(self, payload: Payload) -> str | None:
-        """Return the level whose record is needed too. Raises DamagedError."""
-        return None
-
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         """Read the stated error of K and of V: RMS of the difference over RMS. Raises DamagedError."""
         return 0.0, 0.0

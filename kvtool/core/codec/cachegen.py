@@ -4,8 +4,7 @@ As in the paper (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of
 quantised to 8 bits; the others are their difference from it, quantised in steps that grow from the first third of the
 layers to the last. Tables come with kvtool, so that a record needs no profile. A row is a token here.
 
-A store that has no profile yet has records of levels 1 to 4 made by this scheme. Those of an earlier kvtool have each
-channel's mean in place of the anchors where that was cheaper: `unpack` reads both.
+A store that has no profile yet has records of levels 1 to 4 made by this scheme.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from kvtool.core.codec.base import (
 from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
-from kvtool.core.codec.rans.reference import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
-from kvtool.core.codec.record import Escapes, Predictor, Record, streams_of
+from kvtool.core.codec.rans.tables import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
+from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.errors import DamagedError, KvtoolError
 
 GROUP = 10
@@ -89,7 +88,7 @@ class CacheGen(SelfContained):
             marked.append(escapes)
         widths, ids = [side.widths.astype("<f4") for side in sides], [part.ids.astype(np.uint8) for part in parts]
         return Record(
-            predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
+            transformed=False,
             level=self._number,
             base=0,
             tokens=both.shape[1],
@@ -220,7 +219,7 @@ def _costs() -> npt.NDArray[np.float64]:
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
     """Decode keys and values. Raises DamagedError: parts do not fit the shape."""
-    if Predictor.TRANSFORM in record.predictors:
+    if record.transformed:
         raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(record, channels_of([shape]))
     return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
@@ -228,16 +227,16 @@ def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
 
 def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     """Decode both sides, float32 `[tokens, C]`."""
-    tables = shipped()
-    count, columns = streams_of(record.predictors), padded(channels)
-    about = _SideInformation(record.side)
-    parameters = [about.of(predictor, channels) for predictor in record.predictors]
-    ids = [about.ids(columns) for _ in range(count)]
-    if record.columns != columns or about.left or record.base or int(np.stack(ids).max()) >= len(tables):
+    tables, columns = shipped(), padded(channels)
+    if record.columns != columns or record.base or len(record.side) != 2 * 4 * channels + 4 * columns:
         raise DamagedError("a compressed record that does not fit its channels")
-    anchors = int(is_anchor(record.tokens).sum())
-    heights = [record.tokens - anchors if p is Predictor.ANCHOR else record.tokens for p in record.predictors]
-    heights += [anchors] * (count - 2)
+    widths = np.frombuffer(record.side, "<f4", 2 * channels).astype(np.float32).reshape(2, 1, channels)
+    ids = np.frombuffer(record.side, np.uint8, offset=widths.nbytes).astype(np.uint16).reshape(4, columns)
+    if int(ids.max(initial=0)) >= len(tables) or not np.isfinite(widths).all():
+        raise DamagedError("a compressed record whose side information is no number or names no table")
+    marks = is_anchor(record.tokens)
+    anchors = int(marks.sum())
+    heights = [record.tokens - anchors] * 2 + [anchors] * 2
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
@@ -248,50 +247,10 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     if len(escaped) != len(record.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")
     whole_rows.reshape(-1)[escaped] = record.escapes.marked
+    sides = list[F32]()
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
-        return _restored(record, parameters, [part[:, :channels] for part in parts])
-
-
-def _restored(record: Record, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
-    """Restore both sides from their rows, the anchors' rows, and the means or anchors' steps."""
-    more = iter(parts[2:])
-    sides = []
-    for number, (predictor, about) in enumerate(zip(record.predictors, parameters, strict=True)):
-        rows = parts[number].astype(np.float32) * np.float32(record.steps[number])
-        if predictor is Predictor.MEAN:
-            sides.append(rows + about)
-            continue
-        base = _spread(next(more).astype(np.float32) * about, record.tokens)
-        base[~is_anchor(record.tokens)] += rows
-        sides.append(base)
+        for rows, anchor_rows, step, width in zip(parts[:2], parts[2:], record.steps, widths, strict=True):
+            side = _spread(anchor_rows[:, :channels].astype(np.float32) * width, record.tokens)
+            side[~marks] += rows[:, :channels].astype(np.float32) * np.float32(step)
+            sides.append(side)
     return sides[0], sides[1]
-
-
-class _SideInformation:
-    """A reader of side information."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._data) - self._at
-
-    def _take(self, size: int) -> bytes:
-        if size > self.left:
-            raise DamagedError("a compressed record without its side information")
-        self._at += size
-        return self._data[self._at - size : self._at]
-
-    def of(self, predictor: Predictor, channels: int) -> F32:
-        if predictor is Predictor.MEAN:
-            bits16 = np.frombuffer(self._take(2 * channels), "<u2").astype(np.uint32) << np.uint32(16)
-            values = bits16.view(np.float32)
-        else:
-            values = np.frombuffer(self._take(4 * channels), "<f4").astype(np.float32)
-        if not np.isfinite(values).all():
-            raise DamagedError("a compressed record whose side information is no number")
-        return values
-
-    def ids(self, columns: int) -> U16:
-        return np.frombuffer(self._take(columns), np.uint8).astype(np.uint16)

@@ -19,9 +19,9 @@ from kvtool.core.codec.base import DTYPES, NAMES, Encoded
 from kvtool.core.codec.levels import NESTED, check_of
 from kvtool.core.codec.profile import SIDES, Profile
 from kvtool.core.codec.rans import coder
-from kvtool.core.codec.rans.reference import ESCAPE, ZERO, Columns
+from kvtool.core.codec.rans.tables import ESCAPE, ZERO, Columns
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
-from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
+from kvtool.core.codec.record import Escapes, Record, in_form
 from kvtool.core.common.machine import product_dtype
 from kvtool.core.errors import DamagedError
 from kvtool.core.kernels.triton_jit import has_triton
@@ -30,9 +30,7 @@ from kvtool.core.native.job import scratch
 Parsed = tuple[Record, Encoded]
 Work = tuple[int, Sequence[Parsed], Sequence[int]]  # a layer, some records of it, and the first row of each
 Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
-BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
-_FLOAT_FORMS: dict[str, coder.Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 
 
 def decode_layers(
@@ -80,7 +78,7 @@ def _decode_slab(
     by = None if out.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
     whole: HostBuffer | DeviceBuffer
     if device is None:
-        whole = HostBuffer.of(shape, out.dtype, by, refined)
+        whole = HostBuffer.of(shape, by, refined)
     else:
         whole = DeviceBuffer(torch.zeros(shape, dtype=torch.int16, device=device))
     firsts = [[at * rows + start for start in starts] for at in range(len(layers))]
@@ -98,7 +96,7 @@ class HostBuffer:
 
     Attributes
     ----------
-    tensor : `[rows, stride]`, int16 or a float format that holds the same numbers.
+    tensor : `[rows, stride]`, int16, or bfloat16 that holds the same numbers.
     form : format of the numbers.
     """
 
@@ -106,19 +104,19 @@ class HostBuffer:
     form: coder.Form = "int16"
 
     @classmethod
-    def of(
-        cls, shape: tuple[int, int], dtype: torch.dtype, by: transform_kernels.Multiplier | None, refined: bool
-    ) -> HostBuffer:
-        """Make a buffer for numbers of which `by`, or else torch, makes sides of this dtype; only int16 is refined."""
+    def of(cls, shape: tuple[int, int], by: transform_kernels.Multiplier | None, refined: bool) -> HostBuffer:
+        """Make a buffer for numbers of which `by`, or else torch, makes sides; only int16 is refined.
+
+        Torch does for bfloat16 alone, in which it multiplies faster on some CPUs.
+        """
         if by is not None:  # in this thread's memory: a kernel reads only what has been decoded
             held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
             if refined:
                 held[:] = 0  # a finer level codes more columns than its base
             return cls(torch.from_numpy(held))
-        form = _FLOAT_FORMS.get(NAMES[dtype])
-        if form is not None and not refined and transform_kernels.torch_is_faster(dtype):
-            return cls(torch.empty(shape, dtype=dtype), form)
-        return cls(torch.zeros(shape, dtype=torch.int16))
+        if refined:
+            return cls(torch.zeros(shape, dtype=torch.int16))
+        return cls(torch.empty(shape, dtype=torch.bfloat16), "bfloat16")
 
     @property
     def _held(self) -> npt.NDArray[Any]:
@@ -219,7 +217,7 @@ def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequ
     columns = coded.fine if refines else coded.alone
     fits = columns is not None and all(
         record.columns == len(columns)
-        and record.predictors == BOTH
+        and record.transformed
         and record.profile == profile.digest
         and record.level == records[0].level
         and not (columns.refines and len(record.escapes.marked))
@@ -234,7 +232,7 @@ def _base_of(record: Record, item: Encoded) -> Parsed:
     if item.base is None:
         raise DamagedError("a compressed record without the level that it refines")
     base = Record.parse(item.base.payload)
-    other = record.base_check and record.base_check != check_of([item.base.payload])
+    other = record.base_check != check_of([item.base.payload])
     if other or (base.level, base.tokens) != (record.base, record.tokens):
         raise DamagedError("a compressed record that refines another one than is stored")
     return base, item.base
@@ -258,7 +256,7 @@ def sides_of(
     ----------
     numbers : int16, or of the dtype of `out`.
     records : at each layer, the records whose numbers follow one another.
-    by : the kernel that multiplies; None: torch does.
+    by : the kernel that multiplies; None: torch does, which is faster.
     """
     if by is not None and out.numel():
         weights = [transform_kernels.Weights.backward(profile, layer, level, out.dtype, by.tile) for layer in layers]

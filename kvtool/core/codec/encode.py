@@ -15,19 +15,19 @@ import torch
 from kvtool.core import codec
 from kvtool.core.codec import transform_kernels
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
-from kvtool.core.codec.decode import BOTH, sides_of
+from kvtool.core.codec.decode import sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
 from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
 from kvtool.core.codec.rans import coder, kernels_ir
-from kvtool.core.codec.rans.reference import BLOCK, ESCAPE, I16, I32, MOST_CONTEXT, U8, U32, ZERO, Columns, Stream
+from kvtool.core.codec.rans.tables import BLOCK, I16, I32, U8, U32, Columns, Stream
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.native.jit import kernel
 from kvtool.core.native.job import Job, Jobs, address, scratch
 
 AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
-MOST_NUMBER = 32767
 _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
 _NO_PARTS: Mapping[str, Sequence[Sequence[Payload]]] = MappingProxyType({})
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
@@ -146,7 +146,7 @@ class _Slab:
     """Some layers of a chunk, and their numbers at each level that was asked for, in this thread's memory."""
 
     def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
-        self._profile, self._layers, self._kvs = profile, layers, kvs
+        self._profile, self._layers = profile, layers
         self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
         self._exact = [side for kv in kvs for side in kv]  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
@@ -160,7 +160,7 @@ class _Slab:
         flat = self._of(level).reshape(len(coded), -1)
         made = [
             Record(
-                predictors=BOTH,
+                transformed=True,
                 level=NESTED.index(level) + 1,
                 base=0 if bases is None else NESTED.index(level) + 2,
                 tokens=self._tokens,
@@ -181,16 +181,10 @@ class _Slab:
         layout = self._profile.layout
         out = self._memory("finest")
         by = transform_kernels.forward_by(layout, self._dtype)
-        if by is not None and out.size:
-            weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
-            finite = transform_kernels.numbers_of(layout, by, weights, transform_kernels.Places.of(self._exact), out)
-        else:
-            finite = True
-            for number, (layer, kv) in enumerate(zip(self._layers, self._kvs, strict=True)):
-                sides = torch.stack([side.transpose(0, 1).flatten(1) for side in kv]).float()
-                finite &= bool(torch.isfinite(sides).all())
-                out[number] = finest_numbers(layout, self._profile.means[layer], self._profile.forward(layer), sides)
-        if not finite:
+        if not out.size:
+            return out
+        weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
+        if not transform_kernels.numbers_of(layout, by, weights, transform_kernels.Places.of(self._exact), out):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
         return out
 
@@ -256,47 +250,28 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
     `means` and `forward` are those of the profile at this layer.
     """
     tokens = sides.shape[1]
-    made = np.empty if layout.size == layout.padded else np.zeros
-    out = made((tokens, layout.stride), np.int16)
-    by = transform_kernels.forward_by(layout, sides.dtype)
-    if by is not None and tokens:
+    out = np.zeros((tokens, layout.stride), np.int16)
+    if tokens:
+        by = transform_kernels.forward_by(layout, sides.dtype)
         weights = transform_kernels.Weights.of(
             [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
         )
         heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
         transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
-        return out
-    grouped = (sides - means[:, None]).view(SIDES, -1, layout.groups, layout.size).transpose(1, 2)
-    values = torch.matmul(grouped, forward)  # [2, groups, tokens, size]
-    nearest = values.round_().clamp_(-MOST_NUMBER, MOST_NUMBER - 1).to(torch.int16).numpy()
-    for side in range(SIDES):
-        for group in range(layout.groups):
-            start = layout.start(side, group)
-            out[:, start : start + layout.size] = nearest[side, group]
     return out
 
 
-def coarsened(numbers: I16, levels: int = 1) -> I16:
-    """Return numbers of a level whose steps are 3 ** levels times as wide: the nearest, and nested by construction."""
-    for _ in range(levels):
-        numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
-    return numbers
-
-
 def wider(numbers: I16, out: I16) -> I16:
-    """Coarsen by one level in machine code.
+    """Coarsen by one level: the nearest numbers of steps three times as wide, which nest by construction.
 
     Parameters
     ----------
     numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
     """
-    kernel = coder.kernel(kernels_ir.wider_module)
-    if kernel is None or numbers.size % BLOCK or not numbers.size:
-        out[...] = coarsened(numbers)
-        return out
-    jobs = Jobs(kernels_ir.WIDER, 1)
-    jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
-    jobs.run(kernel)
+    if numbers.size:
+        jobs = Jobs(kernels_ir.WIDER, 1)
+        jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
+        jobs.run(kernel(kernels_ir.wider_module))
     return out
 
 
@@ -313,12 +288,9 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
 
     Raises
     ------
-    ValueError : numbers are not int16, or too few.
+    ValueError : numbers are not int16, too few, or those of a row are not side by side.
     """
     _check_numbers(numbers, columns)
-    kernel = coder.kernel(kernels_ir.symbols_module)
-    if kernel is None or numbers.strides[2] != numbers.itemsize:
-        return [_symbols_in_numpy(some, of) for some, of in zip(numbers, columns, strict=True)]
     symbols = _cut("symbols", numbers.shape[1], columns)
     marked = scratch("marked", sum(part.size for part in symbols), np.int16)
     starts = [end - part.size for end, part in zip(accumulate(part.size for part in symbols), symbols, strict=True)]
@@ -334,19 +306,11 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
         escapes=address(counts) + counts.itemsize * np.array(some, np.int64),
         marked=address(marked) + marked.itemsize * first,
     )
-    jobs.run(kernel)
+    jobs.run(kernel(kernels_ir.symbols_module))
     return [
         (part, marked[start : start + count].copy())
         for part, start, count in zip(symbols, starts, counts.tolist(), strict=True)
     ]
-
-
-def _symbols_in_numpy(numbers: I16, columns: Columns) -> tuple[U8, I16]:
-    low, many = columns.limits
-    taken = np.ascontiguousarray(numbers[:, columns.numbers])
-    escapes = (taken - low).view(np.uint16) >= many.view(np.uint16)
-    symbols = np.where(escapes, np.uint8(ESCAPE), taken.astype(np.uint8) + np.uint8(ZERO))
-    return symbols, taken[escapes]
 
 
 def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
@@ -356,12 +320,6 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
     """
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
-    kernel = coder.kernel(kernels_ir.finer_module)
-    if kernel is None:
-        return [
-            refinement(*(np.ascontiguousarray(part[:, of.numbers]) for part in (fine, wide)))
-            for fine, wide, of in zip(numbers, coarse, columns, strict=True)
-        ]
     symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
     some = [number for number, part in enumerate(symbols) if part.size]
     jobs = _jobs(kernels_ir.FINER, numbers, columns, some)
@@ -370,25 +328,12 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
         symbols=[address(symbols[number]) for number in some],
         contexts=[address(contexts[number]) for number in some],
     )
-    jobs.run(kernel)
+    jobs.run(kernel(kernels_ir.finer_module))
     return list(zip(symbols, contexts, strict=True))
-
-
-def refinement(fine: I16, coarse: I16) -> tuple[U8, U8]:
-    """Make a refinement's symbols and contexts by numpy."""
-    rest = fine - 3 * coarse
-    rest[coarse < 0] *= -1
-    return (rest + np.int16(ZERO)).astype(np.uint8), np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
 
 
 def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
     """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
-    kernel = coder.kernel(kernels_ir.stray_module)
-    if kernel is None:
-        return [
-            any(bool(rows[:, place : place + BLOCK].any()) for place in some)
-            for rows, some in zip(numbers, places, strict=True)
-        ]
     found = np.zeros(len(numbers), np.int64)
     some = [number for number, blocks in enumerate(places) if len(blocks) and numbers.shape[1]]
     jobs = Jobs(kernels_ir.STRAY, len(some))
@@ -400,13 +345,18 @@ def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
         blocks=[len(places[number]) for number in some],
         some=address(found) + found.itemsize * np.array(some, np.int64),
     )
-    jobs.run(kernel)
+    jobs.run(kernel(kernels_ir.stray_module))
     return [bool(one) for one in found]
 
 
 def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
     fits = numbers.ndim == 3 and len(numbers) == len(columns)
-    if not fits or numbers.dtype != np.int16 or max((of.reach for of in columns), default=0) > numbers.shape[2]:
+    if (
+        not fits
+        or (numbers.size and numbers.strides[2] != numbers.itemsize)
+        or numbers.dtype != np.int16
+        or max((of.reach for of in columns), default=0) > numbers.shape[2]
+    ):
         raise ValueError("numbers are int16 [layers, rows, stride], as wide as the columns reach")
 
 

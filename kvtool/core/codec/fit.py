@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.base import Shape, channels_of, side_shapes
-from kvtool.core.codec.encode import coarsened, finest_numbers
+from kvtool.core.codec.encode import finest_numbers
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout, Profile, inverted
-from kvtool.core.codec.rans.reference import (
+from kvtool.core.codec.rans.tables import (
     ALPHABET,
     BLOCK,
     ESCAPE,
@@ -138,6 +138,13 @@ def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
     width = numbers.shape[1]
     first = np.arange(width, dtype=np.int64) * len(values) - int(values[0])
     return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
+
+
+def coarsened(numbers: I16, levels: int = 1) -> I16:
+    """Return numbers of a level whose steps are 3 ** levels times as wide, as `encode.wider` makes them."""
+    for _ in range(levels):
+        numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
+    return numbers
 
 
 class _Counts:

@@ -1,18 +1,16 @@
 """Codec levels and the first bytes of their records; needs no torch.
 
-A new codec is a file in this folder and a line below, or a plugin.
+A new codec is a file in this folder and a line below.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import xxhash
 
-from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.errors import DamagedError, UsageError
 
 Payload = bytes | bytearray | memoryview
@@ -32,8 +30,7 @@ class Level:
     Attributes
     ----------
     name : as records, command lines and catalogues carry it.
-    codec : `module:class`, a module of this package with a dot before it. The class is called with the level's name,
-        and fulfils `Codec` (base.py).
+    codec : `.module:class` of this package. The class is called with the level's name, and fulfils `Codec` (base.py).
     lossless : decoding gives back the encoded bits. A lossy level's records state their error.
     verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
     nested : records may name the record of the next coarser nested level, which they refine.
@@ -93,50 +90,19 @@ _BASELINES = tuple(
     Level(f"cachegen-{name}", ".cachegen:CacheGen", baseline=True, bits=bits)
     for name, bits in zip(NESTED, _PAPERS_BITS, strict=True)
 )
-_OWN = (*_WHOLE, *_BASELINES, *(_row_subset(level, share) for level in _WHOLE for share in SHARES))
-_PLUGINS = found("codecs", own=("auto", "none", *(level.name for level in _OWN)))
-
-
-def _of_plugins() -> Iterator[Level]:
-    """Yield the levels of plugins. An unusable one is left out: its records stay, and are not read."""
-    for plugin in _PLUGINS.values():
-        try:
-            yield _level_of_plugin(plugin)
-        except PluginError as error:
-            plugin.leave_out(error)
-
-
-def _level_of_plugin(plugin: Plugin) -> Level:
-    """Read a plugin's description of its level: a dictionary of `codec`, `lossless` and `bits`. Raises PluginError."""
-    facts = plugin.load()
-    try:
-        codec, lossless, bits = str(facts["codec"]), bool(facts["lossless"]), float(facts["bits"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise plugin.broken("it does not state codec, lossless and bits of its level") from error
-    if not re.fullmatch(r"\w[\w.]*:\w+", codec) or not 0 < bits <= 64:
-        raise plugin.broken("its codec is no `module:class`, or its bits are not between 0 and 64")
-    return Level(plugin.name, codec, lossless=lossless, bits=bits)
-
-
 # The finest first: of those that lose nothing the largest, then by size.
 _LEVELS = sorted(
-    (*_OWN, *_of_plugins()),
+    (*_WHOLE, *_BASELINES, *(_row_subset(level, share) for level in _WHOLE for share in SHARES)),
     key=lambda level: (not level.lossless, -level.bits),
 )
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
-_SHORT = ("raw|lossless|1..4|keepNN-…|cachegen-1..4", *(level.name for level in _LEVELS if level.name in _PLUGINS))
-NAMES = "|".join(_SHORT)  # of all
+NAMES = "raw|lossless|1..4|keepNN-…|cachegen-1..4"  # of all
 WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.share == 100}  # with all rows
 
 
 def level_of(name: str) -> Level:
     """Return the level of this name. An unknown one (another version's) has no codec, and counts as lossy."""
     return LEVELS.get(name) or Level(name)
-
-
-def plugin_of(name: str) -> Plugin | None:
-    """Return the plugin that a level comes from; None: it is kvtool's own."""
-    return _PLUGINS.get(name)
 
 
 def known(names: Iterable[str | None]) -> list[str]:
@@ -190,7 +156,7 @@ def shown_loss(loss: float | None, allowed: float) -> str:
 
 
 def enough_loss(loss: float) -> str:
-    """Return the `--max-loss` that allows a loss: in thousandths, rounded up."""
+    """Return the maximum loss that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 
@@ -214,7 +180,7 @@ def base_level(level: str, payload: Payload) -> str | None:
 
 
 def stated_check(payload: Payload) -> int:
-    """Read the `check_of` the very record that is refined; 0: an older record, which does not state it."""
+    """Read the `check_of` the very record that is refined."""
     return int.from_bytes(payload[_CHECK], "little")
 
 

@@ -1,19 +1,18 @@
 """Lossy records (`1` to `4`, `cachegen-…`): their bytes, and the checks before an unchecked kernel reads them.
 
 `kvtool help codec` has the fields of the header, little-endian without padding, in the order of `_HEADER`. After it
-follow, for each stream, its words (u16) and states (u32[64]); the side information of untransformed predictors
+follow, for each stream, its words (u16) and states (u32[64]); the side information of records without a transform
 (cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
 stream by stream, row by row.
 
-Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for each
-side whose predictor is ANCHOR, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
-to a column that is not coded. The check of the base is `check_of` (levels.py) the very record that is refined: another
-record of its level, made elsewhere, rounds otherwise. 0: older records do not state it.
+Transformed records have one stream, K's columns and then V's. Others have four: K, V, the anchors of K and those of V.
+A marked escape is a symbol of its own in a stream; a placed one belongs to a column that is not coded. The check of the
+base is `check_of` (levels.py) the very record that is refined: another record of its level, made elsewhere, rounds
+otherwise.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 from dataclasses import dataclass
@@ -26,39 +25,20 @@ import torch
 from kvtool.core.codec.base import DTYPES, Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.rans.coder import HELD, Form
-from kvtool.core.codec.rans.reference import LANES, Stream
+from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
 
-FORMAT = 2
+FORMAT = 1
 
 _MAGIC = b"kvg" + bytes([FORMAT])
-# Magic; predictors of K and of V, level and base's level; tokens, columns of the first stream, words of 4 streams,
+# Magic; 1 if transformed, level and base's level; tokens, columns of the first stream, words of 4 streams,
 # placed escapes, marked escapes, check of the base, bytes of side information; steps and errors of K and of V; profile.
-_HEADER = struct.Struct("<4s4B10I4f16s")
-_MOST_STREAMS = 4
+_HEADER = struct.Struct("<4sH2B10I4f16s")
+_STREAMS = {True: 1, False: 4}  # by whether a record is transformed
 _STATES_BYTES = 4 * LANES
 _U8, _U16, _U32, _I16 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i2"))
 _NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
-
-
-class Predictor(enum.IntEnum):
-    """The prediction that is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
-
-    MEAN = 0  # each channel's mean over the chunk
-    ANCHOR = 1  # the first token of each group of ten, in 8 bits (CacheGen, section 5.1)
-    TRANSFORM = 2  # the profile's mean, then its transform
-
-
-_PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for value in Predictor}
-
-
-def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
-    """Count a record's streams. Raises DamagedError: only one side is transformed."""
-    transformed = predictors.count(Predictor.TRANSFORM)
-    if transformed == 1:
-        raise DamagedError("a compressed record with one side transformed")
-    return 1 if transformed else 2 + predictors.count(Predictor.ANCHOR)
 
 
 @dataclass(slots=True)  # see Stream
@@ -109,12 +89,13 @@ class Record:
 
     Attributes
     ----------
+    transformed : by the profile's transform; else by the paper's scheme (cachegen.py).
     base : number of the level that it refines; 0: none.
-    base_check : `check_of` the record that it refines; 0: not stated.
+    base_check : `check_of` the record that it refines.
     columns : number of columns of the first stream.
     """
 
-    predictors: tuple[Predictor, Predictor]
+    transformed: bool
     level: int
     base: int
     tokens: int
@@ -134,13 +115,13 @@ class Record:
         words = [len(stream.words) for stream in self.streams]
         header = _HEADER.pack(
             _MAGIC,
-            *self.predictors,
+            self.transformed,
             self.level,
             self.base,
             self.tokens,
             self.columns,
             *words,
-            *[0] * (_MOST_STREAMS - len(words)),
+            *[0] * (_STREAMS[False] - len(words)),
             len(self.escapes.places),
             len(self.escapes.marked),
             self.base_check,
@@ -160,20 +141,20 @@ class Record:
     def parse(cls, payload: Payload) -> Record:
         """View the parts of a record. Raises DamagedError: a length or place that no encoder writes."""
         fields = _header(payload)
-        predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
-        words, (placed, marked, check, side), numbers = fields[7:11], fields[11:15], fields[15:19]
-        if predictors is None or columns % LANES:
-            raise DamagedError("a compressed record with an unknown predictor or layout")
+        transformed, level, base, tokens, columns = fields[1:6]
+        words, (placed, marked, check, side), numbers = fields[6:10], fields[10:14], fields[14:18]
+        if transformed > 1 or columns % LANES:
+            raise DamagedError("a compressed record of an unknown kind or layout")
         if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
             raise DamagedError("a compressed record whose step or error is no number")
-        count = streams_of(predictors)
+        count = _STREAMS[bool(transformed)]
         size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
-        if size != len(payload) or any(words[count:]) or (check and not base):
+        if size != len(payload) or any(words[count:]) or bool(check) != bool(base):
             what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
             raise DamagedError(f"a compressed record {what}")
         cut = _Cut(payload, _HEADER.size)
         return cls(
-            predictors=predictors,
+            transformed=bool(transformed),
             level=level,
             base=base,
             tokens=tokens,
@@ -183,15 +164,9 @@ class Record:
             escapes=_escapes(cut, placed, marked),
             steps=numbers[:2],
             errors=numbers[2:],
-            profile=fields[19],
+            profile=fields[18],
             base_check=check,
         )
-
-
-def base_of(payload: Payload) -> int:
-    """Read the number of the level that a record refines; 0: none. Raises DamagedError."""
-    base: int = _header(payload)[4]
-    return base
 
 
 def _header(payload: Payload) -> tuple[Any, ...]:
@@ -199,7 +174,7 @@ def _header(payload: Payload) -> tuple[Any, ...]:
     if len(payload) < _HEADER.size:
         raise DamagedError("a compressed record without its header")
     fields = _HEADER.unpack_from(payload)
-    level, base = fields[3:5]
+    level, base = fields[2:4]
     if fields[0] != _MAGIC:
         raise DamagedError(f"a compressed record of another format than {FORMAT}")
     if not 1 <= level <= len(NESTED) or base not in (0, level + 1) or base > len(NESTED):

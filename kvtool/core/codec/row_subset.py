@@ -70,12 +70,6 @@ class RowSubset(Codec):
             raise DamagedError("the layers of a chunk hold different rows")
         return self._inner.decode_layers([item for item, _ in opened], profiles)
 
-    def base_of(self, payload: Payload) -> str | None:
-        """Need no other record. Raises DamagedError: the payload names one."""
-        if self._inner.base_of(payload) is not None:
-            raise DamagedError("a record of some of a chunk's rows refines no other one")
-        return None
-
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         return self._inner.stated_error(_split(payload)[0])
 

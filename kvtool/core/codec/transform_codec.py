@@ -18,11 +18,11 @@ from kvtool.core.codec.base import (
     heads_of,
     no_profiles,
 )
-from kvtool.core.codec.decode import BOTH, Parsed, decode_layers
+from kvtool.core.codec.decode import Parsed, decode_layers
 from kvtool.core.codec.encode import encode_nested
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.record import Predictor, Record, base_of
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 
 
@@ -62,8 +62,7 @@ class TransformCodec(Codec):
         parsed = [(self._parsed(item), item) for item in items]
         together: dict[tuple[bool, bytes, str], list[int]] = {}
         for number, (record, item) in enumerate(parsed):
-            transformed = record.predictors[0] is Predictor.TRANSFORM
-            together.setdefault((transformed, record.profile, item.dtype), []).append(number)
+            together.setdefault((record.transformed, record.profile, item.dtype), []).append(number)
         out: dict[int, LayerKV] = {}
         for (transformed, digest, _), numbers in together.items():
             some = [parsed[number] for number in numbers]
@@ -78,17 +77,13 @@ class TransformCodec(Codec):
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
         """Decode all layers of a chunk in main memory to views `[kv_heads, tokens, head_dim]`; raises as `decode`."""
         parsed = [(self._parsed(item), item) for item in items]
-        alike = {(record.predictors, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
-        if len(alike) != 1 or parsed[0][0].predictors != BOTH:
+        alike = {(record.transformed, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
+        if len(alike) != 1 or not parsed[0][0].transformed:
             return super().decode_layers(items, profiles)
         profile, layers = profiles(parsed[0][0].profile), range(len(items))
         _check_fit(profile, layers, items)
         sides = decode_layers(profile, layers, self.level, [[one] for one in parsed])
         return [heads_of(own, item.shape) for own, item in zip(sides, items, strict=True)]
-
-    def base_of(self, payload: Payload) -> str | None:
-        base = base_of(payload)
-        return NESTED[base - 1] if base else None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         return Record.parse(payload).errors

@@ -1,7 +1,7 @@
 """Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given.
 
 Rows are gathered as float32, multiplied, and rounded once, at most a hundred at a time, so that they stay in the cache.
-A row's result does not depend on other rows. Without machine code torch does the same, up to the order of its sums.
+A row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.profile import SIDES, Layout, Profile
-from kvtool.core.codec.rans import coder
 from kvtool.core.common.machine import cpu_features, is_fast
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, rounded
 from kvtool.core.native.gemm import PAIRS, Tile, gemm, panels, tile_of
-from kvtool.core.native.isa import Isa, multiplies_bfloat16
-from kvtool.core.native.jit import Function
+from kvtool.core.native.isa import Isa, best_isa, multiplies_bfloat16
+from kvtool.core.native.jit import Function, kernel
 from kvtool.core.native.job import JOBS, Job, Jobs, address, scratch
 from kvtool.core.native.simd import MAGIC, along, any_bits, each, total_onto
 
@@ -74,7 +73,7 @@ ERRORS = Job(
     rows="i64",  # at least 1
     sums="double*",  # [2]: squares of made - exact, squares of exact
 )
-_LEAST, _MOST = -32767, 32766  # encode.MOST_NUMBER
+_LEAST, _MOST = -32767, 32766
 _MAGIC_BITS = 0x4B400000
 
 
@@ -314,13 +313,13 @@ class Multiplier:
     tile: Tile
 
 
-def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """Return the kernel that makes numbers of sides of this dtype; None: torch does."""
+def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
+    """Return the kernel that makes numbers of sides of this dtype."""
     return _multiplier(Forward(NAMES[dtype], pitch_of(layout.size)))
 
 
-def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """Return the kernel that makes sides of this dtype of numbers, the same on every CPU; None: torch does."""
+def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
+    """Return the kernel that makes sides of this dtype of numbers, the same on every CPU."""
     return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded)))
 
 
@@ -333,22 +332,21 @@ def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
 
 def multiplies_pairs(dtype: torch.dtype) -> bool:
     """Return whether the kernels multiply bfloat16 as such: the CPU can, and has nothing faster for torch."""
-    able = dtype == torch.bfloat16 and multiplies_bfloat16(coder.isa()) and is_fast(NAMES[dtype])
+    able = dtype == torch.bfloat16 and multiplies_bfloat16(best_isa()) and is_fast(NAMES[dtype])
     return able and "amxbf16" not in cpu_features()
 
 
 def torch_is_faster(dtype: torch.dtype) -> bool:
-    """Return whether torch makes sides faster: in a narrow format that the CPU multiplies, or without machine code.
+    """Return whether torch makes sides faster: in bfloat16, if the CPU multiplies it.
 
     Measured with one thread of an AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by the
     kernels here that widen it; to float32 0.35 and 0.59.
     """
-    return coder.isa() is None or (dtype != torch.float32 and is_fast(NAMES[dtype]))
+    return dtype == torch.bfloat16 and is_fast(NAMES[dtype])
 
 
-def _multiplier(kind: Forward | Backward) -> Multiplier | None:
-    kernel, isa = coder.kernel(kind), coder.isa()
-    return None if kernel is None or isa is None else Multiplier(kernel, kind.tile(isa))
+def _multiplier(kind: Forward | Backward) -> Multiplier:
+    return Multiplier(kernel(kind), kind.tile(best_isa()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,12 +500,6 @@ def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> S
 
 
 def _squares_at(made: Places, exact: Places) -> Sums:
-    kernel = coder.kernel(Errors(NAMES[made.dtype]))
-    if kernel is None:
-        pairs = [
-            (left.double() - right.double(), right.double()) for left, right in zip(made.held, exact.held, strict=True)
-        ]
-        return np.array([[float(part.square().sum()) for part in pair] for pair in pairs])
     sums = np.zeros((len(made.first), 2))
     if not made.heads * made.dim:
         return sums
@@ -517,5 +509,5 @@ def _squares_at(made: Places, exact: Places) -> Sums:
     places = address(sums) + np.arange(len(sums)) * sums.strides[0]
     jobs.set(heads=made.heads, dim=made.dim, rows=made.rows, sums=places)
     jobs.keep(made.rows > 0)  # a kernel's loops run once at least
-    jobs.run(kernel)
+    jobs.run(kernel(Errors(NAMES[made.dtype])))
     return sums

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import os
 import platform
 from collections.abc import Iterable
@@ -101,14 +100,11 @@ def _features(forced: str | None) -> frozenset[str]:
     if forced is not None:
         _check(forced.split())
         return _plain(forced.split())
-    if platform.system() == "Darwin":
-        return _plain(_mac_features())
-    with suppress(OSError):
+    with suppress(OSError):  # macOS has no such file, and its CPUs none of the features that matter here
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
         lines = (line.partition(":")[2].split() for line in text.splitlines() if line.startswith(("flags", "Features")))
-        if found := _plain(next(lines, [])):
-            return found
-    return _plain(_compiler_features())
+        return _plain(next(lines, []))
+    return frozenset()
 
 
 def _check(named: list[str]) -> None:
@@ -125,12 +121,6 @@ def _plain(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.lower().replace("_", "").replace("-", "") for name in names)
 
 
-def _mac_features() -> list[str]:
-    """Return the features that an Intel Mac's kernel lists; empty on Apple's own CPUs, where none matters here."""
-    keys = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
-    return [name for key in keys for name in sysctl(key).split()]
-
-
 def sysctl(key: str) -> str:
     """Read a text of macOS's kernel by its key; "" if it has none."""
     with suppress(OSError, AttributeError):
@@ -141,14 +131,6 @@ def sysctl(key: str) -> str:
             if ask(key.encode(), text, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0:
                 return text.value.decode(errors="replace")
     return ""
-
-
-def _compiler_features() -> list[str]:
-    """Return the features that llvmlite finds, for systems whose kernel lists none (Windows). It needs no torch."""
-    with suppress(ImportError, OSError, RuntimeError):
-        host = importlib.import_module("llvmlite.binding").get_host_cpu_features()
-        return [name for name, present in host.items() if present]
-    return []
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from kvtool.core.errors import KvtoolError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Group = Literal["readers", "embedders", "selectors", "codecs", "blobs"]
+Group = Literal["readers", "embedders", "selectors", "blobs"]
 GROUPS: tuple[Group, ...] = get_args(Group)  # each as `kvtool.readers`, …
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,30}")
 AT_FAULT = "remove the package, or report it to its authors"
@@ -37,7 +37,7 @@ class Plugin:
 
     Attributes
     ----------
-    name : a file ending without its dot, an embedder, a fusion mode, a codec level, or the kind of a URL.
+    name : a file ending without its dot, an embedder, a fusion mode, or the kind of a URL.
     package : name of the package, with its version.
     target : the object to load, `module:object`.
     """

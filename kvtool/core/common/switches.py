@@ -7,10 +7,9 @@ import os
 from kvtool.core.common.machine import cpu_features
 from kvtool.core.errors import UsageError, did_you_mean
 
-ATTENTION, ENTROPY_CODER, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_ENTROPY_CODER", "KVTOOL_STEPPER")
+ATTENTION, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_STEPPER")
 ALLOWED: dict[str, tuple[str, ...]] = {
     ATTENTION: ("triton", "flash", "sdpa", "eager"),  # those of `kernels/attention/dispatch.py`
-    ENTROPY_CODER: ("avx512", "avx2", "neon", "scalar", "numpy"),
     STEPPER: ("native", "torch"),
 }
 

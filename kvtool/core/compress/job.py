@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +26,13 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Events
 from kvtool.core.compress.fitting import fit, keep_profile, profile_of
 from kvtool.core.compress.level_writer import LevelWriter
-from kvtool.core.compress.loss import MODE, HeavyRows, LevelScheme, mean_loss, measure, own_prompts
+from kvtool.core.compress.loss import HeavyRows, LevelScheme, mean_loss, measure, own_prompts
 from kvtool.core.compress.options import AUTO, CompressOptions
 from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import KvtoolError, NoDocumentsError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.read import exact_level
-from kvtool.core.session.identity import losses_by_maker, smallest_allowed
+from kvtool.core.session.identity import smallest_allowed
 from kvtool.core.session.session import Session
 from kvtool.core.upkeep.inventory import level_bytes
 
@@ -52,14 +52,10 @@ def compress(
     Raises
     ------
     UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit keeps.
-    KvtoolError : a profile to be fitted without a single exact record; workers of Ray that do not answer, or fail.
+    KvtoolError : a profile to be fitted without a single exact record.
     StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
     """
     levels = check_levels(options)
-    if options.ray:
-        from kvtool.core.crew.actor_pool import check_reachable
-
-        check_reachable(options.ray)  # before anything is fitted or measured
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         needs_profile = options.profile is None and (AUTO in levels or bool(profiled(levels)))
@@ -216,30 +212,21 @@ class _Job:
     ) -> dict[str, dict[str, float]]:
         """Return the known losses of the lossy levels; missing ones are measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
-        state = self.store.codec_state()
-        rows, by_mode = losses_by_maker(state), dict(state.get("measured_in") or {})
-        known, modes = dict(rows.get(maker, {})), dict(by_mode.get(maker) or {})
-        # Losses that earlier versions measured name no mode: they are of `reuse`.
-        offered = lossy([*levels, *self._offered(levels)])
-        wanted = [level for level in offered if level not in known or modes.get(level) != MODE.name]
+        rows = dict(self.store.codec_state().get("losses") or {})
+        known = dict(rows.get(maker, {}))
+        wanted = [level for level in lossy([*levels, *self._offered(levels)]) if level not in known]
         if wanted and self.options.questions:
-            measured = self._measured(wanted, profile, chunks, known)
-            known |= measured
-            modes |= dict.fromkeys(measured, MODE.name)
-            kept = {"losses": rows | {maker: known}, "measured_in": by_mode | {maker: modes}}
-            self.writer.set_codec_state(self.store.codec_state() | kept)
+            known |= self._measured(wanted, profile, chunks)
+            self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
         return known
 
     def _measured(
-        self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes], known: Collection[str]
+        self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
         own = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
-        exactly = list(self._exact(sample))
-        if not exactly and all(level in known for level in levels):
-            return {}  # what earlier versions measured stays
         self._load()
-        prompts = own_prompts(self.session, exactly, self.options.questions)
+        prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
         if not prompts:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from kvtool.core.codec.row_subset import inner_of
 from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.types import Events, Ids
-from kvtool.core.compress.encoders import Encoder, LocalEncoder, Plan, RayEncoder, Task
+from kvtool.core.compress.encoders import Made, Plan, make
 from kvtool.core.compress.loss import HeavyRows
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport, LevelReport
@@ -38,7 +37,7 @@ _SLACK = 1.01  # of a stated error: products of other sizes round otherwise
 
 
 class LevelWriter:
-    """Brings chunks to some levels, several at a time: as many as torch has threads, or as Ray has workers.
+    """Brings chunks to some levels, several at a time: as many as torch has threads.
 
     Parameters
     ----------
@@ -66,18 +65,14 @@ class LevelWriter:
         order = known(levels)
         self._report.levels = [LevelReport(level) for level in order]
         self._events.step("compress", len(chunks), "chunks")
-        with encoder_threads() as pool, closing(self._encoder(pool)) as encoder:
+        with encoder_threads() as pool:
             back = ReadBack(self._store, self._profiles_cache, self._report, pool)
             for first in range(0, len(chunks), _AT_ONCE):
-                for plan in self._plans(chunks[first : first + _AT_ONCE], order):
-                    encoder.submit(plan)
-                    while encoder.is_full:
-                        self._take(encoder, back)
+                plans = self._plans(chunks[first : first + _AT_ONCE], order)
+                for plan, made in zip(plans, pool.map(self._made, plans), strict=True):
+                    self._put(plan, made)
                 self._settle(back)
-            while encoder.is_busy:
-                self._take(encoder, back)
             self._settle(back, last=True)
-            self._report.workers = encoder.workers
         if lossy := self._report.skipped - self._bare:
             stay = counted(lossy, "chunk stays as it is", "chunks stay as they are")
             text = f"{stay}: no exact record is left to encode"
@@ -86,25 +81,17 @@ class LevelWriter:
             text = f"{counted(self._bare, 'chunk')} passed over: no KV is stored, as after `store prune`"
             self._warn(text, "`kvtool ingest` of their documents computes it again; then compress once more")
 
-    def _encoder(self, pool: ThreadPoolExecutor) -> Encoder:
-        if self._options.ray:
-            return RayEncoder(self._task, self._profile, self._options, self._warn)
-        return LocalEncoder(self._task, self._profile, pool, _AT_ONCE)
-
     def _warn(self, text: str, hint: str) -> None:
         self._report.warnings.append(text)
         self._events.warn(text, hint)
 
-    def _take(self, encoder: Encoder, back: ReadBack) -> None:
-        """Write what was encoded."""
-        for plan, made in encoder.next():
-            self._report.encode_seconds += made.seconds
-            self._report.encoded_bytes += made.raw_bytes * len(plan.levels)
-            self._report.encoded += 1
-            for level in reversed(plan.levels):  # the coarser first: what refines it is never stored without it
-                self._writer.put_chunk(plan.chunk, plan.info, level, made.records[level])
-            self._unread.append(plan.chunk)
-        self._settle(back)
+    def _put(self, plan: Plan, made: Made) -> None:
+        self._report.encode_seconds += made.seconds
+        self._report.encoded_bytes += made.raw_bytes * len(plan.levels)
+        self._report.encoded += 1
+        for level in reversed(plan.levels):  # the coarser first: what refines it is never stored without it
+            self._writer.put_chunk(plan.chunk, plan.info, level, made.records[level])
+        self._unread.append(plan.chunk)
 
     def _settle(self, back: ReadBack, last: bool = False) -> None:
         """Make the written records durable and read them back, many chunks at a time."""
@@ -168,21 +155,15 @@ class LevelWriter:
             return False
         return self._profile is not None and coded.profile == self._profile.digest
 
-    def _task(self, plan: Plan) -> Task:
-        """Read what a chunk's records are made of; by any thread."""
+    def _made(self, plan: Plan) -> Made:
+        """Encode a chunk; by any thread."""
         below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if self._profile is not None else ()
         rows = {}
         for level in plan.sparse:
             assert self._heavy is not None
             rows[level] = self._heavy.of(plan.chunk, plan.info.token_ids, level)
-        return Task(
-            plan.chunk,
-            plan.source,
-            self._records(plan, plan.source),
-            plan.levels,
-            {base: self._records(plan, base) for base in plan.kept if base in below},
-            rows,
-        )
+        stored = {base: self._records(plan, base) for base in plan.kept if base in below}
+        return make(plan, self._records(plan, plan.source), stored, rows, self._profile)
 
     def _records(self, plan: Plan, level: str) -> list[Encoded]:
         return [read_records(self._store, [plan.chunk], level, layer)[0] for layer in range(plan.info.layers)]

@@ -258,14 +258,13 @@ class HeavyRows:
         self._session = session
         self._worth: dict[bytes, torch.Tensor] = {}
 
-    def learn(self, chunks: Sequence[tuple[bytes, Ids]], advance: Callable[[int], None] = lambda chunks: None) -> None:
+    def learn(self, chunks: Sequence[tuple[bytes, Ids]]) -> None:
         """Measure what the rows of some chunks are worth, as far as it is not known yet."""
         left = [(chunk, ids) for chunk, ids in dict(chunks).items() if chunk not in self._worth]
         for first in range(0, len(left), _TOGETHER):
             some = left[first : first + _TOGETHER]
             made = repeated(self._session.decoder, self._session.lead_in, [ids for _, ids in some])
             self._worth.update(zip((chunk for chunk, _ in some), made, strict=True))
-            advance(len(some))
 
     def of(self, chunk: bytes, ids: Ids, level: str) -> Ids:
         """The rows of a chunk that stay at a level, ascending."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import MAX_LOSS, SHARES, WHOLE
-from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import option
@@ -18,7 +17,7 @@ LEVEL, PROFILE = "Level", "Fitted statistics"  # headings in the command's help
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
+class CompressOptions(ModelOptions, LockOptions, settings=False):
     """Options of what is encoded, and how.
 
     Attributes

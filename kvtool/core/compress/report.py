@@ -54,7 +54,6 @@ class CompressReport:
         are none.
     loss : nats a token of the answer that the level loses which a question would read; None: not measured.
     max_loss : what it may lose.
-    workers : how many of Ray encoded; 0: this process.
     fitted : the profile was fitted in this run.
     """
 
@@ -75,7 +74,6 @@ class CompressReport:
     encode_seconds: float = 0.0
     decoded_bytes: int = 0
     decode_seconds: float = 0.0
-    workers: int = 0
     profile: dict[str, Any] | None = None
     fitted: bool = False
     warnings: list[str] = field(default_factory=list)
@@ -111,7 +109,6 @@ class CompressReport:
                 "skipped": self.skipped,
                 "exact_dropped": self.dropped,
             },
-            "workers": self.workers,
             "profile": self.profile,
             "warnings": self.warnings,
         }

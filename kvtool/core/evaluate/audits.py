@@ -1,23 +1,28 @@
-"""Audits: given answers compared with full prefill afterwards, and their journal next to the store."""
+"""Audits: given answers compared with full prefill afterwards, and kept next to the store."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.side_files import append_side, read_side_log
+from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import run_name
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-_FORMAT = 1  # of a line
+_FILE = "audit/audits.sqlite"
+_MOST = 4096  # audits that are kept, about 2 MiB
+_LOCK_SECONDS = 15.0
 _SHORT = 160  # characters of a question that are kept
 _DRAWN_OF = 2**64
-_LATEST = 253_402_300_800  # seconds since 1970 that no calendar names any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +66,6 @@ class Audit:
         """Return the mode with its other parameters and its amount, such as `union+shift=no:0.15`."""
         return run_name(self.fusion, self.changes.items(), self.amount)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a line of the journal."""
-        return {"format": _FORMAT} | {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Audit:
-        """Inverse of :meth:`to_json`. Raises KeyError, TypeError, ValueError or OverflowError where it is no audit."""
-        if row["format"] != _FORMAT:
-            raise ValueError(f"format {row['format']!r}")
-        audit = cls(**{name: row[name] for name in cls.__slots__})
-        texts = (audit.question, audit.fusion, audit.lead_in, *audit.levels)
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("no text")
-        if not all(map(math.isfinite, audit._numbers())) or not 0 <= audit.at < _LATEST:
-            raise ValueError("no such number")
-        return audit
-
-    def _numbers(self) -> tuple[float, ...]:
-        """Return all that has to be a number. Raises KeyError: how much was recomputed is missing."""
-        distances = (self.kl_first, self.kl_answer, self.top1_agrees, self.answer_equal)
-        shares = (self.tokens["reused"], self.tokens["recomputed"], self.amount or 0)
-        return (*distances, *shares, self.holes, self.sampled, self.milliseconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The journal of a store for one model: audits, oldest first, and the number of unreadable lines."""
-
-    audits: tuple[Audit, ...]
-    damaged: int
-
 
 def is_drawn(question: str, revision: int, share: float) -> bool:
     """Return True if a question is among the `share` (0 … 1) that is audited.
@@ -109,21 +83,40 @@ def shortened(question: str) -> str:
 
 
 def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
-    """Append an audit to the store's journal of this model; False: it cannot be kept (see `append_side`)."""
-    return append_side(store, _name(fingerprint), audit.to_json())
+    """Keep an audit of this model, and drop the oldest if there are too many; False: the store is read-only, the disk
+    full, or another process writes for too long."""
+    if store.read_only:
+        return False
+    path = store.side_file(_FILE)
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        with _opened(path, "rw") as database:
+            database.execute("CREATE TABLE IF NOT EXISTS audits (number INTEGER PRIMARY KEY, model TEXT, audit TEXT)")
+            row = fingerprint, json.dumps(asdict(audit))
+            number = database.execute("INSERT INTO audits (model, audit) VALUES (?, ?)", row).lastrowid or 0
+            database.execute("DELETE FROM audits WHERE number <= ?", (number - _MOST,))
+    except (OSError, sqlite3.Error):
+        return False
+    return True
 
 
-def kept_audits(store: Store, fingerprint: str) -> Kept:
-    """Read the journal of a model."""
-    log = read_side_log(store, _name(fingerprint))
-    audits, damaged = [], log.damaged
-    for row in log.values:
-        try:
-            audits.append(Audit.from_json(row))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            damaged += 1
-    return Kept(tuple(audits), damaged)
+def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
+    """Read the audits of a model, oldest first. Raises DamagedError."""
+    path = store.side_file(_FILE)
+    if not path.exists():
+        return ()
+    try:
+        with _opened(path, "ro") as database:
+            rows = database.execute("SELECT audit FROM audits WHERE model = ? ORDER BY number", (fingerprint,))
+            return tuple(Audit(**json.loads(text)) for (text,) in rows)
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}", "delete it; new audits are kept in a new one") from error
 
 
-def _name(fingerprint: str) -> str:
-    return f"audit/{fingerprint[:16]}.jsonl"
+@contextmanager
+def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    database = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}", _LOCK_SECONDS, isolation_level="IMMEDIATE", uri=True
+    )
+    with closing(database), database:
+        yield database

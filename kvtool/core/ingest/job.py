@@ -93,7 +93,7 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
     One process at a time makes a store, so that the next one takes the model that this one has chosen.
     """
     if options.ray:
-        from kvtool.core.crew.actor_pool import check_reachable
+        from kvtool.core.ingest.ray_cluster import check_reachable
 
         check_reachable(options.ray)
     if options.engine:

@@ -13,7 +13,6 @@ from kvtool.core.codec.levels import WHOLE
 from kvtool.core.common.urls import is_host
 from kvtool.core.corpus.options import command_error, commands_of, encoding_error, shard_error
 from kvtool.core.corpus.split import METHODS, SplitSettings
-from kvtool.core.crew.options import WORKERS, RayOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, embedder_option, system_option
 from kvtool.core.options.option import option
@@ -21,7 +20,7 @@ from kvtool.core.options.option import option
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
 
-FILES, SPLITTING, STORING = "Files", "Chunks", "Storage"  # headings in the command's help
+FILES, SPLITTING, STORING, WORKERS = "Files", "Chunks", "Storage", "Workers"  # headings in the command's help
 LEAD_INS = ("warm", "prefix", "neighbour", "bos", "none")
 _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
@@ -48,7 +47,7 @@ def _engine_error(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",)):
+class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     """Options of what to ingest, and how; None means: as the store has it, else the default.
 
     Attributes
@@ -101,7 +100,6 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         60.0,
         "Maximum time to read one file.",
         group=FILES,
-        metavar="SECONDS",
         unit="duration",
         lowest=1,
     )
@@ -190,6 +188,22 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
     system: str | None = system_option(STORING, instead=f"the store's own, else: {DEFAULT_SYSTEM}")
     embedder: str | None = embedder_option(STORING)
     max_size: int | None = max_size_option()
+    ray: str | None = option(
+        None,
+        "Compute on Ray workers.",
+        group=WORKERS,
+        setting=False,
+        metavar="local|auto|ADDRESS",
+        instead="in this process",
+    )
+    ray_workers: int = option(
+        0,
+        "Number of Ray workers.",
+        group=WORKERS,
+        setting=False,
+        lowest=0,
+        instead="one per GPU for a model, else one per 8 cores",
+    )
     engine: str | None = option(
         None,
         "Compute in vLLM on this machine, with kvtool's connector; see `kvtool help vllm`.",
@@ -210,6 +224,8 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
     def check(self) -> None:
         """Refuse lengths of chunks that contradict each other, two commands for a format, and two kinds of workers."""
         super().check()
+        if self.ray_workers and self.ray is None:
+            raise UsageError("--ray-workers says how many workers of Ray, and none are asked for", "add --ray local")
         if self.engine and self.ray:
             raise UsageError("--engine and --ray both say where chunks are computed", "leave one out")
         commands_of(self.readers)

@@ -251,10 +251,7 @@ class Rotary:
             angles, keys = table.by_name[name], _drawn(key_dim)
             out = torch.empty_like(keys)
             alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
-            try:
-                if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], self._isa):
-                    return False
-            except RuntimeError:  # llvmlite has no code for this machine
+            if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], self._isa):
                 return False
             if not torch.equal(out, self._by_model(keys, angles)):
                 return False

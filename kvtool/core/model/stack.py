@@ -127,10 +127,6 @@ class DecoderStack:
         return len(self.layers) if self.keeps_states else len(self.shapes)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        return tuple(kind.window for kind in self.kinds if kind.source is None)
-
-    @property
     def shares(self) -> bool:
         return len(self.shapes) < len(self.kinds)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from kvtool.core.common.machine import ARM, FEATURES, cpu_features
+from kvtool.core.errors import KvtoolError
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,33 +52,26 @@ _FORBIDDEN = {"default": ("avx512", "avx2"), "avx2": ("avx512",)}  # by what tor
 
 @cache
 def llvm() -> Any:
-    """Return llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
+    """Return llvmlite.binding, ready to compile for this machine. Raises KvtoolError: it cannot be imported."""
     try:
         binding = importlib.import_module("llvmlite.binding")
     except (ImportError, OSError) as error:
-        _warn_slow(str(error))
-        return None
+        raise KvtoolError(
+            f"llvmlite, which makes the machine code of kernels, cannot be imported: {error}",
+            "`pip install --force-reinstall llvmlite` in the environment of kvtool",
+        ) from error
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding
 
 
 @cache
-def _warn_slow(reason: str) -> None:
-    """Say once that decoding takes ten times as long, and why."""
-    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
-
-
-@cache
 def runnable() -> tuple[str, ...]:
-    """Return the names of the ISAS that this machine can run, best first; none if llvmlite cannot be imported.
+    """Return the names of the ISAS that this machine can run, best first: at least `scalar`.
 
     Vectors that a variable does not name are missing, if it says what the CPU has (`common/machine.py`).
     """
-    binding = llvm()
-    if binding is None:
-        return ()
-    host = {name for name, present in binding.get_host_cpu_features().items() if present}
+    host = {name for name, present in llvm().get_host_cpu_features().items() if present}
     if platform.machine() in ARM:
         host.add("neon")  # of every 64-bit ARM CPU; not every system lists it
     if os.environ.get(FEATURES):
@@ -87,15 +80,14 @@ def runnable() -> tuple[str, ...]:
     return tuple(name for name, isa in ISAS.items() if isa.features <= host)
 
 
-def best_isa() -> Isa | None:
-    """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`); None:
-    there is no machine code here."""
+def best_isa() -> Isa:
+    """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`)."""
     return _best(os.environ.get("ATEN_CPU_CAPABILITY", ""), runnable())
 
 
 @cache  # asked for each product
-def _best(capability: str, names: tuple[str, ...]) -> Isa | None:
-    return next((ISAS[name] for name in names if name not in _FORBIDDEN.get(capability, ())), None)
+def _best(capability: str, names: tuple[str, ...]) -> Isa:
+    return next(ISAS[name] for name in names if name not in _FORBIDDEN.get(capability, ()))
 
 
 def isa_here() -> Isa | None:
@@ -110,7 +102,7 @@ def multiplies_bfloat16(isa: Isa | None) -> bool:
     return isa is AVX512 and "avx512bf16" in cpu_features()
 
 
-def multiplies_int8(isa: Isa | None) -> Isa | None:
+def multiplies_int8(isa: Isa) -> Isa | None:
     """Return the set whose instructions multiply 8-bit integers on top of this one; None: the CPU has none."""
     if isa is AVX512 and "avx512vnni" in cpu_features():
         return AVX512_VNNI

@@ -24,20 +24,19 @@ from typing import Any, TypeVar
 from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.common.machine import X86
 from kvtool.core.errors import KvtoolError
-from kvtool.core.native.isa import Isa, llvm
+from kvtool.core.native.isa import Isa, best_isa, llvm
 
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
 _CALLABLE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _engines: list[Any] = []  # own the machine code: never freed
 
 R = TypeVar("R")
+Kind = Callable[[Isa], str]  # LLVM IR of a function `run(jobs, number of jobs)`; equal ones are compiled once
 
 _MOST_BYTES = 2**22  # of one piece of code
 _MOST_FILES = 256
 _DIGEST = 32
-_FOR_READING = os.O_RDONLY  # follows no link, and does not wait for the other end of a pipe
-for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
-    _FOR_READING |= getattr(os, _flag, 0)
+_FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which does not wait for the other end of a pipe
 
 
 class Function:
@@ -66,11 +65,10 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
 
     Raises
     ------
-    RuntimeError : the text is not LLVM IR, or there is no code for this machine.
+    RuntimeError : the text is not LLVM IR.
+    KvtoolError : llvmlite cannot be imported.
     """
     binding = llvm()
-    if binding is None:
-        raise RuntimeError("llvmlite cannot be imported")
     least = "x86-64" if platform.machine() in X86 else ""
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
@@ -96,6 +94,16 @@ def compile_once(make: Callable[..., R]) -> Callable[..., R]:
             return kept(*arguments)
 
     return once
+
+
+def kernel(kind: Kind) -> Function:
+    """Return `function(jobs, number of jobs)` for the best instruction set here, compiled at its first use."""
+    return kernel_for(best_isa(), kind)
+
+
+@compile_once
+def kernel_for(isa: Isa, kind: Kind) -> Function:
+    return compiled(kind(isa), isa, "run")[0]
 
 
 def _compiler(binding: Any) -> tuple[str, ...]:
@@ -161,9 +169,7 @@ def _folder(make: bool) -> Path | None:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return True if it belongs to this user and no other can write to it. Windows protects folders by other means."""
-    if not hasattr(os, "geteuid"):
-        return True
+    """Return True if it belongs to this user and no other can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -1,4 +1,4 @@
-"""A pool of threads for machine code on every system, and torch's own OpenMP between products of torch.
+"""A pool of threads for machine code, and torch's own OpenMP between products of torch.
 
 An OpenMP team ends when its last thread does: where a loader or another program has that core, each of a pass's 200
 jobs waits for the scheduler. In a pool the caller does all of a job that no helper takes. But after a product of torch
@@ -81,8 +81,7 @@ class ThreadPool:
 _UNSURE = {"OMP_DYNAMIC", "OMP_THREAD_LIMIT"}  # with these OpenMP may give fewer threads than are asked for
 _own = threading.local()
 _idle: list[ThreadPool] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # threads stay with the parent
+os.register_at_fork(after_in_child=_idle.clear)  # threads stay with the parent
 
 
 def current() -> ThreadPool | None:
@@ -107,9 +106,7 @@ def use_pool(threads: int) -> Iterator[ThreadPool | None]:
 
 
 def _taken(helpers: int) -> ThreadPool | None:
-    """Take an unused pool; None if it cannot be compiled, or no thread can start: the caller works without help."""
-    if not _system() or not runnable():
-        return None
+    """Take an unused pool; None if no thread can start: the caller works without help."""
     with contextlib.suppress(IndexError):
         while (pool := _idle.pop()).helpers != helpers:
             pool.end()
@@ -166,7 +163,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self._words = aligned(3 * _WORDS, np.int64)
-        self._words[2 * _WORDS] = _system().get("yields", 0)
+        self._words[2 * _WORDS] = _system()["yields"]
 
     @property
     def address(self) -> int:
@@ -197,36 +194,27 @@ def openmp() -> Callable[[int, int, int, int], None] | None:
 
 @cache
 def _system() -> dict[str, int]:
-    """Addresses of what lets other threads run, and of what waits for a semaphore and posts to it; none: unknown.
+    """Addresses of what lets other threads run, and of what waits for a semaphore and posts to it.
 
     All are called alike, `yields()`, `waits(semaphore, -1)` and `posts(semaphore, 1, null)`: a function ignores
     arguments that it does not take.
     """
-    names = {
-        "win32": ("SwitchToThread", "WaitForSingleObject", "ReleaseSemaphore"),
-        "darwin": ("sched_yield", "dispatch_semaphore_wait", "dispatch_semaphore_signal"),  # POSIX's have names there
-    }.get(sys.platform, ("sched_yield", "sem_wait", "sem_post"))
-    try:
-        found = [ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0 for name in names]
-    except (OSError, AttributeError):
-        return {}
+    names = ("sched_yield", "sem_wait", "sem_post")
+    if sys.platform == "darwin":  # POSIX's have names there
+        names = ("sched_yield", "dispatch_semaphore_wait", "dispatch_semaphore_signal")
+    library = ctypes.CDLL(None)
+    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
     return dict(zip(("yields", "waits", "posts"), found, strict=True))
-
-
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("kernel32" if sys.platform == "win32" else None)
 
 
 def _new_semaphore(memory: int) -> int:
     """Make a semaphore, for as long as the process lives; on Linux in this memory."""
-    if sys.platform not in ("win32", "darwin"):
-        _library().sem_init(ctypes.c_void_p(memory), 0, 0)
-        return memory
-    library = _library()
-    create = library.CreateSemaphoreW if sys.platform == "win32" else library.dispatch_semaphore_create
-    create.restype = ctypes.c_void_p
-    arguments = (None, 0, 2**31 - 1, None) if sys.platform == "win32" else (ctypes.c_long(0),)
-    return int(create(*arguments) or 0)
+    library = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        library.dispatch_semaphore_create.restype = ctypes.c_void_p
+        return int(library.dispatch_semaphore_create(ctypes.c_long(0)) or 0)
+    library.sem_init(ctypes.c_void_p(memory), 0, 0)
+    return memory
 
 
 # ---- machine code ------------------------------------------------------------------------------------------------

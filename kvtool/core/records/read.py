@@ -10,7 +10,7 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles, shape_of
-from kvtool.core.codec.levels import exact, level_of
+from kvtool.core.codec.levels import base_level, exact, level_of
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -18,7 +18,7 @@ from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import Ahead, KVRead, RecordReader
+    from kvtool.core.cache.backend import KVRead, RecordReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ def read_layer(
     shapes: Sequence[Shape] | None = None,
     before: Callable[[int], None] = lambda number: None,
     allocate: Allocator = aligned,
-    ahead: Ahead = None,
 ) -> list[Encoded | Unusable]:
     """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
 
@@ -74,9 +73,8 @@ def read_layer(
     shapes : required shapes of the records; None: any.
     before : called with the number of each chunk before a record of it is read.
     allocate : allocates a record's memory, which nothing else may write to while the record is in use.
-    ahead : of each chunk, the layers that are read of it; None: any.
     """
-    read = store.read_layer(chunk_ids, level, layer, before, allocate, ahead)
+    read = store.read_layer(chunk_ids, level, layer, before, allocate)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
     for base in {base for base in refined if base is not None}:
@@ -89,7 +87,6 @@ def read_layer(
             shapes=[shapes[number] for number in numbers] if shapes else None,
             before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
             allocate=allocate,
-            ahead=[ahead[number] for number in numbers] if ahead is not None else None,
         )
         for number, coarse in zip(numbers, coarser, strict=True):
             items[number] = _refining(items[number], coarse)
@@ -115,7 +112,7 @@ def _opened(
     if shape is not None and stored != shape:
         return Unusable(f"stored shape {stored} does not fit"), None
     try:
-        return Encoded(payload, stored, header.dtype), CODECS[level].base_of(payload)
+        return Encoded(payload, stored, header.dtype), base_level(level, payload)
     except DamagedError as error:
         return Unusable(f"damaged: {error.message}"), None
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 import redis
 from redis import exceptions as errors
-from redis._parsers.hiredis import _HiredisParser
+from redis.connection import DefaultParser
 from redis.utils import HIREDIS_AVAILABLE
 
 from kvtool.core.cache.backend import BlobRequest
@@ -23,7 +23,7 @@ from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageErro
 from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
 from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
 
-if not HIREDIS_AVAILABLE:  # its parser is the one that is bounded
+if not HIREDIS_AVAILABLE:  # whose parser is the default one then, and the one that is bounded
     raise ImportError("hiredis")
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
@@ -303,11 +303,11 @@ class Bounds(threading.local):
             self.most = before
 
 
-class BoundedParser(_HiredisParser):
+class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
     """hiredis' parser, which gives up an answer that is longer or slower than may be."""
 
     def __init__(self, socket_read_size: int, bounds: Bounds) -> None:
-        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
+        super().__init__(socket_read_size)
         self._bounds = bounds
         self._begun, self._came = 0.0, 0
 
@@ -319,7 +319,7 @@ class BoundedParser(_HiredisParser):
     def read_from_socket(self, *given: Any, **more: Any) -> Any:
         """Read what has come of it. Raises as `read_response` does."""
         before = self._reader.len()
-        done = super().read_from_socket(*given, **more)  # type: ignore[no-untyped-call]
+        done = super().read_from_socket(*given, **more)
         self._came += self._reader.len() - before
         seconds = time.monotonic() - self._begun
         if self._came > self._bounds.most + _READ_AHEAD:

@@ -20,7 +20,7 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.stretches import Place
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, Encoded, shape_of_layer
-from kvtool.core.codec.levels import RAW, exact, plugin_of
+from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
@@ -206,10 +206,10 @@ class _Prompts:
         return worst
 
     def lossless(self) -> float:
-        """Return 0 if every lossless codec decodes to the same bits; a plugin's is checked whenever it writes."""
+        """Return 0 if every lossless codec decodes to the same bits."""
         kv = self._kv[b"0"]
         own = kv.layers[0]
-        for codec in (CODECS[level] for level in exact() if plugin_of(level) is None):
+        for codec in (CODECS[level] for level in exact()):
             data = b"".join(codec.encode(*own))
             item = Encoded(bytearray(data), shape_of_layer(own), NAMES[kv.dtype])
             sides = codec.decode([item])[0]

@@ -1,1 +1,1 @@
-"""Upkeep of a store: what may be dropped, in which order, and how. Plans are pure; `apply` carries them out."""
+"""Upkeep of a store: what may be removed, in which order, and how."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.cache import tables
 from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.upkeep.inventory import Inventory, inventory_of, kept_always, without_profile
-from kvtool.core.upkeep.plan import UNFINISHED, Drop, Plan, Planner, PruneRequest
+from kvtool.core.upkeep.inventory import kept_always, level_bytes, pages, pinned_with_documents
 from kvtool.core.upkeep.selectors import named_documents
 
 
@@ -23,13 +22,21 @@ class MuchError(UsageError):
     """Error: more than half of several documents would be removed, without the user's consent."""
 
 
-def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
-    """These documents, and the chunks that only they refer to. Pins are not looked at."""
-    wanted = set(sources)
-    planner = Planner(inventory, PruneRequest())
-    step = planner.documents(lambda document: document.source in wanted)
-    step.sources += sorted(wanted - set(step.sources))  # files without documents
-    return Plan((step,) if step.sources else (), planner.expected)
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Documents, and the chunks that only they refer to.
+
+    Attributes
+    ----------
+    sources : documents, and files without one.
+    size : bytes that a compaction gives back.
+    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
+    """
+
+    sources: tuple[str, ...]
+    chunks: int
+    size: int
+    refusal: UsageError | None = field(default=None, compare=False)
 
 
 def forget(
@@ -40,13 +47,13 @@ def forget(
     yes: bool = False,
     lock_wait: float = 0.0,
     before: Callable[[Store, Sequence[str]], None] | None = None,
-) -> Plan:
+) -> Removal:
     """Remove the documents that these words select, and bring the index up to date; return what was removed.
 
     Parameters
     ----------
     yes : also if more than half of several documents would be removed.
-    dry_run : change nothing; the plan's `refusal` says why this would not be done, where it would not.
+    dry_run : change nothing; the `refusal` says why this would not be done, where it would not.
     before : called under the writer's lock with the sources that are about to be removed; if it raises, none is.
 
     Raises
@@ -56,91 +63,59 @@ def forget(
     """
     with Store.open(path) as store:
         if dry_run:
-            inventory, plan = _planned(store, targets)
-            return replace(plan, refusal=_refusal(inventory, plan, yes))
+            return _removal(store, targets, yes)
         with store.writer(lock_wait) as writer:
-            inventory, plan = _planned(store, targets)
-            if refusal := _refusal(inventory, plan, yes):
-                raise refusal
+            removal = _removal(store, targets, yes)
+            if removal.refusal is not None:
+                raise removal.refusal
             if before is not None:
-                before(store, plan.sources)
-            apply(store, writer, plan)
+                before(store, removal.sources)
+            writer.remove_documents(removal.sources)
+            collect(store, writer)
         bring_index_up_to_date(store)
-        return plan
+        return removal
 
 
-def _planned(store: Store, targets: Sequence[str]) -> tuple[Inventory, Plan]:
+def _removal(store: Store, targets: Sequence[str], yes: bool) -> Removal:
+    """Find what these words select. Only these documents are read, and the index."""
     sources = named_documents(store, targets)
-    inventory = inventory_of(store, sources)
-    return inventory, plan_forget(inventory, sources)
+    half = {source: ids for source, ids in store.unfinished().items() if source in sources}
+    stored = store.unfinished_chunks() if half else set()
+    entries = [entry for source in sources if (entry := store.document(source)) is not None]
+    refs = {entry.source: {ref.chunk_id for ref in entry.chunks} for entry in entries}
+    for source, ids in half.items():
+        refs[source] = refs.get(source, set()) | stored.intersection(ids)
+    index = index_of(store)
+    holders = index.holders(set().union(*refs.values()))
+    going = [chunk for chunk in set().union(*refs.values()) if holders.get(chunk, set()) <= refs.keys()]
+    with store.snapshot() as snapshot:
+        size = sum(sum(level_bytes(snapshot, chunk).values()) for chunk in going)
+        for key in map(tables.name_key, refs):
+            size += sum(pages(length) for _, length in snapshot.sizes(tables.DOCUMENTS, key))
+    refusal = _pinned(store, refs)
+    if refusal is None and not yes:
+        refusal = _too_many(len(refs), len(refs) + index.documents - len(entries))
+    return Removal(tuple(sources), len(going), size, refusal)
 
 
-def _refusal(inventory: Inventory, plan: Plan, yes: bool) -> UsageError | None:
-    going = set(plan.sources) & {document.source for document in inventory.documents}
-    pinned = [document.source for document in inventory.documents if document.pinned and document.source in going]
-    if pinned:
-        return UsageError(f"{pinned[0]} is pinned, so nothing was removed", "`kvtool store unpin` it first")
-    all_of_it = len(inventory.documents) + inventory.others
-    if not yes and len(going) > max(1, all_of_it // 2):
-        return MuchError(
-            f"{len(going)} of {all_of_it} documents would be removed",
-            "`--dry-run` lists them; add --yes to do it",
-        )
+def _pinned(store: Store, refs: Mapping[str, set[bytes]]) -> UsageError | None:
+    pins = store.pins()
+    chunks = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
+    for source in sorted(refs):
+        if source in pins["sources"] or refs[source] & chunks:
+            return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store unpin` it first")
     return None
 
 
-def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
-    """Drop what the plan says, a batch of chunks a transaction: killed anywhere, the store is whole and smaller.
-
-    Returns
-    -------
-    Chunks whose exact records stay after all: the level that was to replace them is damaged, and dropped.
-    """
-    spared: set[bytes] = set()
-    for step in plan.steps:
-        if step.stretches:
-            writer.drop_stretches(step.stretches)
-        if step.profiles:
-            writer.drop_profiles(step.profiles, without_profile(store.codec_state()))
-        if step.sources:
-            writer.remove_documents(step.sources)
-        if step.name == UNFINISHED:
-            writer.end_unfinished()
-        if step.sources or step.loose:
-            continue
-        spared |= _drop(store, writer, step.drops)
-    if any(step.sources or step.loose for step in plan.steps):
-        writer.collect(keep=kept_always(store), referred=lambda chunks: index_of(store).holders(chunks))
-    return spared
+def _too_many(count: int, total: int) -> MuchError | None:
+    if count <= max(1, total // 2):
+        return None
+    return MuchError(f"{count} of {total} documents would be removed", "`--dry-run` lists them; add --yes to do it")
 
 
-def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
-    by_level: dict[str, list[bytes]] = {}
-    for chunk, level in drops:
-        by_level.setdefault(level, []).append(chunk)
-    going: dict[bytes, set[str]] = {}
-    for chunk, level in drops:
-        going.setdefault(chunk, set()).add(level)
-    lossless = {chunk for level in exact(by_level) for chunk in by_level[level]}
-    spared = {chunk for chunk in lossless if not _rest_is_readable(store, chunk, going[chunk])}
-    for level in lossy() if spared else ():  # a level that cannot be read replaces nothing
-        writer.drop_level(spared, level)
-    for level, chunks in by_level.items():
-        writer.drop_level([chunk for chunk in chunks if chunk not in spared], level)
-    return spared
-
-
-def _rest_is_readable(store: Store, chunk: bytes, going: set[str]) -> bool:
-    """Return True if the finest level that stays of a chunk can be read, or none is to stay."""
-    staying = [level for level in store.levels(chunk) if level not in going]
-    if not staying:
-        return True
-    level = next(iter(known(staying)), staying[0])
-    with suppress(DamagedError):
-        info = store.chunk_info(chunk)
-        layers = info.layers if info is not None else 0
-        return all(isinstance(store.read_layer([chunk], level, layer)[0], tuple) for layer in range(layers))
-    return False
+def collect(store: Store, writer: Writer) -> None:
+    """Drop the chunks that no document refers to any more."""
+    writer.collect(keep=kept_always(store), referred=lambda chunks: index_of(store).holders(chunks))
 
 
 def bring_index_up_to_date(store: Store) -> None:

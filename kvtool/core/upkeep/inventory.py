@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,11 @@ from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import lossy, profiled
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import DamagedError
-from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, losses_by_maker
+from kvtool.core.session.identity import MeasuredLosses, StoreIdentity
 
 _NODE = 64  # bytes of a row besides its value: node, key, offset
 _PAGE_HEADER = 16
 _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, which go with them
-_PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,12 @@ class ChunkHolding:
 
 @dataclass(frozen=True, slots=True)
 class DocumentHolding:
-    """A document with the chunks that are its own; a shared one belongs to the most used document.
+    """A document.
 
     Attributes
     ----------
     used, added : seconds, of the chunk that was used or that came last.
-    chunks : its own.
-    refs : all that it refers to.
+    refs : the chunks that it refers to.
     size : bytes that are dropped with it besides KV.
     """
 
@@ -66,8 +64,7 @@ class DocumentHolding:
     used: int
     added: int
     pinned: bool
-    chunks: tuple[bytes, ...]
-    refs: tuple[bytes, ...] = ()
+    refs: tuple[bytes, ...]
     size: int = 0
 
 
@@ -82,11 +79,10 @@ class Inventory:
     stretches : of answered prompts, each with its seconds of last use and its bytes; in the eviction order.
     used : bytes of the folder's files.
     free : bytes of them that a compaction would free now.
-    shared : chunks of these documents to which documents that are not in this inventory refer as well.
-    others : how many documents are not in it.
     unfinished : chunks that only unfinished files refer to.
     beginning : the chunk before every prompt's first, which stays.
-    profile : digest and bytes of the codec's current profile; None: none is stored, or it is not looked at.
+    profile : digest and bytes of the codec's current profile; None: none is stored.
+    old_profiles : of the profiles that no record names any more.
     """
 
     documents: tuple[DocumentHolding, ...]
@@ -95,11 +91,10 @@ class Inventory:
     used: int
     free: int
     stretches: tuple[tuple[bytes, int, int], ...] = ()
-    shared: frozenset[bytes] = frozenset()
-    others: int = 0
     unfinished: tuple[bytes, ...] = ()
     beginning: bytes = b""
     profile: tuple[bytes, int] | None = None
+    old_profiles: tuple[tuple[bytes, int], ...] = ()
 
 
 def take_inventory(store: Store) -> Inventory:
@@ -113,9 +108,9 @@ def take_inventory(store: Store) -> Inventory:
         sizes: dict[bytes, dict[str, int]] = {chunk: {} for chunk in snapshot.keys(tables.CHUNKS)}
         sizes |= _level_sizes(snapshot)
         texts = {key: pages(size) for key, size in snapshot.sizes(tables.DOCUMENTS)}
-        free = _free_bytes(store, snapshot)
+        free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
     refs = {document.source: [ref.chunk_id for ref in document.chunks] for document in store.documents()}
-    used, warm, added = store.last_used(), store.warmth(), _added(store, refs)
+    used, warm, added = store.last_used(), store.warmth(), store.added()
     pins = store.pins()
     pinned_documents = set(pins["sources"])
     pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]}
@@ -132,11 +127,25 @@ def take_inventory(store: Store) -> Inventory:
         )
         for chunk, levels in sizes.items()
     }
-    documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
+    documents = [
+        DocumentHolding(
+            source,
+            max((chunks[chunk].used for chunk in ids if chunk in chunks), default=0),
+            max((added.get(chunk, 0) for chunk in ids), default=0),
+            source in pinned_documents or not pinned.isdisjoint(ids),
+            tuple(dict.fromkeys(ids)),
+            texts.get(tables.name_key(source), 0),
+        )
+        for source, ids in refs.items()
+    ]
+    turns = {
+        source: max((chunks[chunk].turn for chunk in ids if chunk in chunks), default=0) for source, ids in refs.items()
+    }
+    documents.sort(key=lambda document: (turns[document.source], document.source))
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
     unfinished = loose & store.unfinished_chunks()
     return Inventory(
-        documents,
+        tuple(documents),
         chunks,
         tuple(sorted(loose - unfinished)),
         space.folder_bytes(store.path),
@@ -144,39 +153,9 @@ def take_inventory(store: Store) -> Inventory:
         _stretches(store, used),
         unfinished=tuple(sorted(unfinished)),
         beginning=_beginning(store),
-        profile=_profile(store),
+        profile=next(iter(_profiles(store, [bytes.fromhex(str(store.codec_state().get("profile", "")))])), None),
+        old_profiles=_profiles(store, old_profiles(store)),
     )
-
-
-def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
-    """Read what a plan needs to know of only these documents; of the rest only the ids of all chunks are read. Times of
-    use are left out.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read, so what it refers to is unknown.
-    """
-    from kvtool.core.retrieval.index import index_of
-
-    entries = [entry for source in sorted({*sources}) if (entry := store.document(source)) is not None]
-    refs = {entry.source: [ref.chunk_id for ref in entry.chunks] for entry in entries}
-    half = {source: ids for source, ids in store.unfinished().items() if source in {*sources}}
-    stored = store.unfinished_chunks() if half else set()
-    refs |= {source: [*refs.get(source, ()), *stored.intersection(ids)] for source, ids in half.items()}
-    pins = store.pins()
-    pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
-    index = index_of(store)
-    held = {chunk for chunk_ids in refs.values() for chunk in chunk_ids}
-    holders = index.holders(held)
-    with store.snapshot() as snapshot:
-        chunks = {chunk: ChunkHolding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
-        names = map(tables.name_key, refs)
-        texts = {key: pages(size) for key in names for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
-        free = _free_bytes(store, snapshot)
-    documents = _documents(refs, chunks, {}, {*pins["sources"]} | _holding_pins(refs, pinned), texts)
-    shared = frozenset(chunk for chunk, held_by in holders.items() if held_by - refs.keys())
-    others = index.documents - len(entries)
-    return Inventory(documents, chunks, (), space.folder_bytes(store.path), free, (), shared, others)
 
 
 def _stretches(store: Store, used: Mapping[bytes, int]) -> tuple[tuple[bytes, int, int], ...]:
@@ -192,11 +171,11 @@ def _beginning(store: Store) -> bytes:
     return identity.prefix_id if identity is not None else b""
 
 
-def _profile(store: Store) -> tuple[bytes, int] | None:
-    digest = bytes.fromhex(str(store.codec_state().get("profile", "")))
+def _profiles(store: Store, digests: Collection[bytes]) -> tuple[tuple[bytes, int], ...]:
+    """Return the digest and the bytes of each of these profiles that is stored."""
     with store.snapshot() as snapshot:
-        sizes = [size for key, size in snapshot.sizes(tables.PROFILES, digest) if key == digest]
-    return (digest, pages(sizes[0])) if sizes else None
+        sizes = {digest: pages(size) for digest, size in snapshot.sizes(tables.PROFILES)}
+    return tuple((digest, sizes[digest]) for digest in digests if digest in sizes)
 
 
 def eviction_order(store: Store) -> dict[bytes, float]:
@@ -221,51 +200,6 @@ def pinned_with_documents(store: Store) -> set[bytes]:
             document = store.document(source)
             chunk_ids |= {ref.chunk_id for ref in document.chunks} if document is not None else set()
     return chunk_ids
-
-
-def _holding_pins(refs: Mapping[str, list[bytes]], pinned: set[bytes]) -> set[str]:
-    """Documents of which some chunk is pinned: they cannot be forgotten whole."""
-    return {source for source, chunk_ids in refs.items() if pinned.intersection(chunk_ids)}
-
-
-def _documents(
-    refs: Mapping[str, list[bytes]],
-    chunks: Mapping[bytes, ChunkHolding],
-    added: Mapping[bytes, int],
-    pinned: set[str],
-    texts: Mapping[bytes, int],
-) -> tuple[DocumentHolding, ...]:
-    last = {s: max((chunks[c].used for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
-    turns = {s: max((chunks[c].turn for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
-    order = sorted(refs, key=lambda source: (turns[source], source))
-    owner = {chunk: source for source in order for chunk in refs[source]}
-    return tuple(
-        DocumentHolding(
-            source,
-            last[source],
-            max((added.get(chunk, 0) for chunk in refs[source]), default=0),
-            source in pinned,
-            tuple(dict.fromkeys(chunk for chunk in refs[source] if owner[chunk] == source)),
-            tuple(dict.fromkeys(refs[source])),
-            texts.get(tables.name_key(source), 0),
-        )
-        for source in order
-    )
-
-
-def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
-    """When each chunk came; of chunks of older stores their file's own time, before which it cannot have been."""
-    known = store.added()
-    times: dict[bytes, int] = {}
-    for entry in store.files():
-        for source in entry.documents:
-            for chunk in refs.get(source, ()):
-                times[chunk] = max(times.get(chunk, 0), entry.mtime_ns // 10**9)
-    return times | known
-
-
-def _free_bytes(store: Store, snapshot: Snapshot) -> int:
-    return max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
 
 
 def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
@@ -336,11 +270,6 @@ def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | No
     return {"id": identity.prefix_id.hex(), "tokens": tokens, "levels": level_rows(levels)}
 
 
-def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the codec levels without its current profile; measurements made with the profile are kept."""
-    return {**state, "profile": "", "losses": losses_by_maker(state)}
-
-
 def old_profiles(store: Store) -> list[bytes]:
     """Return the digests of profiles that no record was made with, and that no new record would be made with.
 
@@ -348,12 +277,11 @@ def old_profiles(store: Store) -> list[bytes]:
     ------
     DamagedError : what is in use cannot be read.
     """
-    unread = [digest for digest in store.profile_digests() if len(digest) != _PROFILE_BYTES]
     current = str(store.codec_state().get("profile", ""))
-    candidates = [digest for digest in store.profile_digests() if digest.hex() != current and digest not in unread]
+    candidates = [digest for digest in store.profile_digests() if digest.hex() != current]
     if not candidates:
-        return unread
+        return []
     named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in profiled(store.levels(chunk))}
     if None in named:  # a record whose profile is unknown: verify reports it
-        return unread
-    return unread + [digest for digest in candidates if digest.hex() not in named]
+        return []
+    return [digest for digest in candidates if digest.hex() not in named]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtool.core.codec.levels import exact, known, lossy, profiled
-from kvtool.core.errors import UsageError
 from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
 
-UNFINISHED = "unfinished"  # the step that drops what interrupted ingests have stored
+UNFINISHED, PROFILE = "unfinished", "profile"  # names of steps
 Drop = tuple[bytes, str]  # chunk, level
 Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> those to drop
 
 
 @dataclass(slots=True)
 class Step:
-    """Step of a plan, which drops one kind of thing; it is put together a document at a time.
+    """Step of a plan, which drops one kind of thing.
 
     Attributes
     ----------
@@ -68,32 +67,15 @@ class Plan:
     Attributes
     ----------
     expected : bytes of the folder afterwards, at most, once it is compacted.
-    goal : bytes that were asked for; None: no size was.
-    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
     """
 
     steps: tuple[Step, ...]
     expected: int
-    goal: int | None = None
-    refusal: UsageError | None = field(default=None, compare=False)
-
-    @property
-    def reaches(self) -> bool:
-        """Return True if the plan meets the goal."""
-        return self.goal is None or self.expected <= self.goal
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Documents that are forgotten."""
         return tuple(source for step in self.steps for source in step.sources)
-
-    @property
-    def size(self) -> int:
-        """Bytes that all steps give back."""
-        return sum(step.size for step in self.steps)
-
-
-NOTHING = Plan((), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,143 +111,134 @@ class PruneRequest:
         return not document.pinned and (unused or old)
 
 
-def plan_prune(inventory: Inventory, wanted: PruneRequest) -> Plan:
-    """Plan the steps in their order, the least used first within each, and no step beyond the goal.
+def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
+    """Plan the steps of `kvtool help upkeep` up to the goal, the least recently used chunks first within each.
 
-    Chunks without a reference are dropped first, then documents that are to be removed whatever the size, then what
-    interrupted ingests have stored of files, if the goal needs it, then states of answered prompts (unused, or
-    needed for the goal), then the fine levels of unused chunks. The rest is dropped only as far as the goal needs it:
-    exact records of chunks that have a level with a measured loss, finer levels before coarser, all KV of chunks whose
-    text stays, the codec's profile if no KV is left, and last the documents that may be removed. The local cache of a
-    shared store drops all of a chunk's KV at once: a coarse level that is left there saves less fetching than the KV of
-    a chunk that is asked for more often (samples/results/streaming.md). It keeps its profile, which the next fetched
-    record names.
+    The local cache of a shared store drops all of a chunk's KV at once: a coarse level that is left there saves less
+    fetching than the KV of a chunk that is used more often (samples/results/streaming.md). It keeps its profile, which
+    the next fetched record names.
     """
-    return Planner(inventory, wanted).plan()
+    planner = _Planner(inventory, request.goal)
+    planner.drop_unreferenced()
+    if not request.as_needed:
+        planner.drop_documents(request.forgets)
+    if not planner.is_enough:  # only the interrupted ingest computes these again
+        planner.drop_chunks(Step(UNFINISHED), inventory.unfinished)
+    planner.drop_stretches(request.cold_before or 0)
+    if request.cold_before is not None:
+        planner.drop_cold(request.cold_before)
+    if not planner.is_enough:
+        planner.drop_kv(whole=request.fetched)
+        if request.as_needed:
+            planner.drop_documents(request.forgets, as_needed=True)
+    return planner.plan()
 
 
-class Planner:
-    """Takes steps, and counts what is expected to be left after each."""
+class _Planner:
+    """Adds steps, and counts what is expected to be left after each."""
 
-    def __init__(self, inventory: Inventory, wanted: PruneRequest) -> None:
-        self.inventory, self.wanted = inventory, wanted
+    def __init__(self, inventory: Inventory, goal: int | None) -> None:
+        self.inventory, self.goal = inventory, goal
+        self.steps: list[Step] = []
         self.left = {chunk: dict(held.levels) for chunk, held in inventory.chunks.items()}
         self.expected = inventory.used - inventory.free
-        self.gone: set[str] = set()
         self.referring = Counter(chunk for document in inventory.documents for chunk in document.refs)
-        self.referring.update(inventory.shared)
 
     def plan(self) -> Plan:
-        steps = [step for step in self._steps() if not step.is_empty]
-        return Plan(tuple(steps), self.expected, self.wanted.goal)
-
-    def _steps(self) -> Iterator[Step]:
-        yield self._unreferenced()
-        if not self.wanted.as_needed:
-            yield self.documents(self.wanted.forgets)
-        yield self._unfinished()
-        yield self._stretches()
-        if self.wanted.cold_before is not None:
-            yield self._cold(self.wanted.cold_before)
-        if self.wanted.goal is not None:
-            in_turn = [] if self._enough else sorted(self._of_documents(), key=lambda row: row[1].turn)
-            stored = {level for _, held in in_turn for level in held.levels}
-            if not self.wanted.fetched:
-                yield self._levels("exact", _exact, in_turn)
-                for level in lossy(stored)[:-1]:
-                    yield self._levels(f"level {level}", _finer(level), in_turn)
-            yield self._levels("kv", lambda levels, measured: list(levels), in_turn)
-            if not self.wanted.fetched:
-                yield self._profile()
-            if self.wanted.as_needed:
-                yield self.documents(self.wanted.forgets)
+        return Plan(tuple(step for step in self.steps if not step.is_empty), self.expected)
 
     @property
-    def _enough(self) -> bool:
-        return self.wanted.goal is None or self.expected <= self.wanted.goal
+    def is_enough(self) -> bool:
+        return self.goal is None or self.expected <= self.goal
 
-    # ---- steps ----
+    def drop_unreferenced(self) -> None:
+        step = Step("unreferenced")
+        self.drop_chunks(step, self.inventory.loose)
+        for digest, size in self.inventory.old_profiles:
+            step.profiles.append(digest)
+            self._free(step, size)
 
-    def _unreferenced(self) -> Step:
-        return self._loose("unreferenced", self.inventory.loose)
-
-    def _unfinished(self) -> Step:
-        """Drop what interrupted ingests have stored of files: only such an ingest computes it again."""
-        return self._loose(UNFINISHED, () if self._enough else self.inventory.unfinished)
-
-    def _loose(self, name: str, chunks: Sequence[bytes]) -> Step:
-        step = Step(name, loose=list(chunks))
+    def drop_chunks(self, step: Step, chunks: Sequence[bytes]) -> None:
+        """Drop everything about chunks that no document refers to."""
+        self.steps.append(step)
+        step.loose += chunks
         for chunk in chunks:
-            self._take(step, chunk, list(self.left[chunk]))
-        return step
+            self._drop_levels(step, chunk, list(self.left[chunk]))
 
-    def _stretches(self) -> Step:
+    def drop_stretches(self, cold_before: float) -> None:
         """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
         step = Step("stretches")
+        self.steps.append(step)
         for stretch, used, size in self.inventory.stretches:
-            cold = self.wanted.cold_before is not None and used < self.wanted.cold_before
-            if cold or not self._enough:
+            if used < cold_before or not self.is_enough:
                 step.stretches.append(stretch)
                 self._free(step, size)
-        return step
 
-    def _cold(self, before: float) -> Step:
+    def drop_cold(self, before: float) -> None:
         step = Step("cold")
-        for chunk, held in self._of_documents():
+        self.steps.append(step)
+        for held in self._evictable():
             if held.used < before and held.measured:
-                self._take(step, chunk, _finer_than_coarsest(self.left[chunk], held.measured))
-        return step
+                self._drop_levels(step, held.chunk_id, _finer_than_coarsest(self.left[held.chunk_id], held.measured))
 
-    def _levels(self, name: str, ladder: Ladder, in_turn: Sequence[tuple[bytes, ChunkHolding]]) -> Step:
-        step = Step(name)
-        for chunk, held in in_turn:
-            if self._enough:
-                break
-            self._take(step, chunk, ladder(self.left[chunk], held.measured))
-        return step
+    def drop_kv(self, whole: bool) -> None:
+        """Drop levels of chunks until it is enough, exact ones first.
 
-    def _profile(self) -> Step:
-        """The codec's, where no record is left that names it, and none that could be made smaller with it."""
-        step = Step("profile")
+        Parameters
+        ----------
+        whole : all levels of a chunk at once; the profile is kept.
+        """
+        chunks = sorted(self._evictable(), key=lambda held: held.turn)
+        ladders: dict[str, Ladder] = {}
+        if not whole:
+            stored = {level for held in chunks for level in held.levels}
+            ladders = {"exact": _exact} | {f"level {level}": _finer(level) for level in lossy(stored)[:-1]}
+        ladders["kv"] = lambda levels, measured: list(levels)
+        for name, ladder in ladders.items():
+            step = Step(name)
+            self.steps.append(step)
+            for held in chunks:
+                if self.is_enough:
+                    return
+                self._drop_levels(step, held.chunk_id, ladder(self.left[held.chunk_id], held.measured))
+        if not whole and not self.is_enough:
+            self._drop_profile()
+
+    def _drop_profile(self) -> None:
+        """Drop the codec's profile where no record is left that names it, and none that could be made smaller."""
         profile = self.inventory.profile
-        if profile is not None and not self._enough and not any(map(self._needs_profile, self.left)):
-            step.profiles.append(profile[0])
+        if profile is not None and not any(map(self._needs_profile, self.left)):
+            step = Step(PROFILE, profiles=[profile[0]])
+            self.steps.append(step)
             self._free(step, profile[1])
-        return step
 
     def _needs_profile(self, chunk: bytes) -> bool:
         """The prompt's own beginning is never compressed."""
         levels = self.left[chunk]
         return bool(profiled(levels) if chunk == self.inventory.beginning else levels)
 
-    def documents(self, forgets: Callable[[DocumentHolding], bool]) -> Step:
+    def drop_documents(self, forgets: Callable[[DocumentHolding], bool], as_needed: bool = False) -> None:
         """Remove documents, the least used first, with the chunks that no document refers to then."""
         step = Step("documents")
-        for document in self.inventory.documents:
-            if self.wanted.as_needed and self._enough:
+        self.steps.append(step)
+        for document in filter(forgets, self.inventory.documents):
+            if as_needed and self.is_enough:
                 break
-            if forgets(document):
-                step.sources.append(document.source)
-                self.gone.add(document.source)
-                self._free(step, document.size)
-                self.referring.subtract(document.refs)
-                loose = [chunk for chunk in document.refs if not self.referring[chunk]]
-                step.loose += loose
-                for chunk in loose:
-                    self._take(step, chunk, list(self.left.get(chunk, ())))
-        return step
+            step.sources.append(document.source)
+            self._free(step, document.size)
+            self.referring.subtract(document.refs)
+            loose = [chunk for chunk in document.refs if not self.referring[chunk]]
+            step.loose += loose
+            for chunk in loose:
+                self._drop_levels(step, chunk, list(self.left.get(chunk, ())))
 
-    # ---- helpers ----
+    def _evictable(self) -> list[ChunkHolding]:
+        """Chunks of documents that are not pinned, in the order of the documents."""
+        refs = dict.fromkeys(chunk for document in self.inventory.documents for chunk in document.refs)
+        held = (self.inventory.chunks.get(chunk) for chunk in refs if self.referring[chunk])
+        return [each for each in held if each is not None and not each.pinned]
 
-    def _of_documents(self) -> Iterator[tuple[bytes, ChunkHolding]]:
-        """Chunks that may be touched, in the order of their documents."""
-        for document in self.inventory.documents:
-            for chunk in document.chunks if document.source not in self.gone else ():
-                held = self.inventory.chunks.get(chunk)
-                if held is not None and not held.pinned:
-                    yield chunk, held
-
-    def _take(self, step: Step, chunk: bytes, levels: list[str]) -> None:
+    def _drop_levels(self, step: Step, chunk: bytes, levels: list[str]) -> None:
         for level in levels:
             self._free(step, self.left[chunk].pop(level))
             step.drops.append((chunk, level))
@@ -285,13 +258,13 @@ def _finer(level: str) -> Ladder:
     """Drop this level of chunks that have a coarser one with a measured loss; a coarser one never refines a finer."""
 
     def ladder(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
-        standing = lossy({level, *measured.intersection(levels)})
-        return [level] if level in levels and level != standing[-1] else []
+        usable = lossy({level, *measured.intersection(levels)})
+        return [level] if level in levels and level != usable[-1] else []
 
     return ladder
 
 
 def _finer_than_coarsest(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
     """All but the coarsest measured level, and what is coarser still: that one may refine it."""
-    standing, stored = lossy(measured.intersection(levels)), known(levels)
-    return stored[: stored.index(standing[-1])] if standing else []
+    usable, stored = lossy(measured.intersection(levels)), known(levels)
+    return stored[: stored.index(usable[-1])] if usable else []

@@ -23,12 +23,11 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import DTYPES, NAMES, Encoded, shape_of_layer
 from kvtool.core.codec.levels import LEVELS, NESTED, exact
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.rans import coder
 from kvtool.core.common.machine import cores
 from kvtool.core.common.types import Events
 from kvtool.core.errors import KvtoolError
-from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.native.isa import best_isa
 from kvtool.core.records.read import exact_level, read_chunk
 from kvtool.core.session.identity import ProfileCache, store_identity
 from samples.benchmarks.bench.machine import Host
@@ -71,7 +70,6 @@ def bench_codec(
     identity = store_identity(store)
     profile = ProfileCache(store).current()
     most = threads or cores()
-    keep_freed_memory()  # as loading a model does: two threads would wait for each other's fresh pages
     with _one_torch_thread():
         events.status("read the store's chunks")
         sample = Sample.of(store, tokens, leave_out=identity.prefix_id, decoded=dtype)
@@ -82,7 +80,7 @@ def bench_codec(
         rows = list(_rows(tasks, repeat, tuple(dict.fromkeys((1, most))), events))
     return {
         "rows": rows,
-        "backend": coder.chosen(),
+        "backend": str(best_isa()),
         "cores": cores(),
         "host": Host.here(most).to_json(),
         "tokens": sample.tokens,

@@ -49,7 +49,6 @@ CARRIED = {
     "PyStemmer": "Stemmer",
     "PyYAML": "yaml",
     "rich": "rich",
-    "shellingham": "shellingham",
     "sortedcontainers": "sortedcontainers",
     "tqdm": "tqdm",
     "typer": "typer",
@@ -59,7 +58,7 @@ CARRIED = {
     "xxhash": "xxhash",
     "zstandard": "zstandard",
 }
-LARGE = {"llvmlite": "llvmlite"}  # 60 MB: without it the CPU's share of the codec runs in numpy
+LARGE = {"llvmlite": "llvmlite"}  # 60 MB: a machine with numba has it
 
 
 def locked() -> dict[str, str]:
@@ -91,7 +90,7 @@ def missing() -> list[str]:
                 if name in THERE
                 else "carry its wheel: samples/benchmarks/gpu_wheels.py"
                 if name in CARRIED
-                else "optional"
+                else "carry its wheel: samples/benchmarks/gpu_wheels.py --llvmlite"
             )
             lines.append(f"{name} is missing ({use})")
         elif _major(_version(name)) < _major(locked().get(name.lower(), "0")):

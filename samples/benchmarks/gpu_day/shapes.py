@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvtool.core.cache.store import Store
-from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.decoder import Decoder
 from samples.benchmarks.bench.prompts import BenchPrompt, Sizes, filled_store, prompt_of, random_text
 from samples.benchmarks.bench.shapes import build_shape
@@ -33,7 +32,6 @@ def contexts(day: Day) -> tuple[int, ...]:
 
 def decoder(day: Day, shape: str, dtype: str = "bfloat16") -> Decoder:
     """Make a decoder with the tests' tokenizer of 512 tokens, since a passage or two are tokenised on the way."""
-    keep_freed_memory()  # as loading a model does
     loaded = build_shape(shape, day.device, "float32" if day.dry else dtype, SEED)
     return Decoder(replace(loaded, tokenizer=tiny_tokenizer()))
 

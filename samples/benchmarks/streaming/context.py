@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.core.codec.levels import RAW, exact, nested, whole
+from kvtool.core.codec.levels import RAW, base_level, exact, nested, whole
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.cost import PassSpeed
 from kvtool.core.session.identity import MeasuredLosses
@@ -234,9 +234,7 @@ def _store_chunks(
 
 def _parts(store: Store, chunk: bytes, level: str, sizes: Mapping[str, int]) -> tuple[Part, ...]:
     """Return the parts from which a level is decoded, the coarsest first. All layers of a level refine the same one."""
-    from kvtool.core.codec import CODECS
-
     found = store.read_kv(chunk, level, 0)
-    base = None if found is None else CODECS[level].base_of(found[1])
+    base = None if found is None else base_level(level, found[1])
     own = (Part(level, sizes[level]),)
     return own if base is None else (*_parts(store, chunk, base, sizes), *own)

@@ -1,3 +1,1 @@
-"""Plugins of kvtool, as examples. This module is imported whenever kvtool runs, so it is tiny."""
-
-ZSTD = {"codec": "kvtool_examples.zstd:Zstd", "lossless": True, "bits": 13.0}
+"""Plugins of kvtool, as examples."""

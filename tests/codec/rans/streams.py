@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtool.core.codec.rans import reference
 from kvtool.core.codec.rans.coder import Decoding, Encoding, encode
-from kvtool.core.codec.rans.reference import (
+from kvtool.core.codec.rans.tables import (
     ALPHABET,
     ESCAPE,
     SLOTS,
@@ -22,6 +21,7 @@ from kvtool.core.codec.rans.reference import (
     in_order,
     quantised,
 )
+from tests.codec.rans import reference
 
 
 def _row(**frequencies: int) -> U16:

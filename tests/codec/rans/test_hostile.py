@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.rans import coder, reference
+from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.coder import HELD, Decoding, decode
 from kvtool.core.codec.rans.kernels_ir import Decode
-from kvtool.core.codec.rans.reference import LANES, U16, Columns, Stream, in_order
+from kvtool.core.codec.rans.tables import LANES, U16, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.isa import ISAS, runnable
+from kvtool.core.native.jit import kernel_for
 from kvtool.core.native.job import address
+from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, TERNARY, int16_job, sample, stream_of
 
 MUTATIONS = 3000
@@ -47,7 +50,7 @@ def mutated(stream: Stream, dice: random.Random) -> Stream:
 
 
 @pytest.mark.some(2)
-def test_mutations(back_end: str) -> None:
+def test_mutations(machine: str) -> None:
     dice = random.Random(1)
     samples = [(rows, *sample(rows, columns, rows)) for rows, columns in ((1, 64), (3, 64), (2, 128))]
     streams = [(rows, ids, stream_of(symbols, ids)) for rows, symbols, ids in samples]
@@ -78,7 +81,7 @@ def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
     return Decoding(streams, in_order(ids, TABLES), starts, [rows] * len(streams), out)
 
 
-def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
+def test_words_of_the_next_stream_are_not_ones_own(machine: str) -> None:
     """The words that a truncated stream lacks follow right after it, where a kernel may read."""
     symbols, ids = sample(8, 64, seed=3)
     stream = stream_of(symbols, ids)
@@ -89,7 +92,7 @@ def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
             decode(together([short, behind], ids, 8))
 
 
-def test_one_bad_stream_among_many(back_end: str) -> None:
+def test_one_bad_stream_among_many(machine: str) -> None:
     symbols, ids = sample(8, 64, seed=4)
     stream = stream_of(symbols, ids)
     for bad in (
@@ -103,7 +106,7 @@ def test_one_bad_stream_among_many(back_end: str) -> None:
                 decode(together(streams, ids, 8))
 
 
-def test_a_stream_without_rows(back_end: str) -> None:
+def test_a_stream_without_rows(machine: str) -> None:
     ids = np.zeros(64, np.uint16)
     nothing, states = np.empty(0, np.uint16), np.full(LANES, 1 << 16, np.uint32)
     decode(int16_job(Stream(nothing, states), ids, 0))
@@ -114,7 +117,7 @@ def test_a_stream_without_rows(back_end: str) -> None:
             decode(int16_job(bad, ids, 0))
 
 
-def test_wrong_sizes_and_ids(back_end: str) -> None:
+def test_wrong_sizes_and_ids(machine: str) -> None:
     symbols, ids = sample(2, 64)
     stream = stream_of(symbols, ids)
     good = int16_job(stream, ids, 2)
@@ -131,7 +134,7 @@ def test_wrong_sizes_and_ids(back_end: str) -> None:
         in_order(wide - np.uint16(2), TABLES, refines=True)
 
 
-def test_a_callers_mistakes(back_end: str) -> None:
+def test_a_callers_mistakes(machine: str) -> None:
     symbols, ids = sample(2, 64)
     good = int16_job(stream_of(symbols, ids), ids, 2)
     fixed = good.out.copy()
@@ -199,7 +202,7 @@ def test_mistakes_of_columns() -> None:
 def test_jobs_of_two_forms_are_not_one_call() -> None:
     jobs = [
         Decoding([], in_order(np.zeros(64, np.uint16), TABLES), [], [], np.empty((1, 64), HELD[form]), form)
-        for form in ("int16", "float16")
+        for form in ("int16", "bfloat16")
     ]
     with pytest.raises(ValueError, match="one kind"):
         decode(*jobs)
@@ -207,12 +210,12 @@ def test_jobs_of_two_forms_are_not_one_call() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
 @pytest.mark.parametrize("kind", ["int16", "refine"])
-@pytest.mark.parametrize("name", [name for name in coder.available() if name != coder.NUMPY])
+@pytest.mark.parametrize("name", runnable())
 def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page after those ends the process when it is read. All lanes ask for words in the same steps."""
-    kernel = coder._kernel(name, Decode(kind))
+    kernel = kernel_for(ISAS[name], Decode(kind))
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))

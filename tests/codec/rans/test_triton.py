@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from kvtool.core.codec.rans import triton as coder
-from kvtool.core.codec.rans.reference import Columns, Stream, TableSet, decode, encode, quantised
+from kvtool.core.codec.rans.tables import Columns, Stream, TableSet, quantised
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.errors import DamagedError, KvtoolError
 from tests.codec.processes import needs_triton, triton_process
+from tests.codec.rans.reference import decode, encode
 
 GAP = -77
 CPU = torch.device("cpu")

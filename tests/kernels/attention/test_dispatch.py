@@ -29,7 +29,7 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AVX512", features: str = "") -> None:
     """Another CPU, as far as a backend is chosen by it."""
-    there = ("avx512", "avx2") if able == "AVX512" else ("avx2",)
+    there = ("avx512", "avx2", "scalar") if able == "AVX512" else ("avx2", "scalar")
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", able.lower())
     monkeypatch.setattr("kvtool.core.native.isa.runnable", lambda: there)

@@ -10,7 +10,6 @@ from kvtool.core.kernels.layer import cpu
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.native.isa import ISAS, Isa, runnable
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from kvtool.core.kernels.linear.gemm_ir import unpack
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize, none, packed_codes, take_rows, unpacked_codes
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, none, packed_codes, take_rows
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
 from tests.kernels.linear.matrices import random_matrix
+from tests.kernels.linear.reference import dequantize, unpacked_codes
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, READERS, dequantize, tensor_of_blocks
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, READERS, tensor_of_blocks
 from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
+from tests.kernels.linear.reference import dequantize
 
 
 def test_every_packed_kind_is_read() -> None:

@@ -9,7 +9,7 @@ import torch
 from kvtool.core.kernels.linear.int8_ir import int8_gemm as int8_gemm_code
 from kvtool.core.kernels.linear.int8_ir import multiplies, multiplies_row, row_product
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.quantized import gemv, has_int8, has_int8_row, int8_gemm
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import (
@@ -25,6 +25,7 @@ from kvtool.core.native.isa import (
     runnable,
 )
 from tests.kernels.linear.matrices import random_matrix
+from tests.kernels.linear.reference import dequantize
 
 HERE = {isa.name: multiplies_int8(isa) for isa in (AVX2, AVX512, NEON) if isa.name in runnable()}
 SETS = sorted({isa for isa in (*HERE.values(), AVX512 if "avx512" in HERE else None) if isa}, key=str)

@@ -12,13 +12,7 @@ import torch
 
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
-from kvtool.core.kernels.linear.onednn import (
-    KERNELS_KEPT,
-    can_pack,
-    keep_freed_memory,
-    pack_weights,
-    return_freed_memory,
-)
+from kvtool.core.kernels.linear.onednn import KERNELS_KEPT, can_pack, pack_weights
 from tests.families import KINDS, save_tiny, tiny_model
 
 IDS = torch.arange(5, 60)[None]
@@ -49,14 +43,6 @@ def test_other_dtypes_are_left_alone() -> None:
     model = tiny_model("llama", "float32")
     assert pack_weights(model) == 0
     assert not any(weight.is_meta for weight in model.parameters())
-
-
-def test_keeping_memory_can_be_asked_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_freed_memory()
-    return_freed_memory()
-    monkeypatch.setattr("sys.platform", "win32")
-    keep_freed_memory()
-    return_freed_memory()
 
 
 @needed

@@ -7,12 +7,12 @@ import torch
 
 from kvtool.core.kernels.linear import quantized as native
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
 from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.linear.matrices import random_matrix
+from tests.kernels.linear.reference import dequantize
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a result, by the sum of what it is the sum of
 SIZES = [(4, 256, 4), (20, 768, 7), (36, 512, 33), (8, 288, 6), (12, 32, 5)]  # of W, and rows of X
 

@@ -14,7 +14,6 @@ from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import case, decoder_of, new_case, rms, tokens
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 # Logits have a standard deviation of about 3. Measured difference: 2e-5 at most, and in bfloat16, where the model's
 # own forward rounds after every operation, .24.
 NEAR = {"float32": 1e-4, "bfloat16": 0.5}

@@ -21,7 +21,6 @@ from tests.checkpoint.gguf_writing import written
 from tests.families import NATIVE
 from tests.fusion.making import case, new_case, tokens
 
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 LENGTHS = (140, 1, 127, 300, 36)
 
 

@@ -19,12 +19,9 @@ from kvtool.core.model.decode.native import CompiledModel, compiled_model
 from kvtool.core.model.decode.program import WeightSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
-from kvtool.core.native.isa import runnable
 from tests.families import save_tiny, tiny_model
 from tests.fusion.making import decoder_of, tokens
 from tests.kernels.linear.matrices import random_matrix
-
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 
 
 def opened(folder: Path, dtype: str, packed: bool = False) -> Decoder:

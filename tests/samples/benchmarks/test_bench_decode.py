@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.native.isa import runnable
 from tests.samples.benchmarks.benching import run_bench
 
 TINY = ("decode", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "3")
-
-pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 
 
 @pytest.mark.slow

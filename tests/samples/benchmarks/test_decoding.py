@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvtool.core.native.isa import runnable
 from samples.benchmarks import decoding
 from tests.cli.working import script
 
 TINY = ("--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "3")
 
 
-@pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 def test_several_sequences_at_once() -> None:
     found = script(decoding.main, *TINY, "--sequences", "2,5,2", "--json").fine().json
     assert [row["sequences"] for row in found["together"]] == [1, 2, 5]

@@ -1,16 +1,13 @@
-"""rANS coders in machine code: choice of the instruction set, encoder and decoder (the bytes: reference.py).
+"""rANS encoder and decoder in machine code (the bytes: tables.py).
 
-Kernels are compiled from LLVM IR in the process, once, without a C compiler. Kernels check nothing: every array and
+Kernels check nothing: every array and
 length is checked here, before a kernel sees it.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,67 +15,32 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.codec.rans import kernels_ir, reference
+from kvtool.core.codec.rans import kernels_ir
 from kvtool.core.codec.rans.kernels_ir import REFINE, Decode, Encode
-from kvtool.core.codec.rans.reference import (
-    ESCAPE,
+from kvtool.core.codec.rans.tables import (
     LANES,
     LEAST_STATE,
     MOST_CONTEXT,
     U8,
     U16,
     U32,
-    ZERO,
     Columns,
     Stream,
     TableSet,
 )
-from kvtool.core.common.switches import ENTROPY_CODER, asked
-from kvtool.core.errors import DamagedError, UsageError
-from kvtool.core.native.isa import ISAS, Isa, best_isa, runnable
-from kvtool.core.native.jit import Function, compiled
+from kvtool.core.errors import DamagedError
+from kvtool.core.native.jit import Function, kernel
 from kvtool.core.native.job import Jobs, address, scratch
 
-Form = Literal["int16", "bfloat16", "float16"]
+Form = Literal["int16", "bfloat16"]
 HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
     "int16": np.dtype(np.int16),
     "bfloat16": np.dtype(np.uint16),
-    "float16": np.dtype(np.float16),
 }
-VARIABLE = ENTROPY_CODER
-NUMPY = "numpy"
-Kind = Callable[[Isa], str]  # LLVM IR of a function `run(jobs, number of jobs)`; equal ones are compiled once
 _SLACK = 16  # words an encoder may write after the last: those of a register
 _AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
 _NOTHING = np.zeros(1, np.uint16)
-_compiling = threading.Lock()
 _entries: WeakKeyDictionary[TableSet, tuple[U32, int]] = WeakKeyDictionary()
-
-
-# ---- kernels -----------------------------------------------------------------------------------------------------
-
-
-def available() -> tuple[str, ...]:
-    """List the back-ends that this machine can run, best first; `numpy` is always among them."""
-    return (*runnable(), NUMPY)
-
-
-def chosen() -> str:
-    """Choose the back-end: the one that KVTOOL_ENTROPY_CODER names, else the best there is.
-
-    Raises UsageError: the variable names a back-end that does not exist, or that this machine cannot run.
-    """
-    name = asked(VARIABLE)
-    if not name:
-        return str(best_isa() or NUMPY)
-    if name not in available():
-        raise UsageError(f"{VARIABLE}={name}: no such entropy coder here", f"one of {', '.join(available())}, or unset")
-    return name
-
-
-def isa() -> Isa | None:
-    """Return the chosen back-end's instruction set; None: without machine code. Raises as `chosen`."""
-    return ISAS.get(chosen())
 
 
 def compile_ahead(dtype: str) -> None:
@@ -86,36 +48,6 @@ def compile_ahead(dtype: str) -> None:
     for form in kernels_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
             kernel(Decode(form))
-
-
-def kernel(kind: Kind) -> Function | None:
-    """Return `function(jobs, number of jobs)`, compiled at its first use; None: numpy serves.
-
-    Raises UsageError: see `chosen`; or the back-end it names cannot be compiled.
-    """
-    name = chosen()
-    if name == NUMPY:
-        return None
-    with _compiling:
-        try:
-            return _kernel(name, kind)
-        except RuntimeError as error:
-            if asked(VARIABLE):
-                raise UsageError(f"{VARIABLE}={name}: it cannot be compiled: {error}", "unset it") from error
-            _warn_slow(str(error))
-            return None
-
-
-@cache
-def _kernel(name: str, kind: Kind) -> Function:
-    """Compile; callers hold the lock, so no kernel is compiled twice."""
-    return compiled(kind(ISAS[name]), ISAS[name], "run")[0]
-
-
-@cache
-def _warn_slow(reason: str) -> None:
-    """Say once that decoding takes ten times as long, and why."""
-    warnings.warn(f"the entropy coder runs in numpy: {reason}", RuntimeWarning, stacklevel=2)
 
 
 # ---- encoding ----------------------------------------------------------------------------------------------------
@@ -137,7 +69,7 @@ class Encoding:
 
 
 def encode(*encodings: Encoding) -> list[Stream]:
-    """Encode in one call, each as a stream of its own in one piece of memory: the bytes of `reference.encode`.
+    """Encode in one call, each as a stream of its own in one piece of memory.
 
     Raises ValueError: a table gives a symbol no frequency, an array has the wrong shape, or only some have contexts.
     """
@@ -146,11 +78,8 @@ def encode(*encodings: Encoding) -> list[Stream]:
     contexts = bool(encodings) and encodings[0].contexts is not None
     if any((one.contexts is not None) != contexts for one in encodings):
         raise ValueError("all have contexts, or none has")
-    function = kernel(Encode(contexts))
-    if function is None:
-        return [_encode_in_numpy(one) for one in encodings]
-    made = iter(_encode(function, [one for one in encodings if one.symbols.size]))
-    return [next(made) if one.symbols.size else _encode_in_numpy(one) for one in encodings]
+    made = iter(_encode(kernel(Encode(contexts)), [one for one in encodings if one.symbols.size]))
+    return [next(made) if one.symbols.size else _empty_stream() for one in encodings]
 
 
 def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
@@ -165,9 +94,8 @@ def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
         raise ValueError("contexts up to 2, of columns that refine")
 
 
-def _encode_in_numpy(one: Encoding) -> Stream:
-    made = reference.encode(one.symbols, one.columns.ids, one.columns.tables, one.contexts)
-    return _in_one_piece(made.words, made.states)
+def _empty_stream() -> Stream:
+    return _in_one_piece(np.empty(0, np.uint16), np.full(LANES, LEAST_STATE, np.uint32))
 
 
 def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
@@ -236,7 +164,7 @@ class Decoding:
     ----------
     streams : their words and states may be views of a read-only buffer; see `Stream.address`.
     starts, rows : first row in `out` of each stream, and its number of rows; they do not overlap.
-    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits, or float16.
+    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits.
     form : format of `out`.
     marked : numbers that the escapes stand for, stream after stream, each row by row, in the format of `out`.
         None: escapes stay the number 127.
@@ -268,22 +196,16 @@ def decode(*jobs: Decoding) -> None:
     ------
     DamagedError : no encoder made a stream; `out` may hold anything.
     ValueError : arrays have the wrong shape or type, places are outside `out`, or kinds differ.
-    UsageError : see `chosen`.
     """
     kinds = {job.kind for job in jobs}
     if len(kinds) > 1:
         raise ValueError("jobs of one kind are decoded together")
     for job in jobs:
         _check_decoding(job)
-    function = kernel(Decode(*kinds)) if kinds else None
-    if function is None:
-        for job in jobs:
-            _decode_in_numpy(job)
-        return
     work = [(job, _with_rows(job)) for job in jobs]
     if not any(some for _, some in work):
         return
-    read, escapes = run(function, work)
+    read, escapes = run(kernel(Decode(*kinds)), work)
     first = 0
     for job, some in work:
         end = first + len(some)
@@ -338,7 +260,8 @@ def _with_rows(job: Decoding) -> list[int]:
     if len(some) < len(job.streams):
         for number in set(range(len(job.streams))).difference(some):
             stream = job.streams[number]
-            reference.check_end(stream.states, 0, len(stream.words))
+            if len(stream.words) or (stream.states != LEAST_STATE).any():
+                raise DamagedError("an encoded stream that does not end where it should")
             _check_escapes(job, number, 0)
     return some
 
@@ -422,28 +345,3 @@ def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
         return stream.address, stream.address + 2 * len(stream.words)
     kept.append(np.concatenate([stream.words, _AFTER]))
     return address(kept[-1]), address(stream.states)
-
-
-def _decode_in_numpy(job: Decoding) -> None:
-    """Decode by the reference where there is no kernel."""
-    wanted = job.columns.numbers
-    ends = list(accumulate(job.marks))
-    for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
-        out = job.out[start : start + rows]
-        coarse = out[:, wanted].astype(np.int32) if job.columns.refines else None
-        contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
-        symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
-        numbers = symbols.astype(np.int32) - ZERO
-        if coarse is not None:
-            numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
-        # bfloat16 holds numbers of 8 bits: the upper halves of their float32
-        values = numbers.astype(HELD[job.form]) if job.form != "bfloat16" else _upper_halves(numbers)
-        if job.marked is not None:
-            escapes = symbols == ESCAPE
-            _check_escapes(job, number, int(escapes.sum()))
-            values[escapes] = job.marked[ends[number] - job.marks[number] : ends[number]]
-        out[:, wanted] = values
-
-
-def _upper_halves(numbers: npt.NDArray[np.int32]) -> U16:
-    return (numbers.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)

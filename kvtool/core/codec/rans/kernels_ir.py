@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.codec.rans.reference import (
+from kvtool.core.codec.rans.tables import (
     ALPHABET,
     BLOCK,
     ESCAPE,
@@ -26,12 +26,12 @@ from kvtool.core.codec.rans.reference import (
     SLOTS,
     ZERO,
 )
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, narrow
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import AVX512, Isa
 from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
 
-FORMS = ("int16", "bfloat16", "float16")  # of the numbers as they are; the latter two have those of 8 bits exactly
+FORMS = ("int16", "bfloat16")  # of the numbers as they are; the latter holds those of 8 bits exactly
 REFINE = "refine"
 DECODE = Job(
     words="i16*",
@@ -208,16 +208,11 @@ def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: 
     """Write the symbols of slot entries as numbers of a form, or merged into a coarser level."""
     for index, (entry, out) in enumerate(zip(entries, parts, strict=True)):
         numbers = (entry & 255) - ZERO
-        exact = numbers.to("float", signed=True) if form in FORMS[1:] else numbers
         if form == REFINE:
             numbers = _refined(coarse[index], numbers)
-        elif form == "bfloat16":  # which holds numbers of 8 bits without rounding
-            numbers = exact.bitcast("i32") >> 16
-        elif form == "float16":
-            numbers = narrow(exact, "float16")
-        if numbers.element == "i32":
-            numbers = numbers.to("i16")
-        out.of(numbers.element).store(numbers)
+        elif form == "bfloat16":
+            numbers = numbers.to("float", signed=True).bitcast("i32") >> 16
+        out.of("i16").store(numbers.to("i16"))
 
 
 def _with_context(bases: Value, coarse: Value) -> Value:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec.rans.reference import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
+from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -56,7 +56,7 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
 
     Raises
     ------
-    DamagedError : a stream does not end as `reference.check_end` demands. `out` then holds nothing usable.
+    DamagedError : a stream does not end as an encoder began. `out` then holds nothing usable.
     ValueError : a job's arrays do not fit each other, or only some jobs' columns refine.
     KvtoolError : triton is missing.
     """

@@ -146,11 +146,3 @@ def prepare(dtype: torch.dtype, device: str) -> None:
     """Start to compile the kernels for a prompt's rows in the background."""
     if device == "cpu" and asked(ATTENTION) in ("", flash_cpu.name):
         flash_cpu.compile_ahead(dtype)
-
-
-def first_read(first: int, device: str) -> int:
-    """Return the first key whose numbers may be read where no row sees one before `first`.
-
-    What is read is multiplied by a weight of 0, so it has to be a number.
-    """
-    return flash_cpu.first_read(first) if device == "cpu" else 0

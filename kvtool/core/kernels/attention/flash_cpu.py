@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvtool.core.kernels import FORMATS
-from kvtool.core.kernels.attention.flash_ir import JOB, KEYS, Tiling, attention_module
+from kvtool.core.kernels.attention.flash_ir import JOB, Tiling, attention_module
 from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
@@ -40,7 +39,7 @@ def declines(call: AttentionCall) -> str:
         return "torch's fused kernel multiplies bfloat16 with this CPU's AMX tiles"
     if call.batch != 1 or call.gradient or call.scale <= 0 or call.on_device:
         return "it takes one prompt, rows that the host knows, a positive scale and no gradient"
-    return shape_mismatch(call) or ("" if kernel(tiling) is not None else "its machine code could not be made")
+    return shape_mismatch(call)
 
 
 def attend(
@@ -60,15 +59,9 @@ def attend_packed(
 ) -> torch.Tensor:
     """Attend with runs of rows, each over keys of its own: all of them in one call, which no thread waits in."""
     tiling = tiling_here(query.dtype)
-    code = None if tiling is None else kernel(tiling)
-    assert code is not None, "it was declined"
+    assert tiling is not None, "it was declined"
     lead = None if lead_in is None else (lead_in[0][0], lead_in[1][0])
-    return code(query[0], key[0], value[0], params, spans, lead)[None]
-
-
-def first_read(first: int) -> int:
-    """Return the first key that is read where no row sees one before `first`: tiles of keys are read whole."""
-    return first // KEYS * KEYS
+    return kernel(tiling)(query[0], key[0], value[0], params, spans, lead)[None]
 
 
 def compile_ahead(dtype: torch.dtype) -> None:
@@ -89,13 +82,9 @@ def tiling_here(dtype: torch.dtype) -> Tiling | None:
 
 
 @compile_once
-def kernel(tiling: Tiling) -> Kernel | None:
-    """Make the kernel of a tiling, compiled at its first use (0.15 s); None: it cannot be compiled here."""
-    try:
-        return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
-    except RuntimeError as error:
-        warnings.warn(f"attention runs in torch's kernels: {error}", RuntimeWarning, stacklevel=2)
-        return None
+def kernel(tiling: Tiling) -> Kernel:
+    """Make the kernel of a tiling, compiled at its first use (0.15 s)."""
+    return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
 
 
 COLUMNS = 16  # head dimensions are a multiple of it

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +20,6 @@ from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.threads import launch
 
 _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_LARGE = 2**30
-RETURNED_BYTES = 2**22
 # What oneDNN and torch's layer above it ask for the number of kernels to keep, at the first product.
 KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _KEPT = "128"
@@ -99,28 +94,6 @@ def keep_few_kernels() -> None:
     """
     for name in KERNELS_KEPT:
         os.environ.setdefault(name, _KEPT)
-
-
-def keep_freed_memory() -> None:
-    """Let the process reuse large blocks that were freed instead of asking the kernel for new pages each time.
-
-    A fresh page costs a fault; packing takes a third of its time so. Does nothing where libc is not glibc.
-    """
-    _set_thresholds(_LARGE)
-
-
-def return_freed_memory() -> None:
-    """Return blocks of 4 MiB and more once they are freed, from now on: for work that needs memory more than time."""
-    _set_thresholds(RETURNED_BYTES)
-
-
-def _set_thresholds(size: int) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, size)
-        mallopt(_M_TRIM_THRESHOLD, size)
 
 
 MOST_ROWS = 320

@@ -158,33 +158,6 @@ def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(matrix.kind, len(rows), matrix.columns, data, scales, group_mins)
 
 
-def dequantize(matrix: QuantizedTensor) -> torch.Tensor:
-    """Compute the weights, float32 `[rows, columns]`: scale · (code - zero_point) + min, exact but for the addition."""
-    layout = matrix.layout
-    if layout.dense:
-        return matrix.data.float()
-    codes = (unpacked_codes(matrix).float() - layout.zero_point).view(matrix.rows, -1, layout.group)
-    scales, group_mins = _factors(matrix)
-    weights = codes * scales[:, :, None]
-    if group_mins is not None:
-        weights += group_mins[:, :, None]
-    return weights.view(matrix.rows, matrix.columns)
-
-
-def _factors(matrix: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scales and group_mins of every group, float32 `[rows, groups]`."""
-    layout = matrix.layout
-    if not layout.superblocks:
-        return matrix.scales.float(), matrix.group_mins.float() if layout.group_mins else None
-    kinds = 1 + layout.group_mins
-    blocks = matrix.scales.view(-1, layout.block_bytes)
-    whole = blocks[:, : 2 * kinds].contiguous().view(torch.float16).float()
-    each = blocks[:, 2 * kinds :].contiguous().view(torch.int8).float().view(len(blocks), kinds, -1)
-    products = (whole[:, :, None] * each).view(matrix.rows, -1, kinds, each.shape[-1])
-    scales, *group_mins = (products[:, :, kind].reshape(matrix.rows, -1) for kind in range(kinds))
-    return scales, -group_mins[0] if group_mins else None
-
-
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes, uint8 `[rows, columns]` (of eight bits: int8), as the `data` of a matrix."""
     if bits == 8:
@@ -207,19 +180,6 @@ def _plane(codes: torch.Tensor, width: int) -> torch.Tensor:
 def _run(width: int) -> int:
     """Return how many adjacent codes of a plane are in as many bytes: the next ones are in higher bits of those."""
     return 1 if width == 1 else 4 * width
-
-
-def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
-    """Return the codes `[rows, columns]`: uint8, of eight bits int8."""
-    layout = matrix.layout
-    if layout.bits == 8:
-        return matrix.data.view(torch.int8)
-    spans, first, done = matrix.data.view(-1, 4 * layout.bits), 0, 0
-    codes = torch.zeros(len(spans), BLOCK, dtype=torch.uint8)
-    for width in layout.planes:
-        codes |= _bit_fields(spans[:, first : first + 4 * width], width, _run(width)) << done
-        first, done = first + 4 * width, done + width
-    return codes.view(matrix.rows, matrix.columns)
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

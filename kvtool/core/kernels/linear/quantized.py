@@ -48,7 +48,7 @@ def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None, int8:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
     y = torch.empty(matrix.rows, dtype=torch.float32)
     _run(
-        _int8_row(matrix, isa) if int8 else _functions(matrix.kind, isa)["product"],
+        _int8_row(matrix, isa) if int8 else _compiled(matrix.kind, isa or best_isa())["product"],
         matrix,
         x.data_ptr(),
         y.data_ptr(),
@@ -77,7 +77,7 @@ def small_batch_gemm(
     if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"x is {tuple(x.shape)}, not [rows, {matrix.columns}]")
     count, least = x.shape[0], least_rows(matrix, x.dtype, isa)
-    if isa is None or least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
+    if least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
         raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
     added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
     out = torch.empty((count, matrix.rows), dtype=x.dtype)
@@ -112,7 +112,7 @@ def _parts(matrix: QuantizedTensor) -> dict[str, int]:
 def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = None) -> int | None:
     """Return the least rows of a format that `small_batch_gemm` takes for a matrix, here; None: no code for it."""
     isa = isa or best_isa()
-    if isa is None or dtype not in COMPUTED or matrix.rows % OUTPUTS:
+    if dtype not in COMPUTED or matrix.rows % OUTPUTS:
         return None
     if dtype == torch.bfloat16 and not multiplies_bfloat16(isa):
         return None
@@ -240,7 +240,7 @@ def dequantize_rows(
         return rows.copy_(matrix.data[first:last])
     to = FORMATS[out.dtype]
     start = out.data_ptr() - first * matrix.columns * out.itemsize
-    _run(_functions(matrix.kind, isa)[to], matrix, 0, start, first, last)
+    _run(_compiled(matrix.kind, isa or best_isa())[to], matrix, 0, start, first, last)
     return rows
 
 
@@ -250,13 +250,6 @@ def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: i
     taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
     job = SHARE_JOB.pack(**taken, **_parts(matrix), x=x, out=out)
     launch(function, job, threads)
-
-
-def _functions(kind: str, isa: Isa | None) -> dict[str, Function]:
-    isa = isa or best_isa()
-    if isa is None:
-        raise RuntimeError("there is no machine code here")
-    return _compiled(kind, isa)
 
 
 @compile_once

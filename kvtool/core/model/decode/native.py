@@ -246,12 +246,9 @@ def _make(decoder: Decoder, future: Future[CompiledModel | str]) -> None:
 
 
 def _made(decoder: Decoder) -> CompiledModel | str:
-    wanted, isa = asked(STEPPER), best_isa()
-    if wanted == "torch":
+    if asked(STEPPER) == "torch":
         return f"{STEPPER} asks for it"
-    if isa is None:
-        return "there is no machine code here"
     try:
-        return CompiledModel(decoder, isa)
-    except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
+        return CompiledModel(decoder, best_isa())
+    except UnsupportedArchitecture as error:
         return str(error)

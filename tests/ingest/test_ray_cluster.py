@@ -6,21 +6,22 @@ import contextlib
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.crew.actor_pool import ActorPool, Worker, check_reachable, connected, share_of
-from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.ray_cluster import check_reachable, connect, share_of
+from kvtool.core.ingest.ray_storer import Workers, WorkerState
 
 
 def test_what_a_cluster_has_not_is_refused() -> None:
     assert [share_of({"CPU": 32}, 0, "auto").workers, share_of({"CPU": 2}, 0, "auto").workers] == [4, 1]
     shared = share_of({"CPU": 64, "GPU": 4}, 0, "auto")
-    assert (shared.workers, shared.gpus, shared.threads) == (4, 1, 0)
-    assert share_of({"CPU": 64, "GPU": 4}, 2, "cpu").threads == 32
+    assert (shared.workers, shared.gpus) == (4, 1)
+    assert share_of({"CPU": 64, "GPU": 4}, 2, "cpu").cpus == 32
     with pytest.raises(UsageError, match="3 workers, and Ray has 2 GPUs"):
         share_of({"CPU": 64, "GPU": 2}, 3, "cuda")
     with pytest.raises(UsageError, match="3 workers, and Ray has 2 CPUs"):
@@ -28,9 +29,8 @@ def test_what_a_cluster_has_not_is_refused() -> None:
 
 
 def test_workers_that_nobody_asks_for_are_refused() -> None:
-    for options in (IngestOptions, CompressOptions):
-        with pytest.raises(UsageError, match="none are asked for"):
-            options(ray_workers=2)
+    with pytest.raises(UsageError, match="none are asked for"):
+        IngestOptions(ray_workers=2)
 
 
 def test_an_address_without_a_cluster_is_told_soon() -> None:
@@ -55,7 +55,7 @@ def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
             monkeypatch.setattr("ray.init", init)
             with pytest.raises(SystemExit) if comes else contextlib.nullcontext():
-                connected("local")
+                connect("local")
             assert signal.getsignal(signal.SIGTERM) is own
         assert came == [signal.SIGTERM]
     finally:
@@ -69,23 +69,22 @@ def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.Monke
     assert told.value.hint == "pip install 'kvtool[ray]'"
 
 
-def test_a_worker_of_another_version_opens_nothing() -> None:
-    with pytest.raises(KvtoolError, match=r"have kvtool .*, and this is 0\.0\.9"):
-        Worker("0.0.9", (b"cannot be opened here", []), 0).do("facts", (b"", []))
+def test_a_worker_of_another_version_is_refused() -> None:
+    states = [WorkerState("0.0.9", "tiny", "cpu", "float32", 100, 4, 1)]
+    workers = Workers.__new__(Workers)
+    workers._ray = SimpleNamespace(get=lambda references: states, exceptions=pytest.importorskip("ray").exceptions)
+    with pytest.raises(KvtoolError, match=r"have kvtool 0\.0\.9, and this is"):
+        workers._states([])
 
 
 @pytest.mark.slow
 def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, and not as a death: the next one could not either."""
     (tmp_path / "sitecustomize.py").write_text(_WITHOUT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said: list[str] = []
+    recipe: Any = {}
     with pytest.raises(KvtoolError, match=r"cannot run kvtool .*No module named 'kvtool'") as told:
-        ActorPool(
-            RayOptions(ray="local", ray_workers=1), dict, {}, device="cpu", warn=lambda text, hint: said.append(text)
-        )
+        Workers(IngestOptions(ray="local", ray_workers=1, device="cpu"), recipe)
     assert "install this version" in told.value.hint
-    assert said == []
 
 
 _WITHOUT = """

@@ -1,4 +1,4 @@
-"""The choice of a back-end, what happens without one, and the encoder's division."""
+"""The choice of an instruction set, and the encoder's division."""
 
 from __future__ import annotations
 
@@ -11,62 +11,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.rans import coder, kernels_ir
-from kvtool.core.codec.rans.coder import decode
+from kvtool.core.codec.rans import kernels_ir
 from kvtool.core.codec.rans.kernels_ir import Decode
-from kvtool.core.codec.rans.reference import in_order
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.native import isa as isas
 from kvtool.core.native import jit
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import JOBS
-from tests.codec.rans.streams import TABLES, encoded, int16_job, sample, stream_of
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is found out once in a process is found out anew, here and after."""
-    caches = isas.runnable, coder._kernel, isas.llvm, coder._warn_slow, isas._warn_slow
+    caches = isas.runnable, isas.llvm
     yield
     for found in caches:
         found.cache_clear()
 
 
-def round_trip() -> None:
-    symbols, ids = sample(3, 64)
-    stream = encoded(symbols, in_order(ids, TABLES))
-    assert np.array_equal(stream.words, stream_of(symbols, ids).words)
-    job = int16_job(stream, ids, 3)
-    decode(job)
-    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
-
-
-def test_the_variable_decides(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []
-    compile_it = coder._kernel
-    monkeypatch.setattr(coder, "_kernel", lambda name, kind: used.append(name) or compile_it(name, kind))
-    round_trip()
-    assert set(used) == (set() if back_end == "numpy" else {back_end})
-
-
-def test_the_best_is_chosen() -> None:
-    assert coder.chosen() == coder.available()[0]
-    assert list(coder.available()) == [name for name in (*isas.ISAS, "numpy") if name in coder.available()]
-
-
-@pytest.mark.parametrize("name", ["sse9", "AVX2", " scalar"])
-def test_unknown_names_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(coder.VARIABLE, name)
-    with pytest.raises(UsageError) as error:
-        round_trip()
-    assert "avx512, avx2, neon, scalar, numpy" in error.value.message
-
-
 X86, ARM = "x86_64", "aarch64"
 
 
-def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_needs_all_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
         @staticmethod
         def get_host_cpu_features() -> dict[str, bool]:
@@ -75,10 +42,7 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     isas.runnable.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: X86)
     monkeypatch.setattr(isas, "llvm", Old)
-    assert coder.available() == ("scalar", "numpy")
-    monkeypatch.setenv(coder.VARIABLE, "avx2")
-    with pytest.raises(UsageError):
-        coder.chosen()
+    assert isas.runnable() == ("scalar",)
 
 
 @pytest.mark.parametrize(
@@ -125,44 +89,19 @@ def test_torch_is_held_back_and_so_are_we(
     assert str(isas.best_isa()) == best
 
 
-def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_llvmlite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Any:
         raise ImportError(name)
 
     isas.runnable.cache_clear()
     isas.llvm.cache_clear()
-    isas._warn_slow.cache_clear()
     monkeypatch.setattr(importlib, "import_module", nothing)
-
-
-def test_numpy_where_llvmlite_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_llvmlite(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="numpy"):
-        round_trip()
-    round_trip()  # another warning would be an error
-    assert coder.available() == ("numpy",)
-
-
-def test_a_missing_llvmlite_is_an_error_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_llvmlite(monkeypatch)
-    monkeypatch.setenv(coder.VARIABLE, "scalar")
-    with pytest.warns(RuntimeWarning), pytest.raises(UsageError):
-        round_trip()
-
-
-def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    coder._kernel.cache_clear()
-    coder._warn_slow.cache_clear()
-    monkeypatch.setattr(coder, "compiled", lambda _, *rest: jit.compiled("no LLVM IR", *rest))
-    with pytest.warns(RuntimeWarning, match="numpy"):
-        round_trip()
-    monkeypatch.setenv(coder.VARIABLE, "scalar")
-    with pytest.raises(UsageError):
-        round_trip()
+    with pytest.raises(KvtoolError, match="llvmlite"):
+        jit.kernel(Decode("int16"))
 
 
 def test_other_threads_run_while_a_kernel_does() -> None:
-    kernel: Any = coder._kernel("scalar", Decode("int16"))
+    kernel: Any = jit.kernel_for(isas.SCALAR, Decode("int16"))
     holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
     assert not type(kernel._call)._flags_ & holds_the_lock
 
@@ -185,7 +124,7 @@ def next_states(isa: Isa) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in coder.available() if name not in ("scalar", "numpy")])
+@pytest.mark.parametrize("name", [name for name in isas.runnable() if name != "scalar"])
 def test_the_division_is_exact(name: str) -> None:
     """For every frequency: multiples of it, their neighbours and both ends, over all the states an encoder meets."""
     run, random = next_states(isas.ISAS[name]), np.random.default_rng(0)

@@ -1,0 +1,76 @@
+"""Size budget of a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache import space
+from kvtool.core.cache.store import Store
+from kvtool.core.common.sizes import size_in_bytes
+from kvtool.core.errors import UsageError
+
+LOW_WATER = 0.9  # of the budget: the goal of a prune, so that it need not run again at once
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Budget of a store and its use, in bytes.
+
+    Attributes
+    ----------
+    budget : writes stop here; None: as much as the disk.
+    low : `prune` reduces the store to this.
+    """
+
+    path: str
+    budget: int | None
+    low: int | None
+    used: int
+    disk_free: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, as `--json` shows it."""
+        return {
+            "path": self.path,
+            "budget": self.budget,
+            "goal": self.low,
+            "folder_bytes": self.used,
+            "disk_free": self.disk_free,
+        }
+
+
+def read_budget(store: Store) -> Budget:
+    """The budget in force, and how much of it is used."""
+    size = store.budget()
+    low = None if size is None else low_water(size)
+    return Budget(str(store.path), size, low, space.folder_bytes(store.path), space.disk_free(store.path))
+
+
+def low_water(size: int) -> int:
+    """Return the bytes that a prune to this budget aims at."""
+    return int(size * LOW_WATER)
+
+
+def budget_of(size: int | str | None) -> int | None:
+    """A budget in bytes, from how people write it; `none` is None: no budget. Raises UsageError."""
+    if isinstance(size, str):
+        return None if size.strip().lower() == "none" else size_in_bytes(size)
+    if size is not None and (type(size) is not int or size < 0):
+        raise UsageError(f"{size} is not a size", "such as 500MB or 20GB")
+    return size
+
+
+def keep_budget(path: Path, size: int | str | None, *, lock_wait: float = 0.0) -> Budget:
+    """Keep a budget in the store; None lifts it. A store that is larger stays so until it is pruned.
+
+    Raises
+    ------
+    UsageError : that is no size.
+    """
+    wanted = budget_of(size)
+    with Store.open(path) as store:
+        with store.writer(lock_wait) as writer:
+            writer.set_budget(wanted)
+        return read_budget(store)
