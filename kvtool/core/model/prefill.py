@@ -73,7 +73,7 @@ class LeadIn:
 
 
 class PrefillStopped(Exception):
-    pass
+    """Raised where `going` says that the work is no longer wanted."""
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ from kvtool.core.model.rope import Rotary
 
 
 class Turns:
-    """A fair (first in, first out) lock: a thread that takes a plain lock again and again would keep it."""
+    """A fair (first in, first out) lock, for one turn at a time: a thread that retakes a plain lock would keep it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -67,7 +67,7 @@ class DecoderStack:
         self.layers: list[torch.nn.Module] = layers_of(self.base)
         self.keeps_states = keeps_states(self.config)
         self.dtype: torch.dtype = self.model.dtype
-        self.kv_dtype: torch.dtype = kv_dtype or self.dtype  # another one where a CPU is slow in the stored one
+        self.kv_dtype: torch.dtype = kv_dtype or self.dtype  # stored; it differs where a CPU is slow in it
         self.device: str = loaded.device
         self.context = context_limit(self.config)  # the longest prompt, in tokens
         dispatch.prepare(self.dtype, self.device)
