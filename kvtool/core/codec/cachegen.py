@@ -51,11 +51,11 @@ class CacheGen(SelfContained):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]:
-        """Encode one layer's keys and values, as a layer of the first third."""
+        """As a layer of the first third."""
         return self._encoded((keys, values), 0, 1)
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
-        """Encode all layers of a chunk. Raises KvtoolError: a number is not finite."""
+        """Raises KvtoolError: a number is not finite."""
         return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
@@ -102,7 +102,7 @@ class CacheGen(SelfContained):
 
 
 def _spread_of(side: F32) -> float:
-    """Return the RMS around the channel means."""
+    """RMS around the channel means."""
     if not side.size:
         return 0.0
     spread, size = (float(np.sqrt(np.square(part).mean())) for part in (side - side.mean(0), side))
@@ -110,7 +110,7 @@ def _spread_of(side: F32) -> float:
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
-    """Return the RMS of the difference over RMS, of K and of V, rounded up to float32."""
+    """RMS of the difference over RMS, of K and of V, rounded up to float32."""
     wrong = made.sub(sides).square_().mean((1, 2)).sqrt()
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
@@ -126,7 +126,6 @@ class Coding:
 
     @classmethod
     def of(cls, rows: I16) -> Coding:
-        """Pad numbers, and take the cheapest table for each column."""
         numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
         numbers[:, : rows.shape[1]] = rows
         return cls(numbers, cheapest(numbers))
@@ -151,7 +150,6 @@ class Side:
 
 
 def quantise(side: F32, step: float) -> Side:
-    """Quantise a side `[tokens, C]`."""
     step = float(np.float32(max(step, 1e-12)))
     anchors = is_anchor(len(side))
     widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
@@ -163,7 +161,6 @@ def quantise(side: F32, step: float) -> Side:
 
 
 def padded(channels: int) -> int:
-    """Return the number of columns of a side's streams."""
     return -(-channels // LANES) * LANES
 
 
@@ -173,7 +170,6 @@ def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
 
 
 def _clipped(values: F32) -> I16:
-    """Return the nearest whole numbers within int16."""
     return np.clip(np.rint(values), -32767, 32766).astype(np.int16)
 
 
@@ -218,7 +214,7 @@ def _costs() -> npt.NDArray[np.float64]:
 
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
-    """Decode keys and values. Raises DamagedError: parts do not fit the shape."""
+    """Raises DamagedError: parts do not fit the shape."""
     if Predictor.TRANSFORM in record.predictors:
         raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(record, channels_of([shape]))
@@ -226,7 +222,6 @@ def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
 
 
 def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
-    """Decode both sides, float32 `[tokens, C]`."""
     tables = shipped()
     columns = padded(channels)
     about = _SideInformation(record.side)
@@ -251,7 +246,6 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
 
 
 def _restored(record: Record, widths: list[F32], parts: list[I16]) -> tuple[F32, F32]:
-    """Restore both sides from their rows, the anchors' rows, and the anchors' steps."""
     sides = []
     for rows, anchors, width, step in zip(parts[:2], parts[2:], widths, record.steps, strict=True):
         base = _spread(anchors.astype(np.float32) * width, record.tokens)
@@ -261,8 +255,6 @@ def _restored(record: Record, widths: list[F32], parts: list[I16]) -> tuple[F32,
 
 
 class _SideInformation:
-    """A reader of side information."""
-
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 

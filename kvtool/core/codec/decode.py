@@ -139,7 +139,7 @@ class HostBuffer:
         coder.decode(*jobs)
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        """Put a record's placed escapes into its rows. Raises DamagedError."""
+        """Raises DamagedError."""
         if len(escapes.places):
             escapes.place(self._held[start : start + rows], self.form)
 
@@ -185,7 +185,7 @@ class DeviceBuffer:
 
 
 def decodes_there(device: str) -> bool:
-    """Return whether records can be decoded on this device: CUDA, and triton is installed."""
+    """Whether it is a CUDA device, and triton is installed."""
     return device.startswith("cuda") and has_triton()
 
 
@@ -206,13 +206,12 @@ def fill(profile: Profile, work: Sequence[Work], buffer: HostBuffer | DeviceBuff
 
 
 def _chosen(layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Work:
-    """Choose the records that refine others, or that do not."""
     which = [bool(record.base) is refines for record, _ in items]
     return layer, list(compress(items, which)), list(compress(starts, which))
 
 
 def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Streams:
-    """Return the columns of some records, and these; raises DamagedError: they do not fit the profile."""
+    """Raises DamagedError: records do not fit the profile."""
     records = [record for record, _ in items]
     coded = profile.coded(NESTED[records[0].level - 1], layer)
     columns = coded.fine if refines else coded.alone

@@ -81,7 +81,6 @@ def encode_rows(
 
 
 def some_rows(kvs: Sequence[LayerKV], rows: Ids) -> list[LayerKV]:
-    """Select these rows of every layer's keys and values."""
     at = torch.tensor(rows, dtype=torch.int64)
     return [(keys.index_select(1, at), values.index_select(1, at)) for keys, values in kvs]
 
@@ -122,7 +121,7 @@ def encode_nested(
 
 
 def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> list[LayerKV]:
-    """Check everything that a kernel relies upon to stay inside keys and values; returns them as it takes them."""
+    """Check all that a kernel relies upon to stay inside keys and values; returns them as it takes them."""
     keys, layout = kvs[0][0], profile.layout
     if any(side.shape[1] != keys.shape[1] or side.dtype != keys.dtype for kv in kvs for side in kv):
         raise ValueError("keys and values of all layers have as many tokens and one format")
@@ -152,7 +151,7 @@ class _Slab:
         self._numbers = {NESTED[0]: self._finest()}
 
     def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
-        """Make records at a level, as parts; those that refine others name them."""
+        """As parts; records that refine others name them."""
         coded = [self._profile.coded(level, layer) for layer in self._layers]
         refines = bases is not None and coded[0].fine is not None
         streams, marked = self._refined(level, coded) if refines else self._alone(level, coded)
@@ -177,7 +176,7 @@ class _Slab:
         return [one.pack() for one in made]
 
     def _finest(self) -> I16:
-        """Make int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
+        """int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
         layout = self._profile.layout
         out = self._memory("finest")
         by = transform_kernels.forward_by(layout, self._dtype)
@@ -205,7 +204,7 @@ class _Slab:
         return coder.encode(*jobs), [marked for _, marked in found]
 
     def _refined(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
-        """Encode streams of what the coarser level lacks: they know no escapes."""
+        """Encode what the coarser level lacks: such streams know no escapes."""
         columns = [of.fine for of in coded if of.fine is not None]
         found = finer_symbols(self._of(level), self._of(coarser(level) or ""), columns)
         jobs = [coder.Encoding(symbols, of, contexts) for (symbols, contexts), of in zip(found, columns, strict=True)]
@@ -369,7 +368,6 @@ def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
 
 
 def _jobs(job: Job, numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
-    """Make jobs of some layers, with the fields that all kernels of numbers have."""
     jobs = Jobs(job, len(some))
     jobs.set(
         numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),

@@ -90,7 +90,6 @@ def fit_profile(
     counts = _Counts(layers, layout)
 
     def fit_layer(layer: int) -> None:
-        """Fit one layer's part of all three."""
         sides = sample(layer)
         means[layer] = sides.mean(1)
         for side in range(SIDES):
@@ -123,7 +122,7 @@ def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, ste
 
 
 def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the square root of a regularised sensitivity matrix, and its inverse."""
+    """The square root of a regularised sensitivity matrix, and its inverse."""
     wide = sensitivity.double()
     mixed = _FULL * wide + (1 - _FULL) * torch.diag(wide.diagonal())
     values, vectors = torch.linalg.eigh(mixed)
@@ -186,7 +185,6 @@ class _Counts:
         return np.maximum.accumulate(last[::-1], 0)[::-1].astype(np.uint8)
 
     def tables(self) -> tuple[U16, U16, TableSet]:
-        """Return each column's tables of both kinds, and all tables."""
         shape, fine_shape = self._alone.shape[:3], self._fine.shape[:3]
         tables, ids = shared_tables(self._alone.reshape(-1, ALPHABET))
         more, fine_ids = fine_tables(self._fine.reshape(-1, 3, 3))

@@ -54,7 +54,7 @@ class Level:
 
     @property
     def of_prefix(self) -> str:
-        """Return the level of the prompt's beginning where chunks are at this one: it is never lossy."""
+        """The level of the prompt's beginning where chunks are at this one: it is never lossy."""
         return self.name if self.lossless else RAW
 
 
@@ -101,18 +101,18 @@ WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.sh
 
 
 def level_of(name: str) -> Level:
-    """Return the level of this name. An unknown one (another version's) has no codec, and counts as lossy."""
+    """An unknown level (another version's) has no codec, and counts as lossy."""
     return LEVELS.get(name) or Level(name)
 
 
 def known(names: Iterable[str | None]) -> list[str]:
-    """Return the known levels among these, the finest first."""
+    """The known levels among these, the finest first."""
     among = {*names}
     return [name for name in LEVELS if name in among]
 
 
 def exact(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the lossless levels among these, the largest first."""
+    """The lossless levels among these, the largest first."""
     return [name for name in known(names) if LEVELS[name].lossless]
 
 
@@ -122,7 +122,7 @@ def lossy(names: Iterable[str | None] = LEVELS) -> list[str]:
 
 
 def nested(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the levels among these whose records may refine one another, the finest first."""
+    """The levels whose records may refine one another."""
     return [name for name in known(names) if LEVELS[name].nested]
 
 
@@ -132,7 +132,7 @@ def profiled(names: Iterable[str | None] = LEVELS) -> list[str]:
 
 
 def whole(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the levels among these that store every row, the finest first."""
+    """The levels that store every row."""
     return [name for name in known(names) if LEVELS[name].share == 100]
 
 
@@ -142,32 +142,31 @@ def keeping(level: str, share: int) -> str:
 
 
 def check_level(name: str) -> str:
-    """Return the level's name if a codec has it, else raise UsageError."""
     if name not in LEVELS:
         raise UsageError(f"there is no level {name!r}", f"known: {NAMES.replace('|', ', ')}")
     return name
 
 
 def shown_loss(loss: float | None, allowed: float) -> str:
-    """Word a loss and its limit; None: not measured."""
+    """None: not measured."""
     if loss is None:
         return f"loss not measured, {allowed:g} nats a token are allowed"
     return f"loss {loss:.4f} of at most {allowed:g} nats a token"
 
 
 def enough_loss(loss: float) -> str:
-    """Return the `--max-loss` that allows a loss: in thousandths, rounded up."""
+    """The `--max-loss` that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 
 def coarser(level: str) -> str | None:
-    """Return the next coarser level, which a record of this one may refine; None: this is the coarsest."""
+    """The level that a record of this one may refine; None: this is the coarsest."""
     at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)
     return NESTED[at] if at < len(NESTED) else None
 
 
 def base_level(level: str, payload: Payload) -> str | None:
-    """Read the coarser level that a record of this level refines; None: it refines none. Raises DamagedError."""
+    """The level that a record refines; None: it refines none. Raises DamagedError."""
     if level not in NESTED:
         return None
     base = coarser(level)
@@ -180,7 +179,7 @@ def base_level(level: str, payload: Payload) -> str | None:
 
 
 def stated_check(payload: Payload) -> int:
-    """Read the `check_of` the very record that is refined; 0: an older record, which does not state it."""
+    """The `check_of` the record that is refined; 0: an older record does not state it."""
     return int.from_bytes(payload[_CHECK], "little")
 
 

@@ -52,12 +52,11 @@ class Layout:
 
     @property
     def padded(self) -> int:
-        """Count the columns of a group."""
         return -(-self.size // BLOCK) * BLOCK
 
     @property
     def stride(self) -> int:
-        """Count the columns of a row: a multiple of 64."""
+        """A multiple of 64."""
         return SIDES * self.groups * self.padded
 
     @property
@@ -65,7 +64,6 @@ class Layout:
         return self.groups * self.size
 
     def start(self, side: int, group: int) -> int:
-        """Return the first column of a group."""
         return (side * self.groups + group) * self.padded
 
     def places(self, active: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.int32]:
@@ -179,7 +177,7 @@ class Profile:
         return CodedColumns(alone, fine, tuple(widths.tolist()), others)
 
     def forward(self, layer: int) -> torch.Tensor:
-        """Return float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
+        """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
         return self.memo(("forward", layer), lambda: self._forward(layer))
 
     def _forward(self, layer: int) -> torch.Tensor:
@@ -206,7 +204,7 @@ class Profile:
 
     @cached_property
     def data(self) -> bytes:
-        """Write the profile as a safetensors file."""
+        """A safetensors file."""
         arrays = map(torch.from_numpy, (self.active, self.ids, self.fine_ids, self.tables.frequencies))
         parts = dict(zip(_DTYPES, (self.means, self.basis, *arrays), strict=True))
         metadata = {"kvtool_profile": str(FORMAT), "about": json.dumps(self.about, sort_keys=True)}
@@ -214,12 +212,12 @@ class Profile:
 
     @cached_property
     def digest(self) -> bytes:
-        """Name the profile by 16 bytes: blake2b-128 of its file."""
+        """16 bytes: blake2b-128 of its file."""
         return digest_of(self.data)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Profile:
-        """Read a file that `data` has written. Raises DamagedError."""
+        """Raises DamagedError."""
         whole = bytes(data)
         try:
             parts, metadata = _load(whole)
@@ -237,7 +235,6 @@ class Profile:
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """Hash a profile's bytes by blake2b-128."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -250,7 +247,7 @@ def _in_order(data: bytes) -> bytes:
 
 
 def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read tensors of the right types, and metadata, of a safetensors file in memory."""
+    """Raises ValueError: a tensor has another type."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("cut off")

@@ -53,7 +53,7 @@ _PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for val
 
 
 def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
-    """Count a record's streams. Raises DamagedError: only one side is transformed."""
+    """Raises DamagedError: only one side is transformed."""
     transformed = predictors.count(Predictor.TRANSFORM)
     if transformed == 1:
         raise DamagedError("a compressed record with one side transformed")
@@ -83,19 +83,18 @@ class Escapes:
         ]
 
     def has_places(self, count: int) -> bool:
-        """Return True if some are placed, among so many numbers. Raises DamagedError: outside of them."""
+        """Raises DamagedError: a place is outside of so many numbers."""
         if len(self.places) and int(self.places[-1]) >= count:
             raise DamagedError("a compressed record with an escape outside of it")
         return bool(len(self.places))
 
     def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
-        """Put the placed ones into decoded numbers `[rows, stride]` of a form. Raises DamagedError."""
+        """Put the placed ones into decoded numbers `[rows, stride]`. Raises DamagedError."""
         if self.has_places(numbers.size):
             numbers.reshape(-1)[self.places] = in_form(self.placed, form)
 
 
 def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
-    """Convert whole numbers to the nearest ones of a decoder's form."""
     if form == "int16":
         return numbers
     values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
@@ -127,7 +126,7 @@ class Record:
     base_check: int = 0
 
     def pack(self) -> list[Payload]:
-        """Return the record as parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""
+        """As parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""
         if not sum(self.errors) < math.inf:
             raise KvtoolError("the KV holds numbers that are too large to code", "keep it at the level raw or lossless")
         words = [len(stream.words) for stream in self.streams]
@@ -188,7 +187,6 @@ class Record:
 
 
 def _header(payload: Payload) -> tuple[Any, ...]:
-    """Read the fields of a header whose format and levels are known."""
     if len(payload) < _HEADER.size:
         raise DamagedError("a compressed record without its header")
     fields = _HEADER.unpack_from(payload)
@@ -208,7 +206,7 @@ def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
 
 
 class _Cut:
-    """A reader that takes one part after another off a payload that is long enough for all."""
+    """Takes one part after another off a payload that is long enough for all."""
 
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at

@@ -50,7 +50,6 @@ class RowSubset(Codec):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]:
-        """Encode rows `[kv_heads, tokens, head_dim]`."""
         return [*self._inner.encode(keys, values, layer, profile), _all(keys)]
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
@@ -60,11 +59,11 @@ class RowSubset(Codec):
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode keys and values of the stored rows, `[kv_heads, rows, head_dim]`. Raises DamagedError."""
+        """Only the stored rows. Raises DamagedError."""
         return self._inner.decode([self._of_inner(item)[0] for item in items], layer, profiles, device)
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk. Raises DamagedError: they do not hold the same rows."""
+        """Raises DamagedError: the layers do not hold the same rows."""
         opened = [self._of_inner(item) for item in items]
         if len({rows for _, rows in opened}) > 1:
             raise DamagedError("the layers of a chunk hold different rows")
@@ -74,7 +73,7 @@ class RowSubset(Codec):
         return self._inner.stated_error(_split(payload)[0])
 
     def _of_inner(self, item: Encoded) -> tuple[Encoded, Ids]:
-        """Return the rows as the inner level stores them, and their numbers. Raises DamagedError."""
+        """The rows as the inner level stores them, and their numbers. Raises DamagedError."""
         inner, rows = _opened(item)
         size = sum(map(math.prod, side_shapes(inner.shape))) * DTYPES[inner.dtype].itemsize
         if level_of(level_of(self.level).inner).verbatim and len(inner.payload) != size:
@@ -96,12 +95,12 @@ def tail_of(rows: Sequence[int], tokens: int) -> bytes:
 
 
 def rows_of(item: Encoded) -> Ids:
-    """Return the tokens of a chunk whose rows a record holds, ascending. Raises DamagedError."""
+    """The tokens of a chunk whose rows a record holds, ascending. Raises DamagedError."""
     return _opened(item)[1]
 
 
 def inner_of(item: Encoded) -> Encoded:
-    """Return the rows that a record holds, as its inner level stores them. Raises DamagedError."""
+    """The rows as the inner level stores them. Raises DamagedError."""
     return _opened(item)[0]
 
 
@@ -111,7 +110,7 @@ def _all(keys: torch.Tensor) -> bytes:
 
 
 def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
-    """Return the inner payload, the bits, and the numbers of tokens and of rows. Raises DamagedError."""
+    """The inner payload, the bits, and the numbers of tokens and of rows. Raises DamagedError."""
     view = memoryview(payload)
     if len(view) < _TAIL.size:
         raise DamagedError("a record of some of a chunk's rows does not say of which")
@@ -123,7 +122,6 @@ def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
 
 
 def _opened(item: Encoded) -> tuple[Encoded, Ids]:
-    """Return the rows as the inner level stores them, and their numbers. Raises DamagedError."""
     payload, packed, tokens, count = _split(item.payload)
     kv_heads, stated, key_dim = item.shape[:3]
     if tokens != stated:

@@ -36,7 +36,6 @@ class TransformCodec(Codec):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> list[Payload]:
-        """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`; the record refines no other."""
         if profile is None:
             return [*self._without_profile.encode(keys, values)]
         return encode_nested(profile, [layer], [(keys, values)], [self.level])[self.level][0]
@@ -76,7 +75,6 @@ class TransformCodec(Codec):
         return [out[number] for number in range(len(items))]
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk in main memory to views `[kv_heads, tokens, head_dim]`; raises as `decode`."""
         parsed = [(self._parsed(item), item) for item in items]
         alike = {(record.predictors, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
         if len(alike) != 1 or parsed[0][0].predictors != BOTH:
@@ -103,7 +101,7 @@ class TransformCodec(Codec):
 
 
 def _check_fit(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> None:
-    """Refuse records that are wider than the profile, or layers that it has not. Raises DamagedError."""
+    """Raises DamagedError: records are wider than the profile, or it lacks the layers."""
     widest = channels_of([item.shape for item in items])
     if widest > profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
         raise DamagedError("a codec profile of another model")

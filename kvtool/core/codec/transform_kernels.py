@@ -93,7 +93,6 @@ class Forward:
     pitch: int
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k, tile = FunctionBuilder("run", isa, JOBS), self.tile(isa)
         odd = {lanes: k.alloca(f"<{lanes} x i32>").of("i32") for lanes in (isa.width, 1)}
         with FORWARD.each(k) as job:
@@ -108,11 +107,10 @@ class Forward:
         return module(gemm(isa, tile, self.pitch), k)
 
     def tile(self, isa: Isa) -> Tile:
-        """Return the tile that its weights are laid out for."""
         return tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
-        """Gather rows of the source less their means, as float32; `odd` collects what is not finite."""
+        """As float32 less the means; `odd` collects what is not finite."""
         k = count.k
         with k.loop(count) as row, k.loop(job.heads) as number:
             head = job.source.of(self.form).skip((first + row) * job.token).skip(number * job.head)
@@ -144,7 +142,6 @@ class Backward:
     pairs: bool = False
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         tile = self.tile(isa)
         k = FunctionBuilder("run", isa, JOBS, features=tile.features)
         with BACKWARD.each(k) as job, k.loop(_slabs(job.rows)) as slab:
@@ -172,7 +169,6 @@ class Backward:
             each(count.k, job.depth, work)
 
     def _scatter(self, tile: Tile, job: Fields, first: Value, count: Value) -> None:
-        """Add the means, round once."""
         with count.k.loop(count) as row:
             out, c = job.out.of(self.form).skip((first + row) * job.token), _product_row(tile, job, row)
             each(
@@ -189,7 +185,6 @@ class Errors:
     form: str
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
         with ERRORS.each(k) as job:
             zero = k.constant("double", 0.0)
@@ -201,7 +196,7 @@ class Errors:
         return module(k)
 
     def _row(self, job: Fields, row: Value) -> list[tuple[Value, Value]]:
-        """Compute a row's two sums, each as lanes and the rest."""
+        """A row's two sums, each as lanes and the rest."""
         k = row.k
         heads = k.loop(job.heads, *[k.zeros(k.width)] * 2, *[k.zeros(1)] * 2)
         made, exact = (
@@ -221,18 +216,17 @@ class Errors:
 
 
 def _slabs(rows: Value) -> Value:
-    """Count the slabs of MOST_ROWS rows, the last one included."""
     return (rows + (MOST_ROWS - 1)) // MOST_ROWS
 
 
 def _slab(rows: Value, number: Value) -> tuple[Value, Value]:
-    """Return the first row of a slab, and the number of its rows."""
+    """First row, and number of rows."""
     first = number * MOST_ROWS
     return first, rows.k.minimum(rows - first, MOST_ROWS)
 
 
 def _multiply(tile: Tile, job: Fields, count: Value) -> None:
-    """Compute `c = a @ weights`; the rows that a tile has too many are never read."""
+    """`c = a @ weights`; the rows that a tile has too many are never read."""
     steps = job.depth // 2 if tile.pairs else job.depth
     count.k.call_void("gemm", job.a, job.weights, job.c, (count + (tile.rows - 1)) // tile.rows, job.panels, steps)
 
@@ -276,7 +270,7 @@ class Weights:
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
-        """Return the memory layout of matrices `[depth, size]` and means `[2 * groups, size]`."""
+        """Lay out matrices `[depth, size]` and means `[2 * groups, size]`."""
         laid = tuple(panels(matrix.float().numpy(), tile) if len(matrix) else None for matrix in matrices)
         middle = np.ascontiguousarray(means.float().numpy())
         size = middle.strides[0]
@@ -285,7 +279,7 @@ class Weights:
 
     @classmethod
     def forward(cls, profile: Profile, layer: int, tile: Tile) -> Weights:
-        """Return the layout of a profile's forward transform. Raises DamagedError where it has none."""
+        """Raises DamagedError: the profile's transform has no inverse."""
 
         def make() -> Weights:
             means = profile.means[layer].reshape(-1, profile.layout.size)
@@ -295,7 +289,7 @@ class Weights:
 
     @classmethod
     def backward(cls, profile: Profile, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
-        """Return the layout of a profile's backward transform of the columns that a level codes, rounded to `dtype`."""
+        """Of the columns that a level codes, rounded to `dtype`."""
 
         def make() -> Weights:
             bases, means = (part.flatten(0, 1) for part in profile.backward(layer, level, dtype))
@@ -307,31 +301,28 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Multiplier:
-    """A kernel that multiplies, and the tiles that its weights are laid out for."""
-
     kernel: Function
     tile: Tile
 
 
 def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    """Return the kernel that makes numbers of sides of this dtype."""
     return _multiplier(Forward(NAMES[dtype], pitch_of(layout.size)))
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    """Return the kernel that makes sides of this dtype of numbers, the same on every CPU."""
+    """The result is the same on every CPU."""
     return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded)))
 
 
 def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """Return the kernel that makes sides of this dtype of numbers fastest here; None: torch does."""
+    """The fastest here; None: torch is."""
     if multiplies_pairs(dtype):
         return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded // 2), pairs=True))
     return None if torch_is_faster(dtype) else backward_by(layout, dtype)
 
 
 def multiplies_pairs(dtype: torch.dtype) -> bool:
-    """Return whether the kernels multiply bfloat16 as such: the CPU can, and has nothing faster for torch."""
+    """Whether the kernels multiply bfloat16 as such: the CPU can, and has nothing faster for torch."""
     able = dtype == torch.bfloat16 and multiplies_bfloat16(best_isa()) and is_fast(NAMES[dtype])
     return able and "amxbf16" not in cpu_features()
 
@@ -372,7 +363,7 @@ class Places:
 
     @classmethod
     def of(cls, sides: Sequence[torch.Tensor]) -> Places:
-        """Take some tensors' addresses; those whose heads' numbers are not next to each other are copied."""
+        """Sides whose heads' numbers are not next to each other are copied."""
         kept = [side if side.stride(2) == 1 or side.shape[2] == 1 else side.contiguous() for side in sides]
         found = [(side.data_ptr(), *side.stride(), side.shape[1]) for side in kept]
         first, head, token, _, rows = np.array(found, np.int64).T

@@ -100,7 +100,6 @@ def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.nda
 
 
 def word(kind: str, field: str) -> int:
-    """Return the place of a field among its operation's words."""
     return 2 + FIELDS[kind].places[field]
 
 
@@ -131,7 +130,6 @@ def share(k: FunctionBuilder, count: Value, unit: int = 1) -> tuple[Value, Value
 
 
 def tiles(count: int, most: int) -> Sequence[range]:
-    """`count` things, at most so many at a time."""
     return [range(start, min(start + most, count)) for start in range(0, count, most)]
 
 
@@ -175,7 +173,7 @@ def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
 
 
 def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """Return the operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
+    """Write `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
     k, have = operation(isa, "keys", f"keys_{rotary}")
     normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
@@ -216,7 +214,6 @@ def _rotated(have: Fields, half: int, lanes: int, source: Value, start: int) -> 
 
 
 def multiply_name(kind: str, height: int) -> str:
-    """Return the name of an operation that `multiply` makes."""
     return f"multiply_{kind}" if height == 1 else f"multiply_{kind}_{height}"
 
 
@@ -240,14 +237,12 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
 
 
 def norm(isa: Isa) -> FunctionBuilder:
-    """Return the operation `norm`: root mean square layer normalisation, float32."""
     k, have = operation(isa, "norm")
     simd.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
     return k
 
 
 def axpby(isa: Isa) -> FunctionBuilder:
-    """Emit the operation `axpby`: y = a · y + b · x, of this thread's rows."""
     k, have = operation(isa, "axpby")
 
     def mix(lanes: int, index: Value) -> None:
@@ -260,7 +255,6 @@ def axpby(isa: Isa) -> FunctionBuilder:
 
 
 def gate(isa: Isa, activation: str) -> FunctionBuilder:
-    """Return the operation `gate`: y = act(y) · x, of this thread's rows."""
     k, have = operation(isa, "gate")
     first, count = share(k, have.count, UNIT)
     simd.gate(have.y, have.x, count, activation, first)
@@ -290,8 +284,6 @@ def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
 
 
 class _Block:
-    """Block of keys of one head."""
-
     def __init__(
         self, k: FunctionBuilder, heads: Heads, have: Fields, scores: Value, head: Value, block: Value
     ) -> None:
@@ -307,7 +299,6 @@ class _Block:
         self._parts = have.parts.at(first * self._slot).at(block * (HEADROOM + heads.dim))
 
     def emit(self) -> None:
-        """Emit scores, weights and sums of the block."""
         self._hide_the_rest()
         for tile in tiles(self._heads.group, _TOGETHER):
             self._score(tile)
@@ -325,7 +316,6 @@ class _Block:
             self._scores.at(head * _ROW).store(low, last)
 
     def _score(self, tile: range) -> None:
-        """Emit the scores of some query heads: every key is read once for all of them."""
         k, lanes, dim = self._k, self._lanes, self._heads.dim
         with k.loop(self._count) as index:
             key = self._keys.at(index * dim)
@@ -338,7 +328,7 @@ class _Block:
                 self._scores.at(head * _ROW).store(total(value), index)
 
     def _weigh(self) -> None:
-        """Scores to weights; the largest score and the sum of the weights go into the head's slot."""
+        """The largest score and the sum of the weights go into the head's slot."""
         k, width = self._k, self._k.width
         steps = (self._count + (width - 1)) // width
         with k.loop(self._heads.group) as head:
@@ -358,7 +348,6 @@ class _Block:
             slot.store(total(sums), 1)
 
     def _sum(self, tile: range, columns: range) -> None:
-        """Emit the weighted sum of some columns of the values, for some query heads."""
         k, lanes, dim = self._k, self._lanes, self._heads.dim
         places = [(head, column) for head in tile for column in columns]
         loop = k.loop(self._count, *[k.zeros(lanes)] * len(places))
@@ -376,7 +365,6 @@ class _Block:
 
 
 def combine(isa: Isa, heads: Heads) -> FunctionBuilder:
-    """Return the operation `combine`: the blocks of this thread's query heads together."""
     k, have = operation(isa, "combine")
     blocks, each = (have.seen + (BLOCK - 1)) // BLOCK, HEADROOM + heads.dim
     first, count = share(k, have.heads)
@@ -423,14 +411,12 @@ class Code:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the functions of the module."""
         kinds = [f"multiply_{kind}" for kind in sorted(self.kinds)]
         turns = [f"{what}_{rotary}" for rotary in sorted(self.rotaries) for what in ("queries", "keys")]
         return ("run_program", "norm", "axpby", "gate", "attend", "combine", *kinds, *turns)
 
 
 def module(isa: Isa, code: Code) -> str:
-    """Return the LLVM IR of all that a model's program for one sequence calls."""
     parts = [function for kind in sorted(code.kinds) for function in multiply(isa, kind)]
     parts += [norm(isa), axpby(isa), gate(isa, code.activation)]
     for rotary in sorted(code.rotaries):
@@ -440,12 +426,10 @@ def module(isa: Isa, code: Code) -> str:
 
 
 def products(isa: Isa, kind: str, height: int) -> str:
-    """Return the LLVM IR of `multiply_KIND_HEIGHT`, which a program for several sequences calls for its products."""
     return text_of(*multiply(isa, kind, height))
 
 
 def _run_program(isa: Isa) -> FunctionBuilder:
-    """Every operation in turn, by one of the threads, of which all have to come."""
     k = FunctionBuilder("run_program", isa, "i64* context")
     have = CONTEXT.load(k, k.args.context)
     thread = k.atomic_add(have.taken, 1)

@@ -77,7 +77,7 @@ def _check(
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
 ) -> None:
-    """Everything that the kernel relies upon to stay inside its arrays, but the places themselves."""
+    """Check all that the kernel relies upon to stay inside its arrays, but the places themselves."""
     _, kv_heads, _, head_dim = key_buffer.shape
     if key_buffer.shape != value_buffer.shape or key_buffer.stride(3) != 1 or value_buffer.stride(3) != 1:
         raise ValueError("buffers are [1, kv_heads, capacity, head_dim], heads of adjacent numbers")

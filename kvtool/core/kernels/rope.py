@@ -45,7 +45,7 @@ class CosSin:
         return CosSin(self.cos / norm, -self.sin / norm)
 
     def fits(self, rows: int) -> bool:
-        """Return True if machine code, which knows no bounds, may read so many rows."""
+        """Whether machine code, which checks no bounds, may read so many rows."""
         cos, sin = self.cos, self.sin
         return (
             cos.dtype == sin.dtype == torch.float32
@@ -60,7 +60,7 @@ class CosSin:
         )
 
     def transposed(self) -> CosSin:
-        """Return the angles of the transposed rotation, which gradients take."""
+        """The transposed rotation, which gradients take."""
         return CosSin(self.cos, -self.sin)
 
 
@@ -77,11 +77,9 @@ class RopeTables:
         return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
 
     def inverse(self) -> RopeTables:
-        """Return the table that undoes this one exactly."""
         return self._each(CosSin.inverse)
 
     def transposed(self) -> RopeTables:
-        """Return the table of the transposed rotations."""
         return self._each(CosSin.transposed)
 
     def _each(self, change: Callable[[CosSin], CosSin]) -> RopeTables:
@@ -104,12 +102,11 @@ class CopyWithRope:
 
     @property
     def formats(self) -> tuple[torch.dtype, torch.dtype]:
-        """From which number format to which."""
         return self.numbers.dtype, self.to.dtype
 
     @property
     def fits(self) -> bool:
-        """Return True if there is machine code for it, which knows no bounds."""
+        """Whether there is machine code for it, which checks no bounds."""
         to, numbers = self.to, self.numbers
         return (
             to.shape == numbers.shape
@@ -131,7 +128,7 @@ class CopyWithRope:
         return whole and width <= head_dim and self.table.fits(rows) and self.table.cos.shape[1] == rows
 
     def job(self) -> list[int]:
-        """Return the words of its job, in the order of the fields."""
+        """Its words, in the order of the fields."""
         to, numbers = self.to, self.numbers
         heads, rows, head_dim = numbers.shape
         table, width = [0, 0, 0], 0
@@ -174,7 +171,6 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
 
 @cache
 def _function(isa: Isa, stored: str, kept: str) -> Function:
-    """Return the machine code from one format to another, compiled at its first use (0.02 s)."""
     return compiled(rotation_module(stored, kept, isa), isa, "rotate")[0]
 
 
@@ -200,7 +196,6 @@ def rotation_module(stored: str, kept: str, isa: Isa) -> str:
 
 
 def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[Value, Value], half: Value) -> None:
-    """Emit both halves of a head's row, from one place to another: whole registers first, then what is left."""
     done: Value | int = 0
     for width in sorted({k.isa.width, _WIDTH}, reverse=True):
         with k.loop((half - done) // width, may_be_empty=True) as index:

@@ -44,14 +44,11 @@ class Side:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, address: int | None = None) -> Side:
-        """Describe a tensor, or its bytes at another address."""
         return cls(numbers.data_ptr() if address is None else address, numbers.stride(0), numbers.stride(1))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A segment: where its numbers are, and the prompt positions that they get."""
-
     keys: Side
     values: Side
     start: int
@@ -59,7 +56,7 @@ class Piece:
 
 
 def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return True if a `Side` can describe `[kv_heads, tokens, head_dim]` for this buffer."""
+    """Whether a `Side` can describe `[kv_heads, tokens, head_dim]` for this buffer."""
     return (
         numbers.ndim == 3
         and numbers.dtype == buffer.dtype
@@ -69,7 +66,7 @@ def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def described(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
-    """Return the table of a layer's segments, `[segments, FIELDS]`, to be brought to the device."""
+    """The table of a layer's segments, `[segments, FIELDS]`, to be brought to the device."""
     rows = [
         (*(number for side in (piece.keys, piece.values) for number in (side.address, side.head, side.row)),
          piece.start, piece.tokens)
@@ -124,7 +121,7 @@ def _check(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    """Everything that the kernel relies upon to stay inside the buffers and the table of positions."""
+    """Check all that the kernel relies upon to stay inside the buffers and the table of positions."""
     if keys.ndim != 4 or len(keys) != 1 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError("buffers of keys and values are [1, kv_heads, capacity, head_dim], both of one dtype")
     if keys.stride() != values.stride() or keys.stride(3) != 1:
@@ -153,14 +150,13 @@ def _check_turns(cos: torch.Tensor, sin: torch.Tensor, stop: int, head_dim: int)
 
 
 def _aligned(table: npt.NDArray[np.int64], keys: torch.Tensor) -> bool:
-    """Return True if rows of all segments may be read 16 bytes at a time."""
+    """Whether rows of all segments may be read 16 bytes at a time."""
     size = keys.element_size()
     strides = table[:, (1, 2, 4, 5)] * size
     return not (table[:, (0, 3)] % _VECTOR).any() and not (strides % _VECTOR).any()
 
 
 def constants(heads: int, head_dim: int, half: int, aligned: bool) -> dict[str, Any]:
-    """Return the constants that a kernel is compiled for."""
     return {
         "HEADS": heads,
         "DIM": head_dim,

@@ -54,13 +54,12 @@ class ShiftSpans:
 
     @property
     def widths(self) -> set[int]:
-        """Return how many numbers of a key its RoPEs rotate."""
         tables = self.table.by_name, self.back.by_name
         return {angles.cos.shape[2] for table in tables for angles in table.values()}
 
     @property
     def fits(self) -> bool:
-        """Return True if there is machine code for them, which knows no bounds."""
+        """Whether machine code, which checks no bounds, may take them."""
         rows, probes = len(self.factors), len(self.places)
         return (
             self.places.dtype == torch.int64
@@ -91,7 +90,7 @@ def _are_spans(spans: Whole, rows: int) -> bool:
 
 
 def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence[str | None]) -> ShiftKernel | None:
-    """Make a kernel for this machine, with the parameters of `ShiftKernel`; None where there is no machine code."""
+    """Make a `ShiftKernel` for this machine; None where there is no machine code."""
     isa = isa_here()
     try:
         return None if isa is None else ShiftKernel(spans, layers, isa, rotations)
@@ -171,7 +170,6 @@ class ShiftKernel:
         return changes, offsets
 
     def _set_tables(self, prefix: str, row: str, tables: RopeTables) -> None:
-        """Set each layer's table; the code of a layer without rotation reads none."""
         default = next(iter(tables.by_name))
         own = [tables.by_name[default if name is None else name] for name in self._rotations]
         self._jobs.set(
@@ -198,14 +196,13 @@ def _is_known(rows: torch.Tensor, runs: ShiftSpans) -> bool:
 
 
 def _lanes(isa: Isa, head_dim: int, rotated: int) -> int:
-    """Return how many numbers are handled together; 0: the shape does not fit registers."""
+    """Count the numbers handled together; 0: the shape does not fit registers."""
     lanes = lanes_for(isa.width, rotated // 2, head_dim - rotated)
     return lanes if lanes >= _LEAST else 0
 
 
 @cache
 def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> tuple[Callable[[int], None], Function]:
-    """`keep` as the thread calls it that has Python's lock, and `add` without the lock, of one shape."""
     text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
     keep, add = compiled(text, isa, "keep", "add")
     # Little is copied: a thread that gave up Python's lock for it might wait longer to get it back.
@@ -258,8 +255,6 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
 
 
 class _Add:
-    """Writes `add`: one head of one run after the other."""
-
     def __init__(self, isa: Isa, stored: str, lanes: int, head_dim: int, half: int) -> None:
         self._k = FunctionBuilder("add", isa, "ptr job")
         self._k.keeps_nan = True
@@ -286,7 +281,7 @@ class _Add:
     def _means(
         self, job: Fields, sides: list[Value], head: Value, first: Value, probes: Value
     ) -> tuple[_Row, _Row, Value]:
-        """Return the mean change of keys, positions taken off, and of values; the sum of the latter's squares."""
+        """Means of the changes of keys, positions taken off, and of values; squares of the latter."""
         k, starts = self._k, range(0, self._head_dim, self._lanes)
         loop = k.loop(probes, *[k.zeros(self._lanes)] * (2 * len(starts) + 1))
         *sums, squares = loop.values
@@ -314,7 +309,6 @@ class _Add:
         return onto
 
     def _rotated(self, numbers: _Row, table: list[Value]) -> _Row:
-        """Return a row's numbers, rotated by halves."""
         rotated = dict(numbers)
         for start in range(0, self._half, self._lanes):
             cos, sin = (side.load(start, self._lanes) for side in table)
@@ -323,7 +317,6 @@ class _Add:
         return rotated
 
     def _move(self, job: Fields, sides: list[Value], span: tuple[Value, Value], offsets: tuple[_Row, _Row]) -> None:
-        """Add its share of the offsets to each row that takes some."""
         k, (first, rows) = self._k, span
         with k.loop(rows, may_be_empty=True) as index:
             row = first + index

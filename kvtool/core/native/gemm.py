@@ -39,12 +39,11 @@ class Tile:
 
     @property
     def columns(self) -> int:
-        """Columns of a panel of weights."""
         return self.vectors * self.width
 
     @property
     def features(self) -> str:
-        """Return the features that the CPU must have in addition to its instruction set."""
+        """What the CPU must have in addition to its instruction set."""
         return AVX512_BF16.extra if self.pairs else ""
 
 
@@ -54,7 +53,6 @@ PAIRS = Tile(8, 2, 16, pairs=True)
 
 
 def tile_of(isa: Isa) -> Tile:
-    """The tile of an instruction set."""
     return _TILES.get(isa, _PLAIN)
 
 
@@ -112,8 +110,6 @@ def gemm(isa: Isa, tile: Tile, pitch: int) -> FunctionBuilder:
 
 
 def _summed(tile: Tile, pitch: int, a: Value, panel: Value, steps: Value) -> list[Value]:
-    """Sum the tile over the depth: a step is a column of `a` times a row of weights."""
-
     def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
         column, weights = a.at(step), panel.at(step * tile.columns)
         loaded = [weights.load(number * tile.width, tile.width) for number in range(tile.vectors)]

@@ -54,7 +54,6 @@ class Function:
         self._call = _CALLABLE(address)
 
     def __call__(self, first: int, second: int = 0, third: int = 0, fourth: int = 0) -> None:
-        """Call it in this thread; what it does not take it does not look at."""
         self._call(first, second, third, fourth)
 
 
@@ -97,7 +96,7 @@ def compile_once(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def kernel(kind: Kind) -> Function:
-    """Return `function(jobs, number of jobs)` for the best instruction set here, compiled at its first use."""
+    """`function(jobs, number of jobs)` for the best instruction set here, compiled at its first use."""
     return kernel_for(best_isa(), kind)
 
 
@@ -116,7 +115,6 @@ def _compiler(binding: Any) -> tuple[str, ...]:
 
 
 def key_of(*parts: str) -> str:
-    """The name of code that is made of these texts: compiler, instruction set, source."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
@@ -124,7 +122,6 @@ def key_of(*parts: str) -> str:
 
 
 def kept_code(key: str) -> bytes | None:
-    """The code of that name, if it is kept and whole."""
     folder = _folder(make=False)
     if folder is None:
         return None
@@ -140,7 +137,7 @@ def kept_code(key: str) -> bytes | None:
 
 
 def keep_code(key: str, code: bytes) -> None:
-    """Keep code under a name; where that is not possible it is made anew next time."""
+    """Where that is not possible the code is made anew next time."""
     folder = _folder(make=True)
     if folder is None or len(code) + _DIGEST > _MOST_BYTES:
         return
@@ -157,7 +154,7 @@ def keep_code(key: str, code: bytes) -> None:
 
 
 def _folder(make: bool) -> Path | None:
-    """Return the folder of kept code; None if it is missing or another user may write to it."""
+    """None: it is missing, or another user may write to it."""
     try:
         folder = cache_dir() / "native"
         if make:
@@ -169,7 +166,6 @@ def _folder(make: bool) -> Path | None:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return True if it belongs to this user and no other can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -39,19 +39,18 @@ class Job:
         return len(self.fields)
 
     def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
-        """Load all fields; the first one is `first` words after the pointer."""
+        """The first field is `first` words after the pointer."""
         words = job.of("i64")
         places = enumerate(self.fields.items(), first)
         return Fields({name: words.at(place).of(kind).load(align=_WORD) for place, (name, kind) in places})
 
     @contextlib.contextmanager
     def each(self, k: FunctionBuilder) -> Iterator[Fields]:
-        """Emit what is done for each job of a function of `JOBS`; at least one."""
+        """Loop over the jobs of a function of `JOBS`, of which there is at least one."""
         with k.loop(k.args.number) as index:
             yield self.load(k, k.args.jobs.at(index * len(self)))
 
     def row(self, values: Mapping[str, int | float]) -> list[int]:
-        """The words of one job; raises as `pack` does."""
         return list(self.pack(**values))
 
     def pack(self, **values: int | float) -> Packed:
@@ -86,7 +85,6 @@ class WorkQueue(Scope):
         self.last = k.minimum(self.first + share, stop, signed=True)
 
     def close(self) -> None:
-        """End the share: the next one, or what comes after the work."""
         self._k.branch(self._take)
         self._k.begin_block(self._end)
 
@@ -107,17 +105,15 @@ class Jobs:
             self.words[:, self._places[name]] = value
 
     def keep(self, some: npt.NDArray[np.bool_]) -> None:
-        """Leave out jobs, `[count]`."""
         self.words = np.ascontiguousarray(self.words[some])
 
     def run(self, kernel: Callable[[int, int], None]) -> None:
-        """Run all of them in one call, in which other threads have Python to themselves."""
+        """One call, in which other threads have Python to themselves."""
         if len(self.words):
             kernel(address(self.words), len(self.words))
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """The address of an array's first number."""
     return int(array.__array_interface__["data"][0])
 
 

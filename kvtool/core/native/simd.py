@@ -20,7 +20,7 @@ _GELU = (0.7978845608028654, 0.044715)  # √(2/π)
 
 
 def fma(left: Value, right: Value | float, onto: Value | float) -> Value:
-    """left · right + onto, lane by lane; rounded once for vectors, if the CPU can."""
+    """left · right + onto; rounded once for vectors, if the CPU can."""
     if left.lanes == 1:
         return left * right + onto
     kind = f"v{left.lanes}f32" if left.lanes else "f32"
@@ -34,7 +34,7 @@ def dot_pairs(left: Value, right: Value, onto: Value) -> Value:
 
 
 def total(*vectors: Value) -> Value:
-    """The sum of all lanes of some vectors; the order is the same at every call."""
+    """Sum all lanes of some vectors; the order is the same at every call."""
     summed = list(vectors)
     while len(summed) > 1:
         odd = summed[-1:] if len(summed) % 2 else []
@@ -43,19 +43,17 @@ def total(*vectors: Value) -> Value:
 
 
 def total_onto(onto: Value | float, value: Value) -> Value:
-    """A number and the sum of a vector's lanes."""
     k, name = value.k, f"llvm.vector.reduce.fadd.v{value.lanes}f32"
     first = k.constant("float", onto) if isinstance(onto, float) else onto
     return k.call(name, "float", first, value, flags="reassoc")
 
 
 def largest(value: Value) -> Value:
-    """The largest of a vector's lanes."""
     return value.k.call(f"llvm.vector.reduce.fmax.v{value.lanes}f32", "float", value, flags="nnan")
 
 
 def larger(left: Value, right: Value | float) -> Value:
-    """The larger of two, lane by lane; `right` where one is no number."""
+    """The larger of two; `right` where one is NaN."""
     return (left > right).select(left, right)
 
 
@@ -92,7 +90,6 @@ def exp2(exponents: Value, polynomial: Sequence[float]) -> Value:
 
 
 def sigmoid(value: Value) -> Value:
-    """1 / (1 + e to the power of -x)."""
     return 1.0 / (exp(-value) + 1.0)
 
 
@@ -111,7 +108,7 @@ ACTIVATIONS: dict[str, Callable[[Value], Value]] = {"silu": _silu, "gelu_tanh": 
 def rotate(
     low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one
 ) -> tuple[Value, Value]:
-    """Both halves of a head rotated; `rounded` is done to each product."""
+    """Rotate both halves of a head; `rounded` is done to each product."""
     first = rounded(low * cos) - rounded(high * sin)
     return first, rounded(high * cos) + rounded(low * sin)
 
@@ -146,7 +143,6 @@ def bits_of(mask: Value) -> Value:
 
 
 def count_bits(bits: Value) -> Value:
-    """Count the bits of an i64 that are set."""
     return bits.k.call("llvm.ctpop.i64", "i64", bits)
 
 
@@ -267,7 +263,7 @@ def each(
 
 
 def inverse_rms(x: Value, count: Value | int, epsilon: Value) -> Value:
-    """1 / √(mean(x²) + ε) of `count` numbers."""
+    """1 / √(mean(x²) + ε)."""
     k = x.k
     count = k.constant("i64", count) if isinstance(count, int) else count
 

@@ -65,7 +65,7 @@ class ThreadPool:
             raise
 
     def _worker(self) -> None:
-        """Help until the pool ends; the thread keeps the control block alive, since no other thread joins it."""
+        """The thread keeps the control block alive, since no other thread joins it."""
         self._code["worker"](self._control_address)
 
     def run(self, function: Function, job: int, threads: int) -> None:
@@ -73,7 +73,7 @@ class ThreadPool:
         self._code["submit"](self._control_address, function.address, job, threads - 1)
 
     def end(self) -> None:
-        """Let the helpers go, without waiting for them either."""
+        """Let the helpers go, without waiting for them."""
         self._control[_AT["over"]] = 1
         self._code["submit"](self._control_address, self._code["nothing"].address, 0, 0)  # for those that sleep
 
@@ -85,7 +85,6 @@ os.register_at_fork(after_in_child=_idle.clear)  # threads stay with the parent
 
 
 def current() -> ThreadPool | None:
-    """The pool of the calling thread, if it has one just now."""
     pool: ThreadPool | None = getattr(_own, "pool", None)
     return pool
 
@@ -106,7 +105,7 @@ def use_pool(threads: int) -> Iterator[ThreadPool | None]:
 
 
 def _taken(helpers: int) -> ThreadPool | None:
-    """Take an unused pool; None if no thread can start: the caller works without help."""
+    """None if no thread can start: the caller works without help."""
     with contextlib.suppress(IndexError):
         while (pool := _idle.pop()).helpers != helpers:
             pool.end()
@@ -167,7 +166,6 @@ class Barrier:
 
     @property
     def address(self) -> int:
-        """The address of the memory."""
         return self._words.ctypes.data
 
 
@@ -208,7 +206,7 @@ def _system() -> dict[str, int]:
 
 
 def _new_semaphore(memory: int) -> int:
-    """Make a semaphore, for as long as the process lives; on Linux in this memory."""
+    """For as long as the process lives; on Linux in this memory."""
     library = ctypes.CDLL(None)
     if sys.platform == "darwin":
         library.dispatch_semaphore_create.restype = ctypes.c_void_p
@@ -228,7 +226,6 @@ def _code() -> dict[str, Function]:
 
 
 def pool_module(isa: Isa) -> str:
-    """The LLVM IR of a pool."""
     return module(_submit(isa), _worker(isa), FunctionBuilder("nothing", isa))
 
 
@@ -326,7 +323,7 @@ def _worker(isa: Isa) -> FunctionBuilder:
 
 
 def barrier(isa: Isa) -> FunctionBuilder:
-    """The function `barrier(memory, threads)`: returns when so many threads have called it."""
+    """`barrier(memory, threads)` returns when so many threads have called it."""
     k = FunctionBuilder("barrier", isa, "i64* memory, i64 threads")
     arrived, phase, yields = (k.args.memory.at(line * _WORDS) for line in range(3))
     looks = k.alloca("i64")

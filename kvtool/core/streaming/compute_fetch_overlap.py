@@ -94,7 +94,7 @@ class OverlapPolicy(Adaptive):
         return self._now  # the pass computes it sooner
 
     def _worth_computing(self, now: float, chunk: int, end: float) -> bool:
-        """Return True if a computation that ends then is in time, and of any use."""
+        """Whether a computation that ends then is in time, and of any use."""
         if not self._in_time_computed(chunk, end):
             return False
         if chunk not in self._missing:
@@ -127,7 +127,7 @@ class OverlapPolicy(Adaptive):
     # ---- both of them ------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[Ladder]:
-        """Return the ladders by relevance; the running chunk last, and only if the link is expected to be sooner."""
+        """By relevance; the running chunk last, and only if the link is expected to be sooner."""
         running = self._running
         order = [ladder for ladder in self.task.ladders if running is None or ladder.chunk != running.chunk]
         if running is not None and running.chunk in self._missing:
@@ -138,7 +138,7 @@ class OverlapPolicy(Adaptive):
         return order
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Return True, if only time counts, also for what arrives before the processor has computed all others."""
+        """If only time counts, also for what arrives before the processor has computed all others."""
         if super()._sooner(now, ladder, rate):
             return True
         through = self._through(self._missing - self._chunks_flying)
@@ -150,7 +150,7 @@ class OverlapPolicy(Adaptive):
         return [ladder for ladder in self._open() if ladder.chunk not in meanwhile]
 
     def _meanwhile(self, until: float) -> set[int]:
-        """Return chunks neither there nor requested that the processor is expected to have computed by then."""
+        """Chunks neither there nor requested that are expected to be computed by then."""
         found: set[int] = set()
         free = self._free()
         if self._running is not None and free <= until:
@@ -171,11 +171,11 @@ class OverlapPolicy(Adaptive):
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _sure(self) -> frozenset[int]:
-        """Return the chunks that are counted on in addition to those that have arrived."""
+        """The chunks that are counted on in addition to those that have arrived."""
         return frozenset() if self._promised else self._bases_flying()
 
     def _seconds(self, chunk: int) -> float:
-        """Return the seconds that computing a chunk is expected to take."""
+        """What computing a chunk is expected to take."""
         speed = (self._speed.bytes_per_second or 1.0) * (1 - self._margin)
         if self._running is not None and self._running.chunk != chunk:  # it may be overdue already
             took = self._end_of_running() - self._running.since - (self._decoding - self._running.decoded)

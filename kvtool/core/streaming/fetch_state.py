@@ -36,11 +36,10 @@ class Rung:
 
     @property
     def size(self) -> int:
-        """Bytes from nothing."""
         return sum(part.size for part in self.parts)
 
     def absent(self, held: Set[str]) -> tuple[Part, ...]:
-        """Return the parts that are still to be fetched when those of the `held` levels are there."""
+        """What is still to be fetched when the parts of the `held` levels are there."""
         return tuple(part for part in self.parts if part.level not in held)
 
 
@@ -69,15 +68,15 @@ class Ladder:
 
     @property
     def loses(self) -> bool:
-        """Return True if any level loses something."""
+        """Whether any level loses something."""
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:
-        """Return the bytes that a rung still needs when the parts of the `held` levels are there."""
+        """Bytes that a rung still needs."""
         return sum(part.size for part in rung.absent(held))
 
     def reached(self, held: Set[str]) -> int:
-        """Number of the finest rung whose parts are all there; -1: none."""
+        """The finest rung whose parts are all there; -1: none."""
         whole = (number for number, rung in enumerate(self.rungs) if not rung.absent(held))
         return max(whole, default=-1)
 
@@ -94,7 +93,7 @@ class Estimator(Protocol):
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Return the expected throughput of the next transfer; None before the first."""
+        """The expected throughput of the next transfer; None before the first."""
 
 
 class Ewma:
@@ -196,8 +195,6 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A fetch under way."""
-
     fetch: Fetch
     at: float  # of the request
     decision: str
@@ -236,10 +233,10 @@ class Policy(ABC):
 
     @abstractmethod
     def next(self, now: float) -> Fetch | None:
-        """Return the fetch to start now, `now` seconds after the question's start."""
+        """The fetch to start now, `now` seconds after the question's start."""
 
     def compute(self, now: float) -> int | None:
-        """Return the chunk whose text to compute now, without other chunks; None: none for now."""
+        """The chunk whose text to compute now, without other chunks; None: none for now."""
         return None
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
@@ -253,17 +250,17 @@ class Policy(ABC):
         raise NotImplementedError("nothing was to be computed")
 
     def stop_at(self, chunk: int) -> float | None:
-        """Return when waiting for its computation should end; None: never."""
+        """When waiting for its computation should end; None: never."""
         return None
 
     @property
     def computed(self) -> frozenset[int]:
-        """Return the chunks that were computed during the fetching, whatever level they have reached."""
+        """Computed during the fetching, whatever level they have reached."""
         return frozenset()
 
     @property
     def levels(self) -> dict[int, str | None]:
-        """Return the level that each chunk has been fetched at; None: its text is all there is."""
+        """The level that each chunk has been fetched at; None: its text is all there is."""
         return {chunk: self._level(chunk) for chunk in self._ladders}
 
     @property
@@ -319,7 +316,6 @@ class Policy(ABC):
             self._missing -= {chunk}
 
     def _ask(self, now: float, ladder: Ladder, number: int, decision: str) -> Fetch:
-        """Fetch what rung `number` of a chunk still needs."""
         rung = ladder.rungs[number]
         rate = self._estimator.bytes_per_second
         draft = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), None, rate)
@@ -330,7 +326,7 @@ class Policy(ABC):
         return fetch
 
     def _coming(self, ladder: Ladder) -> set[str]:
-        """Return the levels of a chunk's parts that are there or under way."""
+        """The levels of a chunk's parts that are there or under way."""
         flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
         return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
 
@@ -350,14 +346,13 @@ class Policy(ABC):
         return max(self._last_end, self._flying[0].at)
 
     def _arrival(self, now: float, size: int, rate: float) -> float:
-        """Return when so many bytes, requested now, are expected after all outstanding ones."""
+        """When so many bytes, requested now, are expected after all outstanding ones."""
         waiting = sum(flight.fetch.size for flight in self._flying)
         free = max(now, self._busy_since + waiting / rate) if self._flying else now
         return free + size / rate
 
 
 def text_row(chunk: int, decision: str) -> dict[str, Any]:
-    """Return the log's row of a chunk that is computed from its text."""
     return _row(chunk, None, decision)
 
 

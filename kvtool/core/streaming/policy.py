@@ -79,7 +79,6 @@ class Adaptive(Policy):
     # ---- what to fetch -----------------------------------------------------------------------------------------------
 
     def _order(self) -> Sequence[Ladder]:
-        """Return the order in which chunks are asked for."""
         return self.task.ladders
 
     def _everything(self, now: float) -> Fetch | None:
@@ -108,7 +107,7 @@ class Adaptive(Policy):
         return in_time or (not self._promised and self._on_course(now, rate))
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Return True if a base is expected to take less time than computing the chunk."""
+        """Whether a base is expected to take less time than computing the chunk."""
         return ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying())
 
     def _refinement(self, now: float) -> Fetch | None:
@@ -126,7 +125,7 @@ class Adaptive(Policy):
         return None
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
-        """Return True if a refinement is expected to be decoded by the deadline."""
+        """Whether a refinement is expected to be decoded by the deadline."""
         rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
@@ -152,7 +151,7 @@ class Adaptive(Policy):
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
-        """Return True if all bases are expected in time."""
+        """Whether all bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._to_come() if self._reaching[ladder.chunk] < 0)
         decoded = max(now, self._decoded_at) + self._open_decode()
         return max(self._arrival(now, left, rate), decoded) <= self._all_by()
@@ -178,21 +177,20 @@ class Adaptive(Policy):
         return self._busy_since + waited
 
     def _text_seconds(self, chunk: int, among: frozenset[int]) -> float:
-        """Return the seconds that computing a chunk adds to the pass."""
+        """What computing a chunk adds to the pass."""
         return self.task.compute(among | {chunk}) - self.task.compute(among - {chunk})
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[Ladder]:
-        """Return the chunks that are held at no level yet, but may be fetched."""
+        """Chunks that are held at no level yet, but may be fetched."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _to_come(self) -> list[Ladder]:
-        """Return the missing chunks that only the link will deliver."""
+        """Missing chunks that only the link will deliver."""
         return self._open()
 
     def _open_decode(self) -> float:
-        """Seconds that decoding their bases takes."""
         return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._to_come())
 
     def _bases_flying(self) -> frozenset[int]:

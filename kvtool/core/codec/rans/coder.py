@@ -218,7 +218,7 @@ def decode(*jobs: Decoding) -> None:
 
 
 def _check_decoding(job: Decoding) -> None:
-    """Check everything that a kernel relies upon to stay inside its arrays."""
+    """Check all that a kernel relies upon to stay inside its arrays."""
     for stream in job.streams:
         if not stream.address:
             _check_stream(stream)
@@ -255,7 +255,7 @@ def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
 
 
 def _with_rows(job: Decoding) -> list[int]:
-    """Return the streams that a kernel is to run, as its loops run once at least. The others are checked here."""
+    """The streams that a kernel is to run, as its loops run once at least. The others are checked here."""
     some = [number for number, rows in enumerate(job.rows) if rows] if len(job.columns) else []
     if len(some) < len(job.streams):
         for number in set(range(len(job.streams))).difference(some):
@@ -340,7 +340,7 @@ def _marks(job: Decoding) -> list[tuple[int, int]]:
 
 
 def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
-    """Return the addresses of words and states. After the words a kernel may read the states, or else zeros."""
+    """Addresses of words and states. After the words a kernel may read the states, or else zeros."""
     if stream.address:
         return stream.address, stream.address + 2 * len(stream.words)
     kept.append(np.concatenate([stream.words, _AFTER]))

@@ -103,12 +103,9 @@ _OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The kernel for a form of output, or for `refine`."""
-
     form: str
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
         _decode(k, self.form)
         return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
@@ -191,7 +188,7 @@ def _expanded(words: Value, mask: Value, bits: Value) -> Value:
 
 
 def _expansions() -> list[list[int]]:
-    """Return for every mask of eight lanes each lane's word: the number of lower lanes in the mask."""
+    """For every mask of eight lanes each lane's word: the number of lower lanes in the mask."""
     return [[(mask & ((1 << lane) - 1)).bit_count() for lane in range(8)] for mask in range(256)]
 
 
@@ -205,7 +202,6 @@ def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value
 
 
 def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
-    """Write the symbols of slot entries as numbers of a form, or merged into a coarser level."""
     for index, (entry, out) in enumerate(zip(entries, parts, strict=True)):
         numbers = (entry & 255) - ZERO
         if form == REFINE:
@@ -243,19 +239,15 @@ def _with_escapes(job: Fields, entries: Sequence[Value], outs: Sequence[Value], 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The kernel that encodes with or without contexts."""
-
     contexts: bool
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
         _encode(k, self.contexts)
         return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
 
 
 def _encode(k: FunctionBuilder, contexts: bool) -> None:
-    """Keep 64 states in registers."""
     width = k.width
     with ENCODE.each(k) as job:
         starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
@@ -298,7 +290,7 @@ def _look_up(table: Value, indices: Value) -> Value:
 
 
 def _put(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
-    """Encode one symbol a lane: full states give a word first. Returns the next place for words, and the states."""
+    """Full states give a word first. Returns the next place for words, and the states."""
     frequency, cumulative = entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
     full = (state >> (32 - PROBABILITY_BITS)) >= frequency  # frequency << 21 would not fit for one of 2048
     bits = bits_of(full)
@@ -330,13 +322,12 @@ def _compressed(state: Value, mask: Value, bits: Value) -> Value:
 
 
 def _compressions() -> list[list[int]]:
-    """Return for every mask of eight lanes its lanes, then zeros."""
+    """For every mask of eight lanes its lanes, then zeros."""
     lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
     return [row + [0] * (8 - len(row)) for row in lanes]
 
 
 def symbols_module(isa: Isa) -> str:
-    """Make the kernel for symbols of numbers, 32 at a time."""
     k = FunctionBuilder("run", isa, JOBS)
     with SYMBOLS.each(k) as job:
         rows = k.loop(job.rows, job.numbers, job.symbols, k.constant("i64"))
@@ -362,7 +353,6 @@ def _column(job: Fields, block: Value) -> Value:
 
 
 def finer_module(isa: Isa) -> str:
-    """Make the kernel for symbols and contexts that refine coarser numbers to finer ones."""
     k = FunctionBuilder("run", isa, JOBS)
     with FINER.each(k) as job:
         rows = k.loop(job.rows, k.constant("i64"), k.constant("i64"))
@@ -391,7 +381,6 @@ def wider_module(isa: Isa) -> str:
 
 
 def stray_module(isa: Isa) -> str:
-    """Make the kernel that looks for numbers other than 0 where none are coded."""
     k = FunctionBuilder("run", isa, JOBS)
     with STRAY.each(k) as job:
         rows = k.loop(job.rows, job.numbers, k.zeros(BLOCK, "i16"))

@@ -165,22 +165,21 @@ class Columns:
 
     @property
     def groups(self) -> int:
-        """Count the steps of a row, each of 64 columns."""
         return len(self.ids) // LANES
 
     @cached_property
     def reach(self) -> int:
-        """Return the least number of columns of an output."""
+        """The least number of columns of an output."""
         return int(self.places.max()) + BLOCK if len(self.places) else 0
 
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return each column's place in a row of an output."""
+        """Each column's place in a row of an output."""
         return columns_of(self.places)
 
     @cached_property
     def limits(self) -> tuple[I16, I16]:
-        """Return the least number of each column's table, and the count of its numbers: int16 `[columns]`."""
+        """The least number of each column's table, and the count of its numbers: int16 `[columns]`."""
         low, high = self.tables.bounds
         return low[self.ids], (high - low + np.int16(1))[self.ids]
 
@@ -188,12 +187,11 @@ class Columns:
 
     @cached_property
     def first_slots(self) -> U32:
-        """Return the first slot of each column's table among all tables'."""
         return self.ids.astype(np.uint32) * np.uint32(SLOTS)
 
     @cached_property
     def for_encoder(self) -> EncoderAddresses:
-        """Return the vectors that an encoder reads; entries are those of the last column first."""
+        """The first entries are those of the last column first."""
         first_entries = self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
         arrays = (self.places, *self.limits, first_entries)
         places, low, many, first = [address(array) for array in arrays]
@@ -201,12 +199,11 @@ class Columns:
 
 
 def columns_of(places: I32) -> npt.NDArray[np.int64]:
-    """Return the columns of the blocks that begin at `places`."""
     return (places[:, None].astype(np.int64) + np.arange(BLOCK)).reshape(-1)
 
 
 def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
-    """Return columns whose blocks are stored one after another."""
+    """Columns whose blocks are stored one after another."""
     return Columns(ids, tables, np.arange(0, len(ids), BLOCK, dtype=np.int32), refines)
 
 
@@ -226,6 +223,6 @@ class Stream:
 
 
 def check_ids(ids: U16, tables: TableSet, most_context: int) -> None:
-    """Refuse columns that name a table which is not there; raises DamagedError."""
+    """Raises DamagedError: a column names a table which is not there."""
     if len(ids) % LANES or (len(ids) and int(ids.max()) + most_context >= len(tables)):
         raise DamagedError("a column that names no table")

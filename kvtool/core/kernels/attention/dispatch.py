@@ -54,8 +54,6 @@ BACKENDS: tuple[AttentionBackend, ...] = (triton_rows, flash_cpu, sdpa, eager)
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The backend that serves a call, and those before it with their reasons to decline."""
-
     serves: AttentionBackend
     declined: tuple[tuple[str, str], ...]
 
@@ -64,14 +62,12 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """Return a line for each backend that declined."""
         return [f"not {name}: {reason}" for name, reason in self.declined]
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend with rows of which each sees keys of its own, in the first backend that accepts: see its `attend`."""
     return _backend(AttentionCall.of(query, key, value, params, ranges)).attend(query, key, value, params, ranges)
 
 
@@ -143,7 +139,6 @@ def _others(wanted: str) -> str:
 
 
 def prepare(dtype: torch.dtype, device: str) -> None:
-    """Start to compile the kernels for a prompt's rows in the background."""
     if device == "cpu" and asked(ATTENTION) in ("", flash_cpu.name):
         flash_cpu.compile_ahead(dtype)
 

@@ -16,7 +16,6 @@ name = "eager"
 
 
 def declines(call: AttentionCall) -> str:
-    """Return an empty string: it serves every call that the backends before it decline."""
     return ""
 
 
@@ -48,7 +47,7 @@ def _shaped(scores: torch.Tensor, params: AttentionParams) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax of `[heads, rows, keys]` with each head's sink as one more key."""
+    """Softmax of `[heads, rows, keys]` with each head's sink as one more key."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -100,7 +99,7 @@ class _Hidden:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`. Scores of a block of rows at a time stay in the cache."""
+    """Scores of a block of rows at a time stay in the cache."""
     batch, heads, rows, _ = query.shape
     if batch > 1:
         each = zip(query.split(1), key.split(1), value.split(1), strict=True)
@@ -130,7 +129,7 @@ def attend(
 
 
 def _transposed(key: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Return keys `[kv_heads, head_dim, keys]` as float32, or with a row of ones below them."""
+    """Keys `[kv_heads, head_dim, keys]` as float32, or with a row of ones below them."""
     wide = key.float() if exact else torch.cat([key, key.new_ones((*key.shape[:2], 1))], 2)
     return wide.transpose(1, 2)
 

@@ -45,7 +45,6 @@ def declines(call: AttentionCall) -> str:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`."""
     return attend_packed(query, key, value, params, Spans([(0, len(ranges.last), 0)], ranges.limits, ranges.begins))
 
 
@@ -57,7 +56,6 @@ def attend_packed(
     spans: Spans,
     lead_in: KV | None = None,
 ) -> torch.Tensor:
-    """Attend with runs of rows, each over keys of its own: all of them in one call, which no thread waits in."""
     tiling = tiling_here(query.dtype)
     assert tiling is not None, "it was declined"
     lead = None if lead_in is None else (lead_in[0][0], lead_in[1][0])
@@ -65,19 +63,18 @@ def attend_packed(
 
 
 def first_read(first: int) -> int:
-    """Return the first key that is read where no row sees one before `first`: tiles of keys are read whole."""
     return first // KEYS * KEYS
 
 
 def compile_ahead(dtype: torch.dtype) -> None:
-    """Compile what attends to numbers of this format here, in a thread, before it is needed."""
+    """Compile in a thread what attends to numbers of this format, before it is needed."""
     tiling = tiling_here(dtype)
     if tiling is not None:
         threading.Thread(target=kernel, args=(tiling,), name="kvtool-attention").start()
 
 
 def tiling_here(dtype: torch.dtype) -> Tiling | None:
-    """Return what the kernel is made for here; None: this CPU has none of the instruction sets."""
+    """None: this CPU has none of the instruction sets."""
     stored, isa = FORMATS.get(dtype), isa_here()
     if stored is None or isa is None:
         return None
@@ -88,7 +85,7 @@ def tiling_here(dtype: torch.dtype) -> Tiling | None:
 
 @compile_once
 def kernel(tiling: Tiling) -> Kernel:
-    """Make the kernel of a tiling, compiled at its first use (0.15 s)."""
+    """Compile the kernel of a tiling at its first use (0.15 s)."""
     return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
 
 
@@ -100,8 +97,6 @@ _SHARES = 4  # pieces of work for each thread that even out what a block costs
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Machine code of one tiling."""
-
     tiling: Tiling
     function: Function
 
@@ -191,7 +186,6 @@ class Kernel:
 def _laid_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, leads: KV | None
 ) -> dict[str, int]:
-    """Return addresses, strides and shapes of the tensors."""
     lead_key, lead_value = leads or (key, value)
     return {
         **_where("query", query),
@@ -209,7 +203,7 @@ def _laid_out(
 
 
 def _scored(params: AttentionParams) -> dict[str, float]:
-    """Return what makes weights of products: factors for powers of two, and the cap."""
+    """Factors for powers of two, and the cap."""
     cap = params.softcap
     return {
         "bend": 0 if cap is None else -2 * math.log2(math.e) * params.scale / cap,
@@ -219,7 +213,7 @@ def _scored(params: AttentionParams) -> dict[str, float]:
 
 
 def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
-    """Return each head's largest score before any key: its sink, or none; float32, as products give it."""
+    """Each head's largest score before any key, float32 as products give it: its sink, or none."""
     if params.sinks is None:
         return torch.full((heads,), _NONE, dtype=torch.float32)
     if params.sinks.shape != (heads,):
@@ -229,7 +223,6 @@ def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
 
 
 def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
-    """Return the rows of a block so that all threads have the same work."""
     size = most
     while size > least:
         tasks = -(-rows // size) * kv_heads
@@ -240,7 +233,6 @@ def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
 
 
 def shape_mismatch(call: AttentionCall) -> str:
-    """Return why there is no kernel for a call's shapes, or an empty string."""
     if call.mixed:
         return "queries, keys and values have different number formats"
     if call.heads % call.kv_heads or call.heads // call.kv_heads > MOST_GROUPED:

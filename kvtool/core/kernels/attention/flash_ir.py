@@ -68,12 +68,11 @@ class Tiling:
 
     @property
     def width(self) -> int:
-        """Float32 lanes of a register."""
         return self.isa.width
 
     @property
     def key_unroll(self) -> int:
-        """Keys, or columns of values, that a product holds at a time: with `registers` all registers that there are."""
+        """Keys, or columns of values, of a product: with `registers` they fill all registers that there are."""
         return 8 if self.width == AVX512.width else 4
 
     @property
@@ -83,7 +82,7 @@ class Tiling:
 
     @property
     def max_rows(self) -> int:
-        """Return the most lanes of a block: for so many, keys and values are read from memory once."""
+        """Lanes of a block: for so many, keys and values are read from memory once."""
         return 5 * self.row_block
 
     @property
@@ -93,15 +92,13 @@ class Tiling:
 
     @property
     def starts(self) -> range:
-        """First lane of each register of a row block."""
         return range(0, self.row_block, self.width)
 
     def function(self, name: str, arguments: str) -> FunctionBuilder:
-        """Begin a function of the kernel's own module."""
         return FunctionBuilder(name, self.isa, arguments, internal=True)
 
     def scratch(self) -> dict[str, int]:
-        """Return offsets in bytes of a thread's memory; sizes after "sized" depend on head_dim and value_dim."""
+        """Offsets in bytes; sizes after "sized" depend on head_dim and value_dim."""
         words = dict.fromkeys(("limits", "begins"), self.max_rows)
         words |= dict.fromkeys(("queries_at", "results_at"), 2 * self.max_rows)  # addresses
         words |= dict.fromkeys(("largest", "sums"), self.max_rows)
@@ -113,13 +110,13 @@ class Tiling:
         return offsets
 
     def scratch_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Return all of a thread's memory: the above, queries, results, keys, values twice, and an unused row."""
+        """The above, queries, results, keys, values twice, and an unused row."""
         rows = (self.max_rows + KEYS) * (head_dim + value_dim) + (KEYS + 1) * value_dim
         return self.scratch()["sized"] + 4 * rows
 
 
 def attention_module(tiling: Tiling) -> str:
-    """Return the text of a module with `void run(job)`, which any number of threads may call for the same job."""
+    """Write a module with `void run(job)`, which any number of threads may call for the same job."""
     makers = [_scores, _cap, _mask, _weights, _sum, _rows, _queries, _results, *([_pairs] if tiling.pairs else [])]
     return module(*(make(tiling) for make in makers), _Block(tiling).function(), _run(tiling))
 
@@ -136,8 +133,6 @@ def _run(tiling: Tiling) -> FunctionBuilder:
 
 
 class _Block:
-    """Function `block(job, scratch, block, head)`: a block's rows for one head of keys."""
-
     def __init__(self, tiling: Tiling) -> None:
         self._tiling, self._offsets = tiling, tiling.scratch()
         self._k = k = tiling.function("block", "i64* job, i8* scratch, i64 block, i64 head")
@@ -156,7 +151,6 @@ class _Block:
         self._nobody = self._came.at(job.value_dim * KEYS)
 
     def function(self) -> FunctionBuilder:
-        """Emit the whole function."""
         k = self._k
         self._prepare()
         before = self._begin // KEYS  # tiles that no row sees; a row sees a key, so one is left
@@ -202,11 +196,9 @@ class _Block:
         return head * self._job[f"{side}_head"] + row * self._job[f"{side}_row"]
 
     def _row_block(self, pointer: Value, number: Value, size: Value) -> Value:
-        """Return the address of a row block's part where every lane has `size` numbers of 32 bits."""
         return pointer.at(number * self._tiling.row_block * size)
 
     def _bring(self, first: Value, count: Value) -> None:
-        """Bring a tile's keys and values."""
         pairs, job = self._tiling.pairs, self._job
         self._rows_of("key", first, count, job.head_dim, self._keys)
         self._rows_of("value", first, count, job.value_dim, self._came if pairs else self._values)
@@ -221,7 +213,6 @@ class _Block:
         k.call_void("rows", *rows, first, self._last, count, columns, to)
 
     def _each_row_block(self, first: Value, count: Value) -> None:
-        """Emit the tile for every row block that sees any of it."""
         k, tiling = self._k, self._tiling
         with k.loop(self._row_blocks) as number:
             lane = number * tiling.row_block
@@ -348,7 +339,7 @@ def _rows(tiling: Tiling) -> FunctionBuilder:
 
 
 def _pairs(tiling: Tiling) -> FunctionBuilder:
-    """Emit `pairs`: i16 `[rows, columns]` become `[rows / 2, columns, 2]`."""
+    """i16 `[rows, columns]` become `[rows / 2, columns, 2]`."""
     k, side = tiling.function("pairs", "i16* from, i64 rows, i64 columns, i16* to"), 2 * _SIDE
     args = k.args
     with k.loop(args.rows >> 1) as index:
@@ -362,7 +353,7 @@ def _pairs(tiling: Tiling) -> FunctionBuilder:
 
 
 def _queries(tiling: Tiling) -> FunctionBuilder:
-    """Emit `queries`: rows of a row block become lanes, `[steps, row_block]` of 32 bits."""
+    """Rows of a row block become lanes, `[steps, row_block]` of 32 bits."""
     k = tiling.function("queries", "ptr* addresses, i64 steps, float* to")
     stored = "float" if tiling.pairs else tiling.stored
     with k.loop(tiling.row_block // _SIDE) as lanes:
@@ -376,7 +367,7 @@ def _queries(tiling: Tiling) -> FunctionBuilder:
 
 
 def _results(tiling: Tiling) -> FunctionBuilder:
-    """Emit `results`: lanes of a row block, over their sums, become rows as stored."""
+    """Lanes of a row block, over their sums, become rows as stored."""
     k = tiling.function("results", "float* from, float* sums, i64 columns, ptr* addresses")
     k.keeps_nan = True
     with k.loop(tiling.row_block // _SIDE) as lanes:

@@ -31,12 +31,11 @@ class AttentionParams:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if weights are the softmax of scaled products over all keys up to a row's own."""
         return self.window is None and self.is_unshaped
 
     @property
     def is_unshaped(self) -> bool:
-        """Return True if scores are scaled products and nothing else."""
+        """Whether scores are scaled products and nothing else."""
         return self.softcap is None and self.sinks is None
 
 
@@ -64,7 +63,7 @@ class KeyRanges:
 
     @classmethod
     def run(cls, positions: range, window: int | None, device: torch.device | str) -> KeyRanges:
-        """Return the key ranges of rows at adjacent positions; key i is at position i."""
+        """Key i is at position i."""
         at, dense = torch.arange(positions.start, positions.stop, device=device), not positions.start
         if window is None:
             return cls(positions, at, dense=dense)
@@ -76,7 +75,6 @@ class KeyRanges:
         return KeyRanges(self.last[rows], self.limits[rows], first, None if self.begins is None else self.begins[rows])
 
     def begin(self, row: int) -> int:
-        """Return the first key that a row sees, and so none of the rows after it an earlier one."""
         return 0 if self.first is None else self.first[row]
 
     def are_causal(self, rows: int, keys: int, params: AttentionParams) -> bool:
@@ -85,13 +83,13 @@ class KeyRanges:
         return self.dense and rows == keys > 1 and params.is_plain
 
     def hidden(self, rows: slice, first: int, stop: int) -> torch.Tensor:
-        """Return bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
+        """bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
         keys = torch.arange(first, stop, device=self.limits.device)
         hidden = keys > self.limits[rows, None]
         return hidden if self.begins is None else hidden | (keys < self.begins[rows, None])
 
     def mask(self, rows: slice, first: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is added to scores, `[rows, stop - first]`: 0, or -inf where `hidden`."""
+        """What is added to scores, `[rows, stop - first]`: 0, or -inf where `hidden`."""
         hidden = self.hidden(rows, first, stop)
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
@@ -215,5 +213,4 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_shaped(self) -> bool:
-        """Return True if scores are more than scaled products."""
         return self.softcap or self.sinks

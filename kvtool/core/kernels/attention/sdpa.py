@@ -46,7 +46,6 @@ def has_tiles(dtype: torch.dtype) -> bool:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`."""
     scale, (rows, keys) = params.scale, (query.shape[2], key.shape[2])
     # Of values of another width torch's own keeps all scores.
     if ranges.are_causal(rows, keys, params) and key.shape[3] == value.shape[3]:
@@ -95,7 +94,6 @@ def fused(
     scale: float,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Call torch's kernel, whose grouped heads share a key."""
     groups = query.shape[1] // key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, is_causal=is_causal, enable_gqa=groups > 1

@@ -73,14 +73,13 @@ def tile_for(rows: int, head_dim: int, dtype: torch.dtype, memory: int = 100 * 1
 
 
 def splits_for(blocks: int, keys: int, tile: Tile, multiprocessors: int) -> int:
-    """Parts into which the keys are split: as many as give each multiprocessor two programs, 1 if blocks do so."""
+    """Count the parts of the keys that give each multiprocessor two programs; 1 if blocks do so."""
     wanted = -(-2 * multiprocessors // max(blocks, 1))
     most = max(1, keys // (4 * tile.keys))  # a part of fewer keys is not worth its join
     return max(1, min(wanted, most, _MOST_SPLITS))
 
 
 def declines(call: AttentionCall) -> str:
-    """Return why this backend does not serve a call, or an empty string."""
     if call.device != "cuda":
         return "it runs on CUDA"
     if not has_triton():
@@ -137,7 +136,7 @@ def attend(
 def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> None:
-    """Check everything that the kernel relies upon to stay inside its arrays, but the positions' own size."""
+    """Check all that the kernel relies upon to stay inside its arrays, but the positions' own size."""
     at = ranges.limits
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4 or len(query) != 1 or len(key) != 1:
         raise ValueError("queries, keys and values are [1, heads, rows, head_dim], those of one length")
@@ -159,7 +158,6 @@ def _check(
 
 
 def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
-    """Join the results of the parts of the keys into `[1, heads, rows, head_dim]`, by their log2-sum-exps."""
     splits, _, heads, rows, head_dim = parts.shape
     _joining()[(rows, heads)](
         parts, sums, out, rows, splits,
@@ -179,7 +177,6 @@ def _launch(
     tile: Tile,
     splits: int,
 ) -> None:
-    """Run the kernel over `out` `[splits, 1, heads, rows, head_dim]`."""
     _, heads, rows, head_dim = query.shape
     kv_heads, at = key.shape[1], ranges.limits
     blocks = -(-rows * (heads // kv_heads) // tile.rows)
@@ -199,7 +196,6 @@ def _launch(
 
 @functools.cache
 def kernel() -> Any:
-    """Return the kernel of a block of rows."""
     return jit(_attend, _keys_of, _begun, _read, _over, _written, unspecialized=("rows",))
 
 
@@ -219,7 +215,6 @@ def constants(
     windowed: bool = False,
     interpreted: bool = False,
 ) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
     return {
         "WINDOWED": windowed,
         "CAPPED": params.softcap is not None,
@@ -248,7 +243,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes that a block may have; where torch does not report them, what every GPU has."""
+    """Where torch does not report a block's bytes, what every GPU has."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", 0)) or 100 * 1024
 
@@ -362,7 +357,6 @@ def _written(
 
 
 def _read(place: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """Read a block of keys or values; zeros where the mask is false."""
     if MASKED:
         return tl.load(place, mask=mask, other=0.0)
     else:

@@ -180,7 +180,6 @@ def layer_module(isa: Isa, element: str, activation: str, rounding: Rounding = A
 
 @contextlib.contextmanager
 def _each_row(k: FunctionBuilder) -> Iterator[tuple[Fields, Value]]:
-    """Take rows from the queue until none is left."""
     job = JOBS[k.name].load(k, k.args.job)
     with WorkQueue(k, k.args.job, job.share, job.rows) as queue, k.loop(queue.last - queue.first) as index:
         yield job, queue.first + index
@@ -199,7 +198,6 @@ def _norm(job: Fields, rounds_first: bool, x: Value, more: Value, sum_: Value, y
 
 
 def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
-    """Rotate the heads of a row in place."""
     k, width = row.k, job.half * 2
     table = [side.of(angles).at(row * width) for side in (job.cos, job.sin)]
     for side, heads in ((job.queries, job.heads), (job.keys, job.kv_heads)):
@@ -208,8 +206,6 @@ def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
 
 
 def _rotate_head(head: Value, table: Sequence[Value], half: Value) -> None:
-    """Rotate one head, each product rounded as the table is stored."""
-
     def work(lanes: int, index: Value) -> None:
         places = index, index + half
         low, high = (head.load(place, lanes) for place in places)

@@ -50,7 +50,6 @@ def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
 
 
 def product_function(isa: Isa, kind: str, height: int, features: str = "") -> FunctionBuilder:
-    """Begin a function with the arguments of `product`."""
     name, arguments = f"product_{kind}", f"{_WEIGHTS}, float* x, float* out, i64 first, i64 last, i64 columns"
     if height > 1:
         name, arguments = f"{name}_{height}", f"{arguments}, i64 inputs, i64 x_pitch, i64 y_pitch"
@@ -58,7 +57,6 @@ def product_function(isa: Isa, kind: str, height: int, features: str = "") -> Fu
 
 
 def with_all_inputs(multiply_row: Row, inputs: Inputs, bits: int) -> FunctionBuilder:
-    """Multiply the rows of weights, of so many bits a number, with all inputs."""
     k = inputs.k
     if inputs.height == 1:
         _multiply(k, multiply_row, k.args.first, k.args.last, inputs.tile(k.constant("i64")))
@@ -68,7 +66,6 @@ def with_all_inputs(multiply_row: Row, inputs: Inputs, bits: int) -> FunctionBui
 
 
 def _multiply(k: FunctionBuilder, multiply_row: Row, first: Value, last: Value, tile: Sequence[Input]) -> None:
-    """Multiply the rows from one to before another, each with all of a tile."""
     with k.loop(last - first, may_be_empty=True) as index:
         row = first + index
         for one, value in zip(tile, multiply_row(row, tile), strict=True):
@@ -76,7 +73,6 @@ def _multiply(k: FunctionBuilder, multiply_row: Row, first: Value, last: Value, 
 
 
 def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, height: int, bits: int) -> None:
-    """Multiply some rows at a time, of so many bits a number, with every tile of the inputs."""
     args = k.args
     size = k.constant("i64", _BLOCK_BYTES) // (args.columns * bits // 8) + 1
     more = args.last - args.first + (size - 1)
@@ -108,26 +104,21 @@ Row: TypeAlias = Callable[[Value, Sequence[Input]], list[Value]]  # the products
 
 
 class Inputs:
-    """Inputs that a row of weights is multiplied with, some at a time."""
-
     def __init__(self, k: FunctionBuilder, layout: Layout, height: int) -> None:
         self.k, self.height = k, height
         self._layout, self._groups = layout, k.args.columns // layout.group
         self._prepare()
 
     def _prepare(self) -> None:
-        """Compute what belongs to the inputs alone."""
         self._sums = self._group_sums() if self._layout.is_shifted else None
 
     def tile(self, first: Value) -> list[Input]:
-        """Return as many of them as the code takes at a time, from one on."""
         if self.height == 1:
             return [self._input(None)]
         numbers = [first + place for place in range(self.height)]
         return [self._input(number) for number in numbers]
 
     def _input(self, number: Value | None) -> Input:
-        """Return the number-th one; None: the only one."""
         args = self.k.args
         if number is None:
             return Input(args.x, args.out, self._sums)
@@ -151,7 +142,7 @@ class Inputs:
 
 
 def _dense_row(k: FunctionBuilder, kind: str) -> Row:
-    """Multiply a row of plain numbers, some vectors of it at a time, then one by one."""
+    """Some vectors at a time, then one by one."""
     columns = Split.of(k.args.columns, _UNROLLED * k.width)
 
     def multiply(row: Value, tile: Sequence[Input]) -> list[Value]:
@@ -180,7 +171,7 @@ def _dense_row(k: FunctionBuilder, kind: str) -> Row:
 
 
 def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row:
-    """Multiply a row of codes, a superblock of it at a time, then block by block."""
+    """A superblock at a time, then block by block."""
     k, layout = rows.k, rows.layout
 
     def multiply(number: Value, tile: Sequence[Input]) -> list[Value]:
@@ -210,7 +201,6 @@ def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row
 def _add_blocks(
     rows: PackedRows, row: Addresses, block: Value, blocks: int, tile: Sequence[Input], sums: Sequence[Value]
 ) -> list[Value]:
-    """Add some blocks of a row, from one on, to the sums."""
     grown, width, layout = list(sums), block.k.width, rows.layout
     scales, shifts, _ = rows.factors(row, block, blocks)
     groups = BLOCK // layout.group
@@ -238,7 +228,7 @@ def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Seque
 
 
 def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Value]:
-    """Sum code · x over each group of a block, in as many lanes as there are."""
+    """Sum code · x over each group of a block."""
     width = x.k.width
     loaded = [x.load(part * width, width) for part in range(len(parts))]
     size, sums = layout.group // width, []
@@ -261,7 +251,7 @@ def codes(layout: Layout, data: Value, block: Value) -> list[Value]:
 
 
 def whole_codes(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """Unpack the codes of 32 columns as `codes` does, as i32."""
+    """As `codes`, but i32."""
     first = data.at(block * (4 * layout.bits))
     parts: list[Value] = []
     at = done = 0
@@ -290,7 +280,6 @@ def _twos(k: FunctionBuilder, data: Value) -> list[Value]:
 
 
 def _ones(k: FunctionBuilder, data: Value) -> list[Value]:
-    """Unpack a bit for every column."""
     wide = data.of("i32").load(align=1).splat(k.width)
     shifts = [k.lanes("i32", range(first, first + k.width)) for first in range(0, BLOCK, k.width)]
     return [(wide >> shift) & 1 for shift in shifts]
@@ -327,7 +316,6 @@ class PackedRows:
         self._row_bytes = blocks * (4 * layout.bits)
 
     def row(self, row: Value) -> Addresses:
-        """Find a row."""
         args, first = self._args, row * self._scales_of_row
         scales = args.scales.of("i8" if self.layout.superblocks else "float16")
         data = args.data.of("i8").at(row * self._row_bytes)
@@ -406,7 +394,7 @@ SHARE_JOB = Job(
 
 
 def share(function: FunctionBuilder) -> FunctionBuilder:
-    """Make `share_FUNCTION(job)`, which any number of threads may run with the same job."""
+    """Write `share_FUNCTION(job)`, which any number of threads may run with the same job."""
     k = FunctionBuilder(f"share_{function.name}", function.isa, "ptr job")
     job = SHARE_JOB.load(k, k.args.job)
     with WorkQueue(k, k.args.job, job.share, job.last) as queue:
@@ -428,7 +416,7 @@ SMALL_GEMM_JOB = Job(
 
 
 def tile_rows(isa: Isa) -> int:
-    """Return the rows of X in a tile, the least that there must be: a tile has a sum for each lane of a register."""
+    """The least rows of X that there must be: a tile has a sum for each lane of a register."""
     return isa.width // OUTPUTS
 
 
@@ -460,7 +448,6 @@ def small_gemm(isa: Isa, kind: str, element: str) -> FunctionBuilder:
 
 
 def _multiply_taken(k: FunctionBuilder, job: Fields, weights: Value, taken: WorkQueue) -> None:
-    """Multiply the rows that were taken, which are at `weights`, with all rows of X, a tile of sums at a time."""
     high = tile_rows(k.isa)
     with k.loop((taken.last - taken.first) // OUTPUTS) as across:
         output = across * OUTPUTS
@@ -474,7 +461,6 @@ def _multiply_taken(k: FunctionBuilder, job: Fields, weights: Value, taken: Work
 
 
 def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[Value]:
-    """Sum the tile, row of X by row of X, each sum still in lanes."""
     pairs = weights.target == "i16"
     lanes = k.width * (2 if pairs else 1)
     rows = [x.at(columns * number) for number in range(tile_rows(k.isa))]
@@ -489,7 +475,6 @@ def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[
 
 
 def _store_tile(job: Fields, element: str, value: Value, row: Value, output: Value) -> None:
-    """Add the bias, round, and write a tile."""
     width = value.lanes
     value = value + job.bias.load(output, OUTPUTS).shuffle([lane % OUTPUTS for lane in range(width)])
     if element == "i16":

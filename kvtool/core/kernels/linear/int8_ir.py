@@ -51,22 +51,22 @@ INT8_JOB = Job(
 
 
 def tile_rows(isa: Isa) -> int:
-    """Return the rows of X in a tile, the least that there must be: their sums stay in registers."""
+    """The least rows of X that there must be: their sums stay in registers."""
     return isa.width // 2
 
 
 def multiplies(isa: Isa | None, layout: Layout) -> bool:
-    """Return whether there is code for a kind of weights: for codes of 8 bits sums of 16 are too small."""
+    """Whether there is code for a kind of weights: for codes of 8 bits sums of 16 are too small."""
     return not layout.dense and (isa in (AVX512_VNNI, NEON_DOT) or (isa in (AVX2, AVX512) and layout.bits < 8))
 
 
 def multiplies_row(isa: Isa, layout: Layout) -> bool:
-    """Return whether `row_product` has code for a kind: only AVX-512 has a quick way from bits to bytes."""
+    """Whether `row_product` has code for a kind: only AVX-512 has a quick way from bits to bytes."""
     return multiplies(isa, layout) and (isa.width == 16 or 1 not in layout.planes)
 
 
 def scratch_bytes(isa: Isa, layout: Layout, columns: int) -> int:
-    """Return the bytes that a thread unpacks weights to: codes, scales and mins of as many rows as there are lanes."""
+    """Codes, scales and mins of as many rows as there are lanes, for one thread."""
     return isa.width * columns + 2 * 4 * isa.width * (columns // layout.group)
 
 
@@ -136,7 +136,6 @@ _Panel = tuple[Value, Value, Value]  # addresses of unpacked codes, scales and m
 
 
 def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> None:
-    """Unpack a row of W into its lane of a panel."""
     row, width, layout = rows.row(number), number.k.width, rows.layout
     codes, scales, mins = panel
     whole = _loses_sign(number.k.isa, layout)
@@ -161,7 +160,6 @@ def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> 
 
 
 def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -> None:
-    """Multiply the rows of a panel with all rows of X, a tile at a time."""
     k, group, (codes, scales, mins) = output.k, layout.group, panel
     width, high, quads = k.width, tile_rows(k.isa), group // 4
     groups, bias = job.columns // group, job.bias.load(output, k.width)
@@ -208,7 +206,6 @@ def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
 
 
 def _add_fours(onto: Value, codes: Value, q: Value) -> Value:
-    """`onto` and the products of the four bytes in each i32 lane."""
     k = onto.k
     if k.isa is AVX512_VNNI:
         return k.call("llvm.x86.avx512.vpdpbusd.512", onto.type, onto, codes, q)
@@ -221,7 +218,7 @@ def _add_fours(onto: Value, codes: Value, q: Value) -> Value:
 
 
 def _loses_sign(isa: Isa, layout: Layout) -> bool:
-    """Return whether 128 is added to codes of 8 bits, which have a sign: x86's instructions take them without."""
+    """Whether 128 is added to codes of 8 bits, which have a sign: x86's instructions take them without."""
     return layout.bits == 8 and isa is not NEON_DOT
 
 
@@ -239,7 +236,7 @@ HALF = BLOCK // 2
 
 
 def blocks_at_once(isa: Isa) -> int:
-    """Return how many blocks are multiplied together: their first halves fill a register."""
+    """Blocks whose first halves fill a register."""
     return 4 * isa.width // HALF
 
 
@@ -281,7 +278,6 @@ class _RoundedInputs(Inputs):
 def _add_blocks(
     rows: PackedRows, row: Addresses, block: Value, blocks: int, tile: Sequence[Input], sums: Sequence[Value]
 ) -> list[Value]:
-    """Add some blocks of a row, from one on, to the sums."""
     k, layout, grown, at_once = rows.k, rows.layout, list(sums), blocks_at_once(rows.k.isa)
     scales, shifts, count = rows.factors(row, block, blocks)
     groups, first = BLOCK // layout.group, block * (BLOCK // layout.group)
@@ -307,7 +303,7 @@ def _add_blocks(
 
 
 def _byte_halves(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """Unpack codes to bytes: the first 16 columns of each of some blocks, and the last 16, as codes without a sign."""
+    """The first 16 columns of each of some blocks, and the last 16, as codes without a sign."""
     k, size = data.k, 4 * layout.bits
     at_once = blocks_at_once(k.isa)
     first, halves, at, done = data.at(block * size), list[Value](), 0, 0
@@ -320,7 +316,6 @@ def _byte_halves(layout: Layout, data: Value, block: Value) -> list[Value]:
 
 
 def _joined(parts: Sequence[Value]) -> Value:
-    """Join vectors, two by two."""
     while len(parts) > 1:
         order = range(2 * parts[0].lanes)
         parts = [low.shuffle(order, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
@@ -346,7 +341,6 @@ def _twos(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
 
 
 def _ones(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
-    """Unpack a bit for every column."""
     halves = [_joined([plane.of("i16").load(start, align=1).splat(1) for plane in planes]) for start in (0, 1)]
     lanes = HALF * len(planes)
     return [half.bitcast(f"<{lanes} x i1>").to("i8") for half in halves]
@@ -356,7 +350,6 @@ _HALVES = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
 
 
 def _dot_bytes(k: FunctionBuilder, codes: Sequence[Value], q: Sequence[Value]) -> Value:
-    """Sum code · q of four columns in each lane, i32."""
     total = k.zeros(k.width, "i32")
     if k.isa in (AVX512_VNNI, NEON_DOT):
         for own, one in zip(codes, q, strict=True):

@@ -30,7 +30,7 @@ class SmallBatchLinear(torch.nn.Linear):
     """A linear layer that multiplies few rows by machine code of our own; sums may come in another order."""
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        """Return True if `rows_product` multiplies so many rows so, and by none of torch's threads."""
+        """Whether `rows_product` multiplies so many rows so, and by none of torch's threads."""
         raise NotImplementedError
 
     def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,6 @@ class PackedLinear(SmallBatchLinear):
         self.register_parameter("bias", kept)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute `[..., out_features]` of `[..., in_features]`."""
         if input.numel() == self.in_features:
             return self._one(input)
         if self.int8:
@@ -114,7 +113,7 @@ class PackedLinear(SmallBatchLinear):
         return out
 
     def _unpacked(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return some rows of the weight, in memory of this thread that the next layer writes over."""
+        """Rows of the weight, in memory of this thread that the next layer writes over."""
         size = (last - first) * self.in_features
         kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
         if kept is None or kept.numel() < size or kept.dtype != dtype:
@@ -122,7 +121,6 @@ class PackedLinear(SmallBatchLinear):
         return dequantize_rows(self.matrix, first, last, kept)
 
     def extra_repr(self) -> str:
-        """Return what the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 
@@ -146,13 +144,11 @@ class PackedEmbedding(torch.nn.Embedding):
         self.weight = torch.nn.Parameter(shape, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Look up `[..., embedding_dim]` for ids `[...]`."""
         rows = take_rows(self.matrix, input.reshape(-1))
         out = torch.empty(rows.rows, rows.columns, dtype=self.weight.dtype)
         return dequantize_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
 
     def extra_repr(self) -> str:
-        """Return what the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 

@@ -26,7 +26,7 @@ _KEPT = "128"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Return True if the CPU has a layout of its own for this weight (oneDNN, bfloat16)."""
+    """Whether the CPU has its own layout for this weight (oneDNN, bfloat16)."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -74,7 +74,7 @@ class ReorderedLinear(SmallBatchLinear):
     panels: OneDnnBlockedWeight | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute `[..., out_features]` of `[..., in_features]`, as torch would, bit for bit."""
+        """As torch would, bit for bit."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.reordered, self.bias, "none", [], "")
         return out
 
@@ -159,7 +159,7 @@ class OneDnnBlockedWeight:
 
 
 def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Return True if numbers drawn from a weight are found where panels have them."""
+    """Whether numbers drawn from a weight are found where panels have them."""
     outputs, columns = weight.shape
     numbers = (ctypes.c_int16 * weight.numel()).from_address(address)
     laid = torch.frombuffer(numbers, dtype=torch.int16).view(outputs // OUTPUTS, columns // 2, OUTPUTS, 2)
@@ -202,7 +202,7 @@ def panels_module() -> str:
 
 
 def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
-    """All rows of X by one panel, a tile after the other; the last begins where it ends with the last row."""
+    """The last tile begins where it ends with the last row."""
     size = job.columns * OUTPUTS
     weights = job.weights.at(panel * size)
     next_panel, output = weights.at(size), panel * OUTPUTS
@@ -217,7 +217,7 @@ def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
 
 
 def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: Value) -> list[Value]:
-    """Sum the tile; every step asks for a line of the next panel, each tile of four for another one."""
+    """Every step asks for a line of the next panel, each tile of four for another one."""
     rows = [x.at(columns * number).of("i32") for number in range(ROWS)]
 
     def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
@@ -231,7 +231,6 @@ def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: V
 
 
 def _store(job: Fields, sums: list[Value], row: Value, output: Value) -> None:
-    """Add the bias, round to bfloat16, and write a tile."""
     width = job.panels * OUTPUTS
     for vector in range(_VECTORS):
         place = output + vector * _WIDTH

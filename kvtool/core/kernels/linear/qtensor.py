@@ -36,12 +36,10 @@ class Layout:
 
     @property
     def dense(self) -> bool:
-        """Return True if the weights are plain numbers."""
         return self.bits >= 16
 
     @property
     def is_shifted(self) -> bool:
-        """Return whether something is added to scale · code."""
         return self.group_mins or self.zero_point != 0
 
     @property
@@ -51,20 +49,17 @@ class Layout:
 
     @property
     def multiple(self) -> int:
-        """Return the number that columns are a multiple of."""
         return 1 if self.dense else SUPERBLOCK if self.superblocks else BLOCK
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of the scales of a block of 256 columns."""
+        """Bytes of the scales of a superblock."""
         return (1 + self.group_mins) * (2 + SUPERBLOCK // self.group)
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of `data` for one row."""
         return columns * self.bits // 8
 
     def scales_of_row(self, columns: int) -> int:
-        """Return the elements of `scales` for one row."""
         if self.dense:
             return 0
         return columns // SUPERBLOCK * self.block_bytes if self.superblocks else columns // self.group
@@ -131,12 +126,10 @@ class QuantizedTensor:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout in memory."""
         return LAYOUTS[self.kind]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all arrays."""
         return self.data.nbytes + self.scales.nbytes + self.group_mins.nbytes
 
 
@@ -152,7 +145,6 @@ def none(dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 
 def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
-    """Copy some rows, in the order given."""
     parts = (matrix.data, matrix.scales, matrix.group_mins)
     data, scales, group_mins = (part[rows] if part.dim() == 2 else part for part in parts)
     return QuantizedTensor(matrix.kind, len(rows), matrix.columns, data, scales, group_mins)
@@ -241,7 +233,6 @@ def _q8(_: Layout, blocks: torch.Tensor) -> _Parts:
 
 
 def _q4_q5(layout: Layout, blocks: torch.Tensor) -> _Parts:
-    """Return the scale, min, fifth bits of the codes, and their lower four."""
     fifths = 4 if layout.group_mins else 2
     codes = _bit_fields(blocks[:, -16:], 4, 16)
     if layout.bits == 5:

@@ -91,7 +91,6 @@ def small_batch_gemm(
 def _multiply_block(
     function: Function, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor
 ) -> None:
-    """As many rows of X as stay in a core's own cache."""
     threads = torch.get_num_threads()
     share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
     size = -(-share * matrix.columns * x.itemsize // LINE) * LINE
@@ -110,7 +109,7 @@ def _parts(matrix: QuantizedTensor) -> dict[str, int]:
 
 
 def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = None) -> int | None:
-    """Return the least rows of a format that `small_batch_gemm` takes for a matrix, here; None: no code for it."""
+    """The least rows of a format that `small_batch_gemm` takes for a matrix; None: no code for it."""
     isa = isa or best_isa()
     if dtype not in COMPUTED or matrix.rows % OUTPUTS:
         return None
@@ -122,7 +121,6 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = No
 
 @compile_once
 def _few(kind: str, element: str, isa: Isa) -> Function:
-    """Return a kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else isa
     functions = [small_gemm(isa, kind, element)]
     if not LAYOUTS[kind].dense:
@@ -181,13 +179,13 @@ def int8_gemm(
 
 
 def has_int8(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
-    """Return whether `int8_gemm` takes a matrix, here."""
+    """Whether `int8_gemm` takes a matrix."""
     isa = isa or multiplies_int8(best_isa())
     return isa is not None and matrix.rows % isa.width == 0 and int8_ir.multiplies(isa, matrix.layout)
 
 
 def has_int8_row(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
-    """Return whether `gemv` can round its row to 8-bit integers for a matrix, here."""
+    """Whether `gemv` can round its row to 8-bit integers for a matrix."""
     isa = isa or multiplies_int8(best_isa())
     if isa is None or not int8_ir.multiplies_row(isa, matrix.layout):
         return False
@@ -210,7 +208,6 @@ def _compiled_row(kind: str, isa: Isa) -> Function:
 
 @compile_once
 def _int8(kind: str, isa: Isa) -> tuple[Function, Function]:
-    """Return the functions that round X, and multiply it with a kind of weights."""
     functions = int8_ir.quantize(isa, LAYOUTS[kind].group), int8_ir.int8_gemm(isa, kind)
     quantize, multiply = compiled(module(*functions), isa, *(one.name for one in functions))
     return quantize, multiply
@@ -254,7 +251,7 @@ def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: i
 
 @compile_once
 def _compiled(kind: str, isa: Isa) -> dict[str, Function]:
-    """Return a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
+    """ "product", and unpacking to "float32" and "bfloat16"."""
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)

@@ -56,12 +56,10 @@ class TorchBackend:
         self.why = why
 
     def step(self, token: int) -> torch.Tensor:
-        """Append one token; return float32 `[vocabulary]`."""
         return self._decoder.extend([token], self._cache)[-1]
 
 
 def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
-    """Make the fastest backend that a model has on its device."""
     if decoder.hooked:
         return TorchBackend(decoder, cache, "someone listens to the model's layers")
     if cache.dropped and any(kind.window for kind in decoder.kinds):
@@ -103,7 +101,7 @@ def step_along(backend: DecodeBackend, tokens: Sequence[int]) -> Iterator[torch.
 
 
 def _is_trusted(backend: DecodeBackend) -> bool:
-    """Return True for machine code whose first step was as the model's own."""
+    """Whether it is machine code whose first step was as the model's own."""
     return isinstance(backend, NativeBackend) and backend.compiled.self_check_error == ""
 
 

@@ -94,7 +94,6 @@ class CompiledModel:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of the model's products."""
         return tuple(sorted({linear.product for linear in self._weights.values()}))
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
@@ -107,7 +106,6 @@ class CompiledModel:
 
     @property
     def weights_bytes(self) -> int:
-        """Return the bytes of weights that a step reads, however many sequences it takes."""
         return sum(matrix.nbytes for matrix in self._matrices)
 
     @property
@@ -129,14 +127,13 @@ class CompiledModel:
 
 @cache
 def _compiled(isa: Isa, code: Code) -> dict[str, Function]:
-    """Compile every function, by its name; models that differ only in sizes share them."""
+    """By name; models that differ only in sizes share the functions."""
     addresses = compiled(module(isa, code), isa, *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
 
 @cache
 def _products(isa: Isa, kind: str, height: int) -> Function:
-    """Compile the product of several sequences."""
     return compiled(products(isa, kind, height), isa, multiply_name(kind, height))[0]
 
 
@@ -147,7 +144,6 @@ def _height(isa: Isa, sequences: int) -> int:
 
 
 def _check_sizes(spec: ModelSpec) -> None:
-    """Refuse what the code's fixed memory is not made for."""
     group = spec.heads // spec.kv_heads
     if spec.heads != group * spec.kv_heads or group * spec.head_dim > _MOST_SCORES:
         raise UnsupportedArchitecture(f"{spec.heads} heads over {spec.kv_heads} of {spec.head_dim} numbers")
@@ -161,12 +157,10 @@ class NativeBackend:
 
     @property
     def name(self) -> str:
-        """Return "native", or "torch" after a first step that differed."""
         return "torch" if self.compiled.self_check_error else "native"
 
     @property
     def why(self) -> str:
-        """Return the reason, where it is "torch"."""
         return self.compiled.self_check_error or ""
 
     @torch.inference_mode()
@@ -225,7 +219,7 @@ def prepare_compiled_model(decoder: Decoder) -> None:
 
 
 def compiled_model(decoder: Decoder) -> CompiledModel | str:
-    """Return a model's compiled code, or the reason why it has none."""
+    """The reason, where a model has no compiled code."""
     return _future(decoder, lambda make: make()).result()
 
 

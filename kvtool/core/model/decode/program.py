@@ -91,7 +91,6 @@ class WeightSource:
             self._names[id(head)] = self._names.get(id(embedding), "")
 
     def linear(self, product: Projection) -> Linear:
-        """Return a product as rows of a matrix."""
         bias = getattr(product.module, "bias", None)
         if bias is not None:
             bias = bias.detach()[product.first : product.first + product.rows].float().contiguous()
@@ -122,7 +121,7 @@ class WeightSource:
         raise UnsupportedArchitecture("its weights are in oneDNN's own layout, and the checkpoint has other ones")
 
     def _mapped(self, module: Any) -> torch.Tensor | None:
-        """Return a module's weight as the file has it, if it has it in bfloat16."""
+        """None: the file does not have it in bfloat16."""
         name = f"{self._names.get(id(module), '')}.weight"
         path = self._files.get(name)
         if path is None:
@@ -134,7 +133,6 @@ class WeightSource:
 
 
 def _bfloat16_files(files: Any) -> dict[str, Path]:
-    """Find the file of each bfloat16 tensor of a model; none where it has no files."""
     if files is None or not files.folder.name:
         return {}
     try:
@@ -145,7 +143,7 @@ def _bfloat16_files(files: Any) -> dict[str, Path]:
 
 
 def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
-    """Return True if a file's weight is the model's, by its shape and, where the model has numbers, by some rows."""
+    """By the shape and, where the model has numbers, by some rows."""
     if weight.shape != mapped.shape or not mapped.is_contiguous():
         return False
     if weight.device.type != "cpu":
@@ -220,7 +218,7 @@ class Buffers:
 
 
 def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
-    """Return what a model's code is made for; `cache`: "float32" or "bfloat16"."""
+    """`cache`: "float32" or "bfloat16"."""
     rotaries = frozenset(layer.rotary for layer in spec.layers)
     normed = any(layer.normed_by_head for layer in spec.layers)
     heads = Heads(spec.head_dim, spec.heads // spec.kv_heads, normed, cache)
@@ -245,14 +243,11 @@ def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: i
 
 
 class _Layout:
-    """A program that grows at its end."""
-
     def __init__(self, spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> None:
         self._spec, self._weights, self._buffers, self._height = spec, weights, buffers, height
         self.program: list[Operation] = []
 
     def attention(self, layer: LayerSpec) -> None:
-        """Append norm, queries, keys and values, attention, output."""
         buffers = self._buffers
         entry, out = self._entry(layer.before[0]), buffers.heads
         for projection in (layer.query, layer.key, layer.value):
@@ -266,7 +261,6 @@ class _Layout:
         self._add(layer, layer.after[0])
 
     def mlp(self, layer: LayerSpec) -> None:
-        """Append norm, gate and up, down."""
         buffers, mlp = self._buffers, layer.gated_mlp()
         entry = self._entry(layer.before[1])
         self._product(mlp.gate, entry, buffers.gate)
@@ -279,7 +273,6 @@ class _Layout:
         self._add(layer, layer.after[1])
 
     def logits(self) -> None:
-        """Append the last norm and the LM head."""
         spec, buffers = self._spec, self._buffers
         self._norm(spec.norm, buffers.hidden, buffers.normed)
         self._product(spec.head, buffers.normed, buffers.logits)
@@ -287,7 +280,7 @@ class _Layout:
             self._axpby(buffers.logits, buffers.logits, spec.head.rows, spec.logits, 0.0)
 
     def _entry(self, norm: NormSpec | None) -> Place:
-        """Return the input of attention or an MLP, normed if it has a norm before it."""
+        """The input of attention or an MLP, normed if it has a norm before it."""
         if norm is None:
             return self._buffers.hidden
         self._norm(norm, self._buffers.hidden, self._buffers.normed)
@@ -298,7 +291,6 @@ class _Layout:
         return range(self._buffers.sequences)
 
     def _place_heads(self, layer: LayerSpec) -> None:
-        """Append norm and rotation of queries and keys; keys and values are written to the caches."""
         buffers, norms = self._buffers, layer.head_norms
         queries, keys = buffers.heads, buffers.heads + layer.query.rows
         values = keys + layer.key.rows
@@ -311,7 +303,6 @@ class _Layout:
             self._heads(layer, queries.of(one), keys.of(one), values.of(one), buffers.queries.of(one))
 
     def _heads(self, layer: LayerSpec, queries: Place, keys: Place, values: Place, out: Place) -> None:
-        """Append those of one sequence."""
         spec, norms = self._spec, layer.head_norms
         weights = [norm.weight.data_ptr() if layer.normed_by_head else 0 for norm in norms or ()] or [0, 0]
         epsilon = norms[0].epsilon if norms is not None else 0.0
@@ -347,7 +338,6 @@ class _Layout:
             self._append("norm", values)
 
     def _product(self, projection: Projection, x: Place, y: Place) -> None:
-        """Append products into the numbers from `y` on, and their bias."""
         linear = self._weights[projection]
         matrix = linear.matrix
         out = y + -linear.first  # the code counts from the matrix's first row
@@ -368,7 +358,6 @@ class _Layout:
             self._append("axpby", values)
 
     def _add(self, layer: LayerSpec, norm: NormSpec | None) -> None:
-        """Add the output of attention or an MLP to the residual stream."""
         buffers, source = self._buffers, self._buffers.output
         if norm is not None:
             self._wait()
@@ -455,25 +444,23 @@ class Step:
                 self._write(operation, side, addresses)
 
     def _memory(self, sizes: I64) -> I64:
-        """Return addresses of memory of so many numbers for each sequence."""
+        """Addresses of so many numbers for each sequence."""
         if self._parts.numel() < sizes.sum():
             self._parts = torch.empty(int(sizes.sum()), dtype=torch.float32)
         return self._parts.data_ptr() + 4 * (np.cumsum(sizes) - sizes)
 
     def _write(self, kind: str, field: str, values: npt.NDArray[Any]) -> None:
-        """Write a field of all operations of a kind: values `[layers, sequences]`, or `[sequences]` for all layers."""
+        """Values are `[layers, sequences]`, or `[sequences]` for all layers."""
         shape = len(self._spec.layers), values.shape[-1]
         self.program[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
 
 
 def _addresses(caches: Sequence[PromptCache], side: str) -> I64:
-    """Return those of keys or values, `[layers, sequences]`."""
+    """`[layers, sequences]`."""
     return np.array([[getattr(buffer, side).data_ptr() for buffer in cache.buffers] for cache in caches]).T
 
 
 class CosSinCache:
-    """Cos and sin of positions, computed some at a time and kept for the next steps."""
-
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
         self._table = lru_cache(_MOST_TABLES)(self._computed)
