@@ -74,19 +74,12 @@ CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barri
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation of a program.
+    """Operation of a program."""
 
-    Attributes
-    ----------
-    code : name of the compiled function. `kind`: whose fields it takes, one of FIELDS.
-    barrier : whether the threads wait for each other after it.
-    values : by field; pointers as addresses.
-    """
-
-    code: str
-    kind: str
-    values: Mapping[str, int | float]
-    barrier: bool = False
+    code: str  # name of the compiled function
+    kind: str  # whose fields it takes, one of FIELDS
+    values: Mapping[str, int | float]  # by field; pointers as addresses
+    barrier: bool = False  # the threads wait for each other after it
 
 
 def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.ndarray:
@@ -138,26 +131,16 @@ Write = Callable[[Value, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes and formats that the code of heads is made for.
+    """Sizes and formats that the code of heads is made for."""
 
-    Attributes
-    ----------
-    dim : numbers of a head; `group`: query heads that share a head of keys.
-    normed : whether queries and keys are normed head by head.
-    cache : "float32" or "bfloat16": how keys and values are kept.
-    """
-
-    dim: int
-    group: int
-    normed: bool
-    cache: str
+    dim: int  # numbers of a head
+    group: int  # query heads that share a head of keys
+    normed: bool  # whether queries and keys are normed head by head
+    cache: str  # "float32" or "bfloat16": how keys and values are kept
 
 
 def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """Return the operation `queries_ROTARY`: this thread's query heads, scaled for the softmax.
-
-    rotary : how many numbers of a head, from the first, are rotated, in halves; even.
-    """
+    """Write `queries_ROTARY`: this thread's query heads, scaled for the softmax; `rotary` numbers are rotated in halves."""
     k, have = operation(isa, "queries", f"queries_{rotary}")
     normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
@@ -218,12 +201,9 @@ def multiply_name(kind: str, height: int) -> str:
 
 
 def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
-    """Return the operation `multiply_KIND`, this thread's rows of a product, and what it calls.
+    """Write `multiply_KIND`, this thread's rows of a product with `height` inputs, and what it calls.
 
-    Parameters
-    ----------
-    kind : of the weights; with `INT8` at its end their inputs are rounded to 8-bit integers.
-    height : the number of inputs.
+    With `INT8` at the end of the kind inputs are rounded to 8-bit integers.
     """
     rounds = multiplies_int8(isa) if kind.endswith(INT8) else None
     assert rounds is not None or not kind.endswith(INT8), f"{isa} multiplies no 8-bit integers"
@@ -396,17 +376,11 @@ def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], V
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Shapes and kinds that the code of one model is made for.
-
-    Attributes
-    ----------
-    kinds : of its products (`multiply`).
-    rotaries : how many numbers of a head are rotated, of every layer that differs in that.
-    """
+    """Shapes and kinds that the code of one model is made for."""
 
     heads: Heads
-    kinds: frozenset[str]
-    rotaries: frozenset[int]
+    kinds: frozenset[str]  # of its products (`multiply`)
+    rotaries: frozenset[int]  # how many numbers of a head are rotated, of every layer that differs in that
     activation: str
 
     @property

@@ -38,15 +38,11 @@ def place(
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotate heads; write keys and values to the buffers; queries `[1, heads, rows, head_dim]` are returned.
+    """Norm and rotate heads; write keys and values to the buffers; return queries `[1, heads, rows, head_dim]`.
 
-    Parameters
-    ----------
-    queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
-    table : cos and sin of the rows, of which the second half is like the first; None: nothing is rotated.
-    at : int64 `[rows]`: indices of the rows in the buffers. Each is less than their capacity, which the caller has to
-        ensure: the kernel does not check.
-    key_buffer, value_buffer : `[1, kv_heads, capacity, head_dim]`, heads of adjacent numbers.
+    Queries, keys and values are `[rows, heads · head_dim]`, rows of adjacent numbers; buffers `[1, kv_heads, capacity,
+    head_dim]`. The second half of the table is like the first. `at`, int64 `[rows]`: indices of the rows in the
+    buffers, each less than their capacity, which the caller has to ensure: the kernel does not check.
     """
     kv_heads, head_dim = key_buffer.shape[1], key_buffer.shape[3]
     _check(queries, keys, values, table, at, key_buffer, value_buffer)

@@ -37,7 +37,7 @@ class CosSin:
         return CosSin(self.cos[:, rows], self.sin[:, rows])
 
     def inverse(self) -> CosSin:
-        """Return the angles that undo these exactly, RoPE's attention scaling and rounding included.
+        """The angles that undo these exactly, RoPE's attention scaling and rounding included.
 
         A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
         """
@@ -88,12 +88,9 @@ class RopeTables:
 
 @dataclass(frozen=True, slots=True)
 class CopyWithRope:
-    """Numbers that go from one place to another, rotated on their way or as they are.
+    """Numbers `[heads, rows, head_dim]` that go from one place to another of the same or a wider format.
 
-    Attributes
-    ----------
-    to, numbers : `[heads, rows, head_dim]`; of the same format, or `to` is the wider one.
-    table : of the rows; the second half of a row is like the first. The rest of a head stays; None: all of it does.
+    The table's angles of a row rotate its first columns; its second half is like the first. None: all stays as it is.
     """
 
     to: torch.Tensor
@@ -152,11 +149,8 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
     """Make all moves in one call, only in the calling thread and without Python's lock.
 
     In float32, each product and sum rounded as torch rounds them one by one, and the result once: the same bits as
-    x · cos + rotate_half(x) · sin. A move may be in place.
-
-    Returns
-    -------
-    False: there is no machine code for one of them, or they differ in formats; then nothing was moved.
+    x · cos + rotate_half(x) · sin. A move may be in place. Returns False: there is no machine code for one of them, or
+    they differ in formats; then nothing was moved.
     """
     if not moves:
         return True

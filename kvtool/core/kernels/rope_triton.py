@@ -31,12 +31,7 @@ _MOST_BLOCKS = 65535  # of a grid's second dimension
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A segment's keys or values as stored on the device, `[kv_heads, tokens, head_dim]` with adjacent numbers.
-
-    Attributes
-    ----------
-    head, row : strides, in numbers.
-    """
+    """A segment's keys or values, `[kv_heads, tokens, head_dim]` with adjacent numbers, on the device; strides in numbers."""
 
     address: int
     head: int
@@ -83,22 +78,12 @@ def place(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    """Put a layer's segments into its buffers; queued on the current stream.
+    """Put a layer's segments into its buffers `[1, kv_heads, capacity, head_dim]`; queued on the current stream.
 
-    Rotated is by halves, in float32, each product and sum rounded, and the result once: the bits that torch makes of
-    x · cos + rotate_half(x) · sin.
-
-    Parameters
-    ----------
-    table : `described`; `there`: the same on the device, int64. That its addresses hold the numbers is the caller's to
-        know.
-    keys, values : buffers `[1, kv_heads, capacity, head_dim]`.
-    cos, sin : float32 `[tokens, rotary_dim]` by position, both halves alike; None: this layer does not rotate.
-
-    Raises
-    ------
-    ValueError : something does not fit; nothing was launched.
-    KvtoolError : there is no triton.
+    Rotated is by halves, in float32, each product and sum rounded, and the result once: the bits that torch makes of x
+    · cos + rotate_half(x) · sin. cos and sin are float32 `[tokens, rotary_dim]` by position, both halves alike; None:
+    this layer does not rotate. `there` is the table on the device; that its addresses hold the numbers is the caller's
+    to know. Raises ValueError: something does not fit; nothing was launched.
     """
     if not len(table):
         return

@@ -33,24 +33,14 @@ _ALONE = 2**16  # numbers; fewer are moved before a helper is there
 
 @dataclass(frozen=True, slots=True)
 class ShiftSpans:
-    """Spans of rows that do not overlap, each with probes among its rows.
+    """Spans of rows that do not overlap, each with probes among its rows."""
 
-    Attributes
-    ----------
-    spans : int64 `[spans, 2]`, the first row of each and the one after its last.
-    counts : int64 `[spans]`, probes of each, at least 1.
-    places : int64 `[probes]`, their rows, span by span.
-    factors : float32 `[rows]`, the share of its span's offset that each row takes; rows of 0 are not touched.
-    table : of the positions of all rows up to the last one of a span.
-    back : takes the positions off the probes.
-    """
-
-    spans: Whole
-    counts: Whole
-    places: torch.Tensor
-    factors: torch.Tensor
-    table: RopeTables
-    back: RopeTables
+    spans: Whole  # int64 `[spans, 2]`, the first row of each and the one after its last
+    counts: Whole  # int64 `[spans]`, probes of each, at least 1
+    places: torch.Tensor  # int64 `[probes]`, their rows, span by span
+    factors: torch.Tensor  # float32 `[rows]`, the share of its span's offset that each row takes; 0: the row stays
+    table: RopeTables  # of the positions of all rows up to the last one of a span
+    back: RopeTables  # takes the positions off the probes
 
     @property
     def widths(self) -> set[int]:
@@ -101,15 +91,8 @@ def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence
 class ShiftKernel:
     """Moves the spans of one pass, layer by layer: `keep`, then `add` once the layer's rows are written.
 
-    Parameters
-    ----------
-    runs : spans that fit.
-    layers : keys and values of each layer, `[heads, rows, head_dim]`, all laid out alike; changed in place.
-    rotations : by which RoPE each layer's keys are rotated to their positions; None: by none.
-
-    Raises
-    ------
-    ValueError : there is no machine code for these.
+    Layers are keys and values `[heads, rows, head_dim]`, all laid out alike, and changed in place. `rotations`: by
+    which RoPE each layer's keys are rotated to their positions. Raises ValueError: there is no machine code for these.
     """
 
     def __init__(self, runs: ShiftSpans, layers: Sequence[Sides], isa: Isa, rotations: Sequence[str | None]) -> None:
@@ -147,13 +130,8 @@ class ShiftKernel:
     def add(self, layer: int, factors: torch.Tensor | None = None) -> Sides:
         """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
 
-        Parameters
-        ----------
-        factors : in place of those of the runs.
-
-        Returns
-        -------
-        Sums of the squares of values, float32 `[runs, heads]` each: of the probes' changes, and of the mean of these.
+        Returns the sums of the squares of values, float32 `[runs, heads]` each: of the probes' changes, and of the mean
+        of these. `factors` replace those of the runs.
         """
         factors = self._runs.factors if factors is None else factors
         if not _are_factors(factors, len(self._runs.factors)):
@@ -228,12 +206,9 @@ _Row = dict[int, Value]  # a row's numbers, by first column
 
 
 def offsets_module(isa: Isa, stored: str, lanes: int, head_dim: int, half: int) -> str:
-    """Return LLVM IR of `void keep(job)` and `void add(job)`, the latter for any number of threads with the same job.
+    """Write `void keep(job)` and `void add(job)`, the latter for any number of threads with the same job.
 
-    Parameters
-    ----------
-    stored : the format of the rows.
-    half : of the numbers that are rotated; those after them are not.
+    `half` of the numbers are rotated with as many after them; the rest are not.
     """
     return module(_keep(isa, stored, head_dim), _Add(isa, stored, lanes, head_dim, half).function())
 

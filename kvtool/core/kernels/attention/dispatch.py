@@ -18,12 +18,7 @@ from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionPar
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention.
-
-    Attributes
-    ----------
-    name : as `KVTOOL_ATTENTION` and explanations have it.
-    """
+    """A way to compute attention; `name` is its value of `KVTOOL_ATTENTION`."""
 
     name: str
 
@@ -79,14 +74,10 @@ def attend_packed(
     spans: Spans,
     lead_in: KV | None = None,
 ) -> torch.Tensor:
-    """Attend with chunks side by side, each of which sees itself and the lead-in only: by `flash` in one call, by other
-    backends one after the other.
+    """Attend with chunks side by side, each of which sees itself and the lead-in only.
 
-    Parameters
-    ----------
-    query, key, value : see `AttentionBackend.attend`; the chunks' own rows.
-    spans : the chunks, whose window is that of `params`.
-    lead_in : keys and values `[1, kv_heads, lead-in tokens, …]` that every row sees before its own; None: none.
+    By `flash` in one call, by other backends one after the other. `lead_in`: keys and values `[1, kv_heads, tokens, …]`
+    that every row sees before its own.
     """
     if _backend(AttentionCall.of(query, key, value, params)) is flash_cpu:
         return flash_cpu.attend_packed(query, key, value, params, spans, lead_in)
@@ -101,12 +92,7 @@ def attend_packed(
 
 
 def explain(call: AttentionCall) -> Explanation:
-    """Return the backend that serves a call, and why each one before it does not.
-
-    Raises
-    ------
-    UsageError : the environment asks for a backend that serves nothing of the kind on this machine.
-    """
+    """Find the backend that serves a call. Raises UsageError: the one that is asked for serves nothing here."""
     declined: list[tuple[str, str]] = []
     for backend, reason in _considered(call):
         if not reason:
@@ -144,8 +130,5 @@ def prepare(dtype: torch.dtype, device: str) -> None:
 
 
 def first_read(first: int, device: str) -> int:
-    """Return the first key whose numbers may be read where no row sees one before `first`.
-
-    What is read is multiplied by a weight of 0, so it has to be a number.
-    """
+    """The first key that may be read where no row sees one before `first`: its weight is 0, so it must be a number."""
     return flash_cpu.first_read(first) if device == "cpu" else 0

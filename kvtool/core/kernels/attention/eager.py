@@ -22,14 +22,10 @@ def declines(call: AttentionCall) -> str:
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams
 ) -> torch.Tensor:
-    """Compute the attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
+    """Attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
 
-    A sink's weight belongs to no key: with sinks, a row's weights sum up to less than 1.
-
-    Parameters
-    ----------
-    query : rotated, `[heads, rows, head_dim]`.
-    key : rotated, `[kv_heads, keys, head_dim]`; a head's own is that of its group.
+    A sink's weight belongs to no key: with sinks, a row's weights sum up to less than 1. `query` `[heads, rows,
+    head_dim]` and `key` `[kv_heads, keys, head_dim]` are rotated.
     """
     heads, rows, head_dim = query.shape
     kv_heads, keys, _ = key.shape
@@ -55,9 +51,9 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams) -> torch.Tensor:
-    """Return the mean over all heads of :func:`attention_weights`, float32 `[rows, keys]`.
+    """The mean over all heads of `attention_weights`, float32 `[rows, keys]`.
 
-    On a CPU in blocks of scores that stay in the cache, the rows of one head of keys at a time: at 32,000 keys a third
+    On a CPU the rows of one head of keys at a time, in blocks of scores that stay in the cache: at 32,000 keys a third
     of the time. Only keys that not every row sees are masked.
     """
     if query.device.type != "cpu":
@@ -80,12 +76,7 @@ def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, para
 
 
 class _Hidden:
-    """Masks scores `[heads, rows, keys]` of some rows over the keys `begin` … `stop`, where a row does not see all.
-
-    Attributes
-    ----------
-    common : how many keys from `begin` on the first of the rows sees.
-    """
+    """Masks scores `[heads, rows, keys]` of some rows over the keys `begin` … `stop`, where a row does not see all."""
 
     def __init__(self, ranges: KeyRanges, rows: slice, begin: int, stop: int) -> None:
         self.common = min(ranges.last[rows.start] + 1, stop) - begin
@@ -135,8 +126,7 @@ def _transposed(key: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-    """Return scores `[heads, rows, keys]` in float32 on every device: the cap bends those of which the difference
-    counts."""
+    """In float32 on every device: the cap bends those of which the difference counts."""
     wide = query.float().reshape(len(keys), -1, query.shape[2])
     return _shaped(torch.bmm(wide, keys).view(len(query), -1, keys.shape[2]), params)
 
@@ -144,7 +134,7 @@ def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
 def _shifted_scores(
     query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, sample: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores `[heads, rows, keys]` in the model's dtype, each row shifted to near its largest.
+    """Scores in the model's dtype, each row shifted to near its largest.
 
     A softmax does not change when its row is shifted. So every row is, while the product is still being summed in
     float32 (one more column of the query, the ones below the keys): what carries weight is then close to zero, where

@@ -22,7 +22,7 @@ name = "flash"
 
 
 def declines(call: AttentionCall) -> str:
-    """Return why this backend does not serve a call, or an empty string; by features of the CPU, never by the clock.
+    """By features of the CPU, never by the clock.
 
     On one core of an AMD EPYC (samples/results/speed.md), 15 % of the rows, heads of Qwen2.5-0.5B, GFLOP/s: bfloat16
     with AVX-512 BF16 over 4,096 keys 318, 74 % of the plain product (`eager` 126, `sdpa` 46); float32 with AVX2 over
@@ -109,18 +109,10 @@ class Kernel:
         rows: Spans,
         lead_in: KV | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Attend with query `[heads, rows, head_dim]`, key and value `[kv_heads, keys, …]`.
 
-        Parameters
-        ----------
-        query : `[heads, rows, head_dim]`.
-        key, value : `[kv_heads, keys, head_dim]` and `[kv_heads, keys, value_dim]`.
-        params : whose window is that of `rows`.
-        lead_in : keys and values, laid out as those, that every row sees before its own.
-
-        Returns
-        -------
-        `[heads, rows, value_dim]`, laid out with rows before heads: the model's own transposition then copies nothing.
+        Returns `[heads, rows, value_dim]`, laid out with rows before heads: the model's own transposition then copies
+        nothing. `lead_in`: keys and values, laid out as those, that every row sees before its own.
         """
         query, key, value = map(_in_rows, (query, key, value))
         leads = None if lead_in is None else (_in_rows(lead_in[0]), _in_rows(lead_in[1]))

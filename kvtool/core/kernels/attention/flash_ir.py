@@ -53,17 +53,11 @@ class Tiling:
 
     A *lane* is a query row of a head; the heads of a group that share a key are adjacent lanes. Scores are held
     transposed, keys × lanes: a row's maximum and sum are then plain operations between registers.
-
-    Attributes
-    ----------
-    isa : the instruction set.
-    stored : the format of queries, keys, values and results (a name of `STORED`).
-    pairs : products of bfloat16 pairs summed in float32 (AVX-512 BF16); else everything is made float32 first.
     """
 
     isa: Isa
-    stored: str
-    pairs: bool = False
+    stored: str  # of queries, keys, values and results
+    pairs: bool = False  # products of bfloat16 pairs summed in float32 (AVX-512 BF16); else all is float32
     registers: ClassVar[int] = 3  # of lanes that a product holds next to each other
 
     @property
@@ -170,10 +164,7 @@ class _Block:
         return self._k.args.scratch.at(self._offsets[name]).of(kind)
 
     def _prepare(self) -> None:
-        """Set every lane's limit and addresses, bring queries and clear results.
-
-        Lanes after the last do as the last does, and are not kept.
-        """
+        """Lanes after the last do as the last does, and are not kept."""
         k, job, tiling = self._k, self._job, self._tiling
         last, heads = self._lanes - 1, k.args.head * job.group
         with k.loop(self._row_blocks * tiling.row_block) as index:
@@ -246,10 +237,9 @@ class _Block:
 
 
 def _scores(tiling: Tiling) -> FunctionBuilder:
-    """Emit `scores`: products of a row block and a tile of keys.
+    """Products of queries `[steps, row_block]` and keys `[groups · key_unroll, steps]`, in numbers or pairs of 32 bits.
 
-    queries `[steps, row_block]`, keys `[groups · key_unroll, steps]`, in numbers (or pairs) of 32 bits. `largest` is
-    the larger of `before` and what a lane finds.
+    `largest` is the larger of `before` and what a lane finds.
     """
     k = tiling.function(
         "scores", "float* queries, float* keys, i64 steps, i64 groups, float* scores, float* before, float* largest"
@@ -271,7 +261,7 @@ def _scores(tiling: Tiling) -> FunctionBuilder:
 
 
 def _sum(tiling: Tiling) -> FunctionBuilder:
-    """Emit `sum`: results · shrink + values · weights of a row block.
+    """results · shrink + values · weights.
 
     weights `[steps, row_block]`, values `[steps, groups · key_unroll]`, in numbers (or pairs of keys) of 32 bits;
     results float32 `[groups · key_unroll, row_block]`.
@@ -296,11 +286,9 @@ def _sum(tiling: Tiling) -> FunctionBuilder:
 def _product(
     tiling: Tiling, lanes: Value, rows: Sequence[Value], stride: Value | int, steps: Value, first: Sequence[Value] = ()
 ) -> list[Value]:
-    """Sum over `steps` of lanes `[steps, row_block]` · a number of each row; `stride` is between a row's numbers.
+    """Sum over `steps` of lanes `[steps, row_block]` · a number of each row: row by row, then by register of lanes.
 
-    Returns
-    -------
-    Row by row, then by register of lanes.
+    `stride` is between a row's numbers.
     """
     k = lanes.k
 
@@ -314,9 +302,8 @@ def _product(
 
 
 def _rows(tiling: Tiling) -> FunctionBuilder:
-    """Emit `rows`: a tile's rows in order.
+    """Row i is row first + i of `leads` lead rows and those of `own` after them; from `last` on the last one again.
 
-    Row i is row first + i of `leads` lead rows and those of `own` after them; from `last` on the last one again.
     Strides in numbers; `to` `[count, columns]` in the tile's format.
     """
     k = tiling.function(
@@ -384,10 +371,7 @@ def _results(tiling: Tiling) -> FunctionBuilder:
 
 
 def _cap(tiling: Tiling) -> FunctionBuilder:
-    """Emit `cap`: scores s become top · tanh(s · scale / top).
-
-    As sign(s) · (1 - e) / (1 + e) with e = 2^(bend · |s|). Sets `largest` to the largest of `before` and these.
-    """
+    """Scores s become top · tanh(s · scale / top), as sign(s) · (1 - e) / (1 + e) with e = 2^(bend · |s|)."""
     k = tiling.function("cap", "float* scores, i64 keys, float* before, float* largest, float bend, float top")
     bend, top = (side.splat(k.width) for side in (k.args.bend, k.args.top))
     kind = f"v{k.width}f32"
@@ -402,10 +386,7 @@ def _cap(tiling: Tiling) -> FunctionBuilder:
 
 
 def _mask(tiling: Tiling) -> FunctionBuilder:
-    """Emit `mask`: hides keys that a lane does not see.
-
-    Sets `largest` to the largest of `before` and what is still seen.
-    """
+    """Hide keys that a lane does not see."""
     k = tiling.function(
         "mask", "i32* limits, i32* begins, i64 first, i64 keys, float* scores, float* before, float* largest"
     )
@@ -426,11 +407,9 @@ def _mask(tiling: Tiling) -> FunctionBuilder:
 
 
 def _each_score(tiling: Tiling, k: FunctionBuilder, changing: Callable[[Value], Callable[[int, Value], Value]]) -> None:
-    """Change the scores of all keys in their place, and set `largest` to each lane's largest of them and of `before`.
+    """Change all scores in their place; `largest` becomes each lane's largest of them and of `before`.
 
-    Parameters
-    ----------
-    changing : by a key's index, what makes a register's new scores of its number and its scores.
+    `changing` makes, by a key's index, what makes a register's new scores of its number and its scores.
     """
     args = k.args
     each = k.loop(args.keys, *(args.before.load(lane, k.width) for lane in tiling.starts))
@@ -445,7 +424,7 @@ def _each_score(tiling: Tiling, k: FunctionBuilder, changing: Callable[[Value], 
 
 
 def _weights(tiling: Tiling) -> FunctionBuilder:
-    """Emit `weights`: scores become 2^((score - largest) · scale), as float32 or two adjacent keys' in bfloat16.
+    """Scores become 2^((score - largest) · scale), as float32 or two adjacent keys' in bfloat16.
 
     `shrink` is what sums and results up to now are to be multiplied with, since they were shifted by `before`; `sums`
     are so and counted on.

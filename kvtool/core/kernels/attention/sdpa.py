@@ -20,10 +20,9 @@ name = "sdpa"
 
 
 def declines(call: AttentionCall) -> str:
-    """Return why this backend does not serve a call, or an empty string.
+    """On a CPU without AMX torch's kernel is slower than matrix products.
 
-    On a CPU without AMX torch's kernel is slower than matrix products (samples/results/speed.md): 46 GFLOP/s against
-    126 for 15 % of 4,096 rows in bfloat16.
+    See samples/results/speed.md: 46 GFLOP/s against 126 for 15 % of 4,096 rows in bfloat16.
     """
     if call.is_shaped:
         return "torch's fused kernel knows neither a softcap nor sinks"
@@ -38,8 +37,7 @@ def declines(call: AttentionCall) -> str:
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Return whether torch's fused kernel multiplies these numbers with AMX tiles: on an Intel Xeon it then took half
-    of the time of products."""
+    """Whether torch's fused kernel has AMX tiles for these numbers: on an Intel Xeon it took half the time of products."""
     return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 

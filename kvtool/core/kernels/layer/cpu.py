@@ -45,16 +45,10 @@ JOBS = {
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The places where a model that computes in bfloat16 rounds.
+    """The places where a model that computes in bfloat16 rounds."""
 
-    Attributes
-    ----------
-    norm_first : before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2).
-    rope_in_float32 : cos, sin and their products are float32, a rotated number is rounded once (OLMo 2).
-    """
-
-    norm_first: bool = True
-    rope_in_float32: bool = False
+    norm_first: bool = True  # before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2)
+    rope_in_float32: bool = False  # a rotated number is rounded once (OLMo 2)
 
 
 AS_LLAMA = Rounding()
@@ -62,31 +56,16 @@ AS_LLAMA = Rounding()
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The compiled functions for one number format and activation.
-
-    Attributes
-    ----------
-    angles : dtype of cos and sin.
-    """
+    """The compiled functions for one number format and activation."""
 
     functions: dict[str, Function]
     dtype: torch.dtype
-    angles: torch.dtype
+    angles: torch.dtype  # of cos and sin
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, more: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `more` to x, if it is given, and normalise by the root of the mean square.
-
-        Parameters
-        ----------
-        x, more : `[..., count]`, contiguous.
-        weight : float32 `[count]`.
-
-        Returns
-        -------
-        The sum, which is x itself without more, and the normed sum.
-        """
+        """Add `more` to x, both `[..., count]`, if it is given; return the sum and its RMS norm."""
         count = weight.numel()
         rows = self._rows(x, count)
         if weight.dtype != torch.float32 or not weight.is_contiguous():
@@ -110,13 +89,7 @@ class LayerKernels:
         return y
 
     def apply_rope(self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate heads by halves, in place.
-
-        Parameters
-        ----------
-        queries, keys : `[rows, heads, head_dim]`, contiguous.
-        cos, sin : `[rows, rotary_dim]`, contiguous, in `angles`; the rest of a head stays.
-        """
+        """Rotate heads `[rows, heads, head_dim]` by halves, in place; cos and sin: `[rows, rotary_dim]` in `angles`."""
         rows, heads, head_dim = queries.shape
         whole = heads * head_dim
         fit = self._rows(queries, whole) == self._rows(keys, keys[0].numel()) == rows == len(cos)
@@ -147,25 +120,14 @@ class LayerKernels:
 
 @compile_once
 def layer_kernels(isa: Isa, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> LayerKernels:
-    """Return the kernels of a format and activation, compiled at their first use.
-
-    Raises
-    ------
-    RuntimeError : they cannot be compiled here.
-    """
+    """Compile the kernels of a format and activation at their first use. Raises RuntimeError: they cannot be."""
     functions = compiled(layer_module(isa, FORMATS[dtype], activation, rounding), isa, *JOBS)
     angles = torch.float32 if rounding.rope_in_float32 else dtype
     return LayerKernels(dict(zip(JOBS, functions, strict=True)), dtype, angles)
 
 
 def layer_module(isa: Isa, element: str, activation: str, rounding: Rounding = AS_LLAMA) -> str:
-    """Write LLVM IR of all functions `void NAME(ptr job)`: any number of threads may run one with the same job.
-
-    Parameters
-    ----------
-    element : "float32" or "bfloat16": what the model computes in.
-    activation : one of `ACTIVATIONS`.
-    """
+    """Write all functions `void NAME(ptr job)`: any number of threads may run one with the same job."""
     functions = {name: FunctionBuilder(name, isa, "i64* job") for name in JOBS}
     with _each_row(functions["norm"]) as (job, row):
         sides = (job[name].of(element).at(row * job.count) for name in ("x", "more", "sum", "y"))

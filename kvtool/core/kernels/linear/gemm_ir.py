@@ -34,14 +34,10 @@ def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
     """Make `product_KIND(data, scales, group_mins, x, out, first, last, columns)`: y[r] = Σ w[r, c] · x[c].
 
     It sets rows r from `first` to before `last`, which is not less; x and y float32, y counted from row 0. Calls for
-    different rows may run in parallel.
-
-    Parameters
-    ----------
-    height : with more than one it is `product_KIND_HEIGHT`, which takes `i64 inputs, i64 x_pitch, i64 y_pitch`, too,
-        and sets a y for each of so many x, at least `height`, from pitch to pitch. So many are multiplied with a row of
-        weights at a time, and with some rows before the next ones take their place in the core's own cache. What comes
-        out is the same, bit by bit, whatever the height and however many there are.
+    different rows may run in parallel. With more than one `height` it is `product_KIND_HEIGHT`, which takes `i64
+    inputs, i64 x_pitch, i64 y_pitch`, too, and sets a y for each of so many x, at least `height`: so many are
+    multiplied with a row of weights at a time. What comes out is the same, bit by bit, whatever the height and however
+    many there are.
     """
     layout, k = LAYOUTS[kind], product_function(isa, kind, height)
     inputs = Inputs(k, layout, height)
@@ -87,17 +83,12 @@ def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, heigh
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An x, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by.
-
-    Attributes
-    ----------
-    scales : of each group, where x is of whole numbers.
-    """
+    """An x, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by."""
 
     x: Value
     y: Value
     sums: Value | None
-    scales: Value | None = None
+    scales: Value | None = None  # of each group, where x is of whole numbers
 
 
 Row: TypeAlias = Callable[[Value, Sequence[Input]], list[Value]]  # the products of a row of weights with a tile
@@ -241,12 +232,7 @@ def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Va
 
 
 def codes(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """Unpack the codes of 32 columns as float32 vectors of a register's lanes, in the order of the columns.
-
-    Parameters
-    ----------
-    data : address of the row's first byte.
-    """
+    """Unpack the codes of 32 columns as float32 vectors, in the order of the columns; `data`: the row's first byte."""
     return [part.to("float", signed=True) for part in whole_codes(layout, data, block)]
 
 
@@ -295,10 +281,7 @@ AddBlocks: TypeAlias = Callable[
 class PackedRows:
     """Rows of a matrix that a function has as its arguments, or a job as its fields: data, scales, group_mins, columns.
 
-    Attributes
-    ----------
-    blocks : of a row, in steps and what is left.
-    step : blocks of a step: those of a superblock, or as many as divide a row.
+    A step takes the blocks of a superblock, or as many as divide a row.
     """
 
     def __init__(
@@ -348,8 +331,8 @@ class PackedRows:
 def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
     """Make `unpack_KIND_TO(data, scales, group_mins, out, first, last, columns)`, of a kind of codes.
 
-    It writes the numbers of the rows from `first` to before `last`, which is not less, row r to `out` + r · columns.
-    Each is rounded to the nearest bfloat16, and written as `to` says: "float32" or "bfloat16".
+    It writes the rows from `first` to before `last`, which is not less, row r to `out` + r · columns, rounded to the
+    nearest bfloat16, as "float32" or "bfloat16".
     """
     k = FunctionBuilder(f"unpack_{kind}_{to}", isa, f"{_WEIGHTS}, ptr out, i64 first, i64 last, i64 columns")
     args, rows = k.args, PackedRows(k, LAYOUTS[kind])
@@ -423,12 +406,8 @@ def tile_rows(isa: Isa) -> int:
 def small_gemm(isa: Isa, kind: str, element: str) -> FunctionBuilder:
     """Make `small_gemm_KIND_ELEMENT(job)`, Y = X · Wᵀ, which any number of threads may run with the same job.
 
-    It needs `unpack_KIND_ELEMENT` of the same module, unless the kind is of plain numbers, which then have the
-    same format.
-
-    Parameters
-    ----------
-    element : "float32", or "bfloat16" where the CPU has AVX-512 BF16: of X, of Y and of the unpacked weights.
+    X, Y and the unpacked weights are "float32", or "bfloat16" where the CPU has AVX-512 BF16. It needs
+    `unpack_KIND_ELEMENT` of the same module, unless the kind is of plain numbers, which then have the same format.
     """
     k = FunctionBuilder(f"small_gemm_{kind}_{element}", isa, "i64* job")
     job = SMALL_GEMM_JOB.load(k, k.args.job)

@@ -50,21 +50,11 @@ class PackedLinear(SmallBatchLinear):
 
     One row, as decoding has it, is multiplied with the packed weights as they are in the file. For more rows they are
     unpacked into memory that all layers share, rounded to bfloat16 as in a converted folder, and multiplied by torch;
-    for a prompt's rows over its cache some at a time, and multiplied where they are (`rows_product`).
+    for a prompt's rows over its cache some at a time, and multiplied where they are (`rows_product`). With `int8` rows
+    are rounded to 8-bit integers (`int8_gemm`, `gemv`), where the CPU and the kind of weights allow it.
 
     Measured, SmolLM2's 106 million weights of its layers in Q4_1, one core, AVX2 float32: 6 ms a row packed; 12 ms to
     unpack, which with 4 to 160 rows is no slower than reading 425 MB of float32 weights.
-
-    Parameters
-    ----------
-    int8 : rows are rounded to 8-bit integers and multiplied with the packed weights (`int8_gemm`, `gemv`), where the
-        CPU and the kind of weights allow it; float32 else.
-
-    Attributes
-    ----------
-    matrix : the weights.
-    weight : of the right shape and dtype, and without numbers (on the device "meta").
-    int8 : True if a prompt's rows are multiplied so. int8_row: True if a single one is, as decoding has it.
     """
 
     def __init__(
@@ -127,11 +117,8 @@ class PackedLinear(SmallBatchLinear):
 class PackedEmbedding(torch.nn.Embedding):
     """An embedding whose rows are packed: those asked for are unpacked, rounded to bfloat16.
 
-    Attributes
-    ----------
-    matrix : the rows.
-    weight : of the right shape and dtype, and one number that stands for all; on the CPU, where models that ask for its
-        device (Llama 4) then bring their ids.
+    `weight` has the right shape and dtype, and one number that stands for all; it is on the CPU, where models that ask
+    for its device (Llama 4) then bring their ids.
     """
 
     def __init__(self, matrix: QuantizedTensor, padding_idx: int | None, dtype: torch.dtype) -> None:

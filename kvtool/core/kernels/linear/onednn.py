@@ -39,10 +39,8 @@ def pack_weights(model: torch.nn.Module) -> int:
     """Pack every linear layer of a model that is only run forward; returns how many.
 
     The results stay the same bit for bit. A packed layer keeps no plain weight: gradients cannot pass through it. The
-    weight of an LM head tied to the embedding is kept for that.
-
-    Measured, Qwen2.5-0.5B on 2 cores: a product takes .40 of its time with 1 row, .62 with 32, .87 with 160 and .91
-    with 2,048; packing takes 0.6 s, about half of it the first reading of the weights.
+    weight of an LM head tied to the embedding is kept for that. Measured, Qwen2.5-0.5B on 2 cores: a product takes .40
+    of its time with 1 row, .62 with 32, .87 with 160 and .91 with 2,048; packing takes 0.6 s.
     """
     modules = list(model.modules())
     linears = [module for module in modules if type(module) is torch.nn.Linear and can_pack(module.weight)]
@@ -63,12 +61,7 @@ def _pack(linear: torch.nn.Linear, keep: bool) -> None:
 
 
 class ReorderedLinear(SmallBatchLinear):
-    """A linear layer whose weight oneDNN has laid out, which is only run forward.
-
-    Attributes
-    ----------
-    reordered : the weight. panels: the same memory, as our own kernel for few rows reads it; None: it does not.
-    """
+    """A linear layer whose weight oneDNN has laid out, which is only run forward."""
 
     reordered: torch.Tensor
     panels: OneDnnBlockedWeight | None
@@ -103,28 +96,17 @@ _PROBED = 512  # numbers of a weight that must be where they are expected
 
 @dataclass(frozen=True, slots=True)
 class OneDnnBlockedWeight:
-    """A weight `[outputs, columns]` in oneDNN's layout of panels, and the bias.
+    """A weight `[outputs, columns]` in oneDNN's layout of panels, and the bias."""
 
-    Attributes
-    ----------
-    kept : what owns the memory at `address`.
-    bias : float32 `[outputs]`.
-    """
-
-    kept: torch.Tensor
+    kept: torch.Tensor  # owns the memory at `address`
     address: int
     outputs: int
     columns: int
-    bias: torch.Tensor
+    bias: torch.Tensor  # float32 `[outputs]`
 
     @classmethod
     def of(cls, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnBlockedWeight | None:
-        """Find a packed bfloat16 weight's panels; None: it is laid out otherwise, or there is no code for this CPU.
-
-        Parameters
-        ----------
-        weight : as it was before.
-        """
+        """Find the panels of a weight; None: it is laid out otherwise, or there is no code for this CPU."""
         outputs, columns = weight.shape
         if not multiplies_bfloat16(isa_here()) or not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
@@ -138,12 +120,7 @@ class OneDnnBlockedWeight:
         return cls(packed, address, outputs, columns, added)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return X · Wᵀ, bfloat16 `[rows, outputs]`.
-
-        Parameters
-        ----------
-        x : bfloat16 `[rows, columns]`, contiguous, of at least `ROWS` rows.
-        """
+        """Return X · Wᵀ, bfloat16 `[rows, outputs]`; x is contiguous, of at least `ROWS` rows."""
         fits = x.dtype == torch.bfloat16 and x.is_contiguous() and x.is_cpu and x.dim() == 2
         if not fits or x.shape[0] < ROWS or x.shape[1] != self.columns:
             raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {self.outputs} × {self.columns} weights")
@@ -187,8 +164,7 @@ JOB = Job(
 
 
 def panels_module() -> str:
-    """Return LLVM IR of `void panels(ptr job)`, Y = X · Wᵀ for few rows of X: any number of threads may run it with the
-    same job.
+    """Write `void panels(ptr job)`, Y = X · Wᵀ for few rows of X: any number of threads may run the same job.
 
     W is laid out in panels of 64 outputs, each `[columns / 2, 64, 2]`: pairs of columns, as AVX-512 BF16 multiplies
     them. oneDNN's own products of 32 rows wait for each panel to come from memory; here the next one is asked for while

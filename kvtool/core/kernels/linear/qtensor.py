@@ -17,22 +17,15 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a kind of weights in memory: w = scale · (code - zero_point) + min for each group of columns.
+    """Layout of a kind of weights in memory: w = scale · (code - zero_point) + min for each group of columns."""
 
-    Attributes
-    ----------
-    bits : of a code; 16 and 32: the numbers themselves, without scales.
-    group : columns that share a scale.
-    zero_point : what is taken from each code.
-    group_mins : whether each group has a min, too.
-    superblocks : scales are products: a float16 of 256 columns, and a whole number of each group (the K kinds).
-    """
-
-    bits: int
-    group: int = 1
+    bits: int  # of a code; 16 and 32: the numbers themselves, without scales
+    group: int = 1  # columns that share a scale
     zero_point: int = 0
-    group_mins: bool = False
-    superblocks: bool = False
+    group_mins: bool = False  # whether each group has a min, too
+    superblocks: bool = (
+        False  # scales are products: a float16 of 256 columns, and a whole number of each group (the K kinds)
+    )
 
     @property
     def dense(self) -> bool:
@@ -105,12 +98,7 @@ class QuantizedTensor:
     group_mins: torch.Tensor
 
     def __post_init__(self) -> None:
-        """Refuse what a kernel would read outside of.
-
-        Raises
-        ------
-        ValueError : a shape or dtype that does not fit the kind.
-        """
+        """Refuse what a kernel would read outside of: ValueError."""
         layout = self.layout
         if self.rows < 1 or self.columns < 1 or self.columns % layout.multiple:
             raise ValueError(f"no {self.kind} matrix has {self.rows} rows of {self.columns} columns")
@@ -187,16 +175,9 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -> QuantizedTensor:
-    """Make a matrix of a tensor's bytes.
+    """Make a matrix of all bytes of a tensor, uint8; row after row.
 
-    Parameters
-    ----------
-    kind : one of READERS.
-    blocks : all bytes of the tensor, uint8; row after row.
-
-    Raises
-    ------
-    ValueError : too few or too many bytes, or a scale that is no finite number.
+    Raises ValueError: too few or too many bytes, or a scale that is no finite number.
     """
     layout, (width, read) = LAYOUTS[kind], READERS[kind]
     codes, scales, group_mins = read(layout, blocks.view(-1, width))

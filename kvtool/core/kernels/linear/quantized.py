@@ -33,16 +33,9 @@ _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the o
 
 
 def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None, int8: bool = False) -> torch.Tensor:
-    """Return W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
+    """Return W · x, float32 `[rows]`, of a contiguous float32 `[columns]`; ValueError: x does not fit.
 
-    Parameters
-    ----------
-    isa : None: the best here.
-    int8 : x is rounded to 8-bit integers, where `has_int8_row` (int8_ir.py).
-
-    Raises
-    ------
-    ValueError : x does not fit.
+    With `int8` x is rounded to 8-bit integers, where `has_int8_row` (int8_ir.py).
     """
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
@@ -63,15 +56,8 @@ def small_batch_gemm(
 ) -> torch.Tensor:
     """Return X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
 
-    Parameters
-    ----------
-    x : `[rows, columns]`, contiguous, float32 or bfloat16.
-    bias : `[matrix.rows]`.
-    isa : None: `best_isa()`.
-
-    Raises
-    ------
-    ValueError : x or the bias does not fit, or x has fewer rows than `least_rows`.
+    X is `[rows, columns]`, contiguous, float32 or bfloat16. Raises ValueError: x or the bias does not fit, or x has
+    fewer rows than `least_rows`.
     """
     isa = isa or best_isa()
     if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
@@ -133,15 +119,8 @@ def int8_gemm(
 ) -> torch.Tensor:
     """Return X · Wᵀ, float32, with X rounded to 8-bit integers, a scale for each group of columns (int8_ir.py).
 
-    Parameters
-    ----------
-    x : `[rows, columns]`, contiguous, float32.
-    bias : `[matrix.rows]`.
-    isa : None: the best here.
-
-    Raises
-    ------
-    ValueError : x or the bias does not fit, or there is no code for the matrix (`has_int8`).
+    X is `[rows, columns]`, contiguous, float32. Raises ValueError: it or the bias does not fit, or there is no code for
+    the matrix (`has_int8`).
     """
     isa, count = isa or multiplies_int8(best_isa()), len(x)
     fits = x.dtype == torch.float32 and x.shape[1:] == (matrix.columns,) and x.is_contiguous()
@@ -216,18 +195,9 @@ def _int8(kind: str, isa: Isa) -> tuple[Function, Function]:
 def dequantize_rows(
     matrix: QuantizedTensor, first: int, last: int, out: torch.Tensor, isa: Isa | None = None
 ) -> torch.Tensor:
-    """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
+    """Write rows of weights, rounded to bfloat16 unless plain, to `out`; returns them `[last - first, columns]`.
 
-    Plain numbers are not rounded further.
-
-    Parameters
-    ----------
-    out : contiguous, float32 or bfloat16.
-    isa : None: `best_isa()`.
-
-    Raises
-    ------
-    ValueError : the rows do not exist, or `out` is too small.
+    Raises ValueError: the rows do not exist, or `out` is too small.
     """
     size = (last - first) * matrix.columns
     if not 0 <= first <= last <= matrix.rows or not out.is_contiguous() or out.numel() < size:
