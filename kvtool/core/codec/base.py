@@ -68,19 +68,12 @@ def no_profiles(digest: bytes) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A layer of a chunk as stored.
-
-    Attributes
-    ----------
-    shape : of K and V.
-    dtype : format of the tensors before encoding.
-    base : the coarser level that this one refines.
-    """
+    """A layer of a chunk as stored."""
 
     payload: Payload
     shape: Shape
-    dtype: str
-    base: Encoded | None = None
+    dtype: str  # of the tensors before encoding
+    base: Encoded | None = None  # the coarser level that this one refines
 
     def chain(self) -> Iterator[Encoded]:
         """Yield this record, the one that it refines, and so on."""
@@ -91,10 +84,9 @@ class Encoded:
 
 
 class Codec(Protocol):
-    """A codec: one layer's keys and values `[kv_heads, tokens, head_dim]` to bytes and back; head_dim may differ.
+    """Turns one layer's keys and values `[kv_heads, tokens, head_dim]` to bytes and back; head_dim may differ.
 
-    `Level` (levels.py) describes its level. A class that inherits from this one is lossless and needs no other records,
-    unless it says otherwise.
+    A class that inherits from this one is lossless and needs no other records, unless it says otherwise.
     """
 
     def encode(

@@ -133,20 +133,13 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A quantised side of a layer.
-
-    Attributes
-    ----------
-    rows : without the anchors' rows.
-    widths : step of each channel's anchors, float32.
-    values : the decoded side, `[tokens, C]`.
-    """
+    """A quantised side of a layer."""
 
     step: float
-    rows: Coding
+    rows: Coding  # without the anchors' rows
     anchors: Coding
-    widths: F32
-    values: F32
+    widths: F32  # step of each channel's anchors, float32
+    values: F32  # the decoded side, `[tokens, C]`
 
 
 def quantise(side: F32, step: float) -> Side:
@@ -202,7 +195,7 @@ def cheapest(numbers: I16) -> U16:
 
 @cache
 def _costs() -> npt.NDArray[np.float64]:
-    """Compute the bits of each symbol by the tables that come with kvtool, float64 `[tables, 256]`.
+    """Bits of each symbol, float64 `[tables, 256]`.
 
     A number beyond a table, or the escape's own, takes an escape and 16 bits outside of the stream.
     """

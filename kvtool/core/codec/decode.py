@@ -44,11 +44,8 @@ def decode_layers(
     """Decode sides `[layers, 2, tokens, C]` of records of one level, profile and dtype.
 
     At each layer the records of the same chunks follow one another. Few calls do it, in which Python serves other
-    threads. Raises DamagedError: a record does not fit the profile or its shape.
-
-    Parameters
-    ----------
-    device : a GPU that decodes by triton; None: the CPU does, into main memory.
+    threads. `device` is a GPU that decodes by triton. Raises DamagedError: a record does not fit the profile or its
+    shape.
     """
     tokens = [record.tokens for record, _ in items[0]]
     if any([record.tokens for record, _ in some] != tokens for some in items):
@@ -93,13 +90,7 @@ def _decode_slab(
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Coefficients in main memory, which the CPU decodes.
-
-    Attributes
-    ----------
-    tensor : `[rows, stride]`, int16, or bfloat16 that holds the same numbers.
-    form : format of the numbers.
-    """
+    """Coefficients in main memory, `[rows, stride]`, int16, or bfloat16 that holds the same numbers."""
 
     tensor: torch.Tensor
     form: coder.Form = "int16"
@@ -124,10 +115,7 @@ class HostBuffer:
         return self.tensor.view(torch.int16).numpy().view(coder.HELD[self.form])
 
     def decode(self, streams: Sequence[Streams]) -> None:
-        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError.
-
-        By columns that refine, the numbers there become finer.
-        """
+        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError."""
         jobs = []
         for columns, records, starts in streams:
             marked, marks = None, list[int]()
@@ -190,10 +178,7 @@ def decodes_there(device: str) -> bool:
 
 
 def fill(profile: Profile, work: Sequence[Work], buffer: HostBuffer | DeviceBuffer) -> None:
-    """Decode records of one level from their first rows on, coarser levels first; raises DamagedError.
-
-    Only coded columns are written.
-    """
+    """Decode records of one level, coarser levels first, into their coded columns. Raises DamagedError."""
     for refines in (False, True):
         some = [one for one in (_chosen(*one, refines) for one in work) if one[1]]
         if refines and some:
@@ -252,11 +237,7 @@ def sides_of(
 ) -> None:
     """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
 
-    Parameters
-    ----------
-    numbers : int16, or of the dtype of `out`.
-    records : at each layer, the records whose numbers follow one another.
-    by : the kernel that multiplies; None: torch does, which is faster.
+    Numbers are int16, or of the dtype of `out`. At each layer the records' numbers follow one another.
     """
     if by is not None and out.numel():
         weights = [transform_kernels.Weights.backward(profile, layer, level, out.dtype, by.tile) for layer in layers]

@@ -39,23 +39,13 @@ def encode_levels(
     profile: Profile | None = None,
     bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
 ) -> dict[str, list[Sequence[Payload]]]:
-    """Encode all layers of one chunk at several levels.
+    """Encode all layers of one chunk at several levels: for each level the parts of each layer's record.
 
-    A nested level refines the next coarser one where that is among `levels` or `bases`, so that both together take
-    little more than the finer one.
+    A nested level refines the next coarser one where that is among `levels` or `bases`, stored records that were made
+    with this profile, one a layer: both together take little more than the finer one. Keys and values are `[kv_heads,
+    tokens, head_dim]`.
 
-    Parameters
-    ----------
-    kvs : keys and values of each layer, `[kv_heads, tokens, head_dim]`.
-    bases : stored records at coarser levels, made with this profile, one a layer.
-
-    Returns
-    -------
-    For each level the parts of each layer's record.
-
-    Raises
-    ------
-    KvtoolError : a level needs a profile, and none is given; or a number is not finite.
+    Raises KvtoolError: a level needs a profile, and none is given; or a number is not finite.
     """
     made: dict[str, list[Sequence[Payload]]] = {}
     if together := nested(levels):
@@ -68,13 +58,7 @@ def encode_levels(
 def encode_rows(
     kvs: Sequence[LayerKV], rows: Ids, level: str, profile: Profile | None = None
 ) -> list[Sequence[Payload]]:
-    """Encode some rows of a chunk's layers at a level of row subsets; records refine no others.
-
-    Parameters
-    ----------
-    kvs : of all rows, `[kv_heads, tokens, head_dim]` each.
-    rows : those to store, ascending.
-    """
+    """Encode some rows of a chunk's layers, ascending, at a level of row subsets; records refine no others."""
     inner, tokens = level_of(level).inner, kvs[0][0].shape[1]
     made = encode_levels(some_rows(kvs, rows), [inner], profile)[inner]
     return [[*parts, tail_of(rows, tokens)] for parts in made]
@@ -97,11 +81,8 @@ def encode_nested(
 ) -> dict[str, list[list[Payload]]]:
     """Encode some layers of one chunk at some nested levels; as `encode_levels`, but for records given as parts.
 
-    Raises
-    ------
-    DamagedError : the profile is another model's.
-    ValueError : sides have different shapes or formats.
-    KvtoolError : there is no profile, or a number is not finite.
+    Raises DamagedError: the profile is another model's; ValueError: sides have different shapes or formats;
+    KvtoolError: there is no profile, or a number is not finite.
     """
     if profile is None:
         raise KvtoolError("this level needs a codec profile, and the store has none", "`kvtool compress` fits one")
@@ -244,10 +225,7 @@ def _places_outside(numbers: I16, coded: CodedColumns) -> U32:
 
 
 def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
-    """Make numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`.
-
-    `means` and `forward` are those of the profile at this layer.
-    """
+    """Numbers of the finest level, int16 `[tokens, stride]`, of sides, float32 `[2, tokens, C]`."""
     tokens = sides.shape[1]
     out = np.zeros((tokens, layout.stride), np.int16)
     if tokens:
@@ -263,9 +241,7 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
 def wider(numbers: I16, out: I16) -> I16:
     """Coarsen by one level: the nearest numbers of steps three times as wide, which nest by construction.
 
-    Parameters
-    ----------
-    numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
+    Numbers are from -32767 to 32766, a multiple of 32 in all, in C order.
     """
     if numbers.size:
         jobs = Jobs(kernels_ir.WIDER, 1)
@@ -280,14 +256,9 @@ def wider(numbers: I16, out: I16) -> I16:
 def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
     """Make symbols of layers' numbers `[layers, rows, stride]`, which have the places of a decoder's output.
 
-    Returns
-    -------
-    For each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the number;
-    and the numbers of these escapes, row by row.
-
-    Raises
-    ------
-    ValueError : numbers are not int16, too few, or those of a row are not side by side.
+    Returns for each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the
+    number; and the numbers of these escapes, row by row. Raises ValueError: numbers are not int16, too few, or those of
+    a row are not side by side.
     """
     _check_numbers(numbers, columns)
     symbols = _cut("symbols", numbers.shape[1], columns)
@@ -313,9 +284,9 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
 
 
 def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
-    """Make the symbols that refine coarser numbers to finer ones, both `[layers, rows, stride]` (see coder.decode).
+    """Symbols and contexts `[rows, columns]` that refine coarser numbers to finer ones (see coder.decode).
 
-    Returns symbols and contexts `[rows, columns]` of each layer, in this thread's memory.
+    Numbers are `[layers, rows, stride]`; what is returned is in this thread's memory.
     """
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)

@@ -75,13 +75,9 @@ def fit_profile(
 ) -> Profile:
     """Fit means, transforms and tables.
 
-    Parameters
-    ----------
-    sample : un-rotated keys and values of some chunks at a layer.
-    sensitivity : float32 `[2, layers, C, C]`: the loss, in nats, of an error e in one token is e @ this @ e / 2.
-    groups : number of groups of channels that are transformed together.
-    advance : called after each layer.
-    each : `map`, or that of a pool of threads, which then call `sample`.
+    `sample` gives un-rotated keys and values of some chunks at a layer. `sensitivity`, float32 `[2, layers, C, C]`: the
+    loss, in nats, of an error e in one token is e @ this @ e / 2. `advance` is called after each layer; `each` is
+    `map`, or that of a pool of threads, which then call `sample`.
     """
     layers, channels = sensitivity.shape[1:3]
     layout = Layout(groups, channels // groups)

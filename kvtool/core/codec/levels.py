@@ -25,32 +25,18 @@ MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level: what all but its codec have to know.
-
-    Attributes
-    ----------
-    name : as records, command lines and catalogues carry it.
-    codec : `.module:class` of this package. The class is called with the level's name, and fulfils `Codec` (base.py).
-    lossless : decoding gives back the encoded bits. A lossy level's records state their error.
-    verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
-    nested : records may name the record of the next coarser nested level, which they refine.
-    profiled : records name the profile that they were made with (record.py), unless they were made without one.
-    baseline : a level to compare others with; `auto` does not take it.
-    share : percent of a chunk's rows that are stored.
-    inner : the level at which these rows are stored, where they are not all.
-    bits : approximate size of a number of K or V of the whole chunk, by which lossy levels are ordered.
-    """
+    """A level: what all but its codec have to know."""
 
     name: str
-    codec: str = ""
-    lossless: bool = False
-    verbatim: bool = False
-    nested: bool = False
-    profiled: bool = False
-    baseline: bool = False
-    share: int = 100
-    inner: str = ""
-    bits: float = 0.0
+    codec: str = ""  # `.module:class` of this package; called with the name, it makes a `Codec` (base.py)
+    lossless: bool = False  # decoding gives back the encoded bits. A lossy level's records state their error
+    verbatim: bool = False  # records hold the model's own numbers only: their length follows from the shape
+    nested: bool = False  # records may name the record of the next coarser nested level, which they refine
+    profiled: bool = False  # records name the profile that they were made with, if any (record.py)
+    baseline: bool = False  # a level to compare others with; `auto` does not take it
+    share: int = 100  # percent of a chunk's rows that are stored
+    inner: str = ""  # the level at which these rows are stored, where they are not all
+    bits: float = 0.0  # approximate size of a number of K or V of the whole chunk, by which lossy levels are ordered
 
     @property
     def of_prefix(self) -> str:

@@ -39,16 +39,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of coefficients in a row: K's groups, then V's, each padded to whole blocks of 32.
+    """The layout of coefficients in a row: K's groups, then V's, each padded to whole blocks of 32."""
 
-    Parameters
-    ----------
-    groups : parts of a side that are transformed separately: 1 (the whole layer) or one a KV head.
-    size : channels of a group.
-    """
-
-    groups: int
-    size: int
+    groups: int  # parts of a side that are transformed separately: 1 (the whole layer) or one a KV head
+    size: int  # channels of a group
 
     @property
     def padded(self) -> int:
@@ -67,12 +61,10 @@ class Layout:
         return (side * self.groups + group) * self.padded
 
     def places(self, active: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.int32]:
-        """Return the first columns of the coded blocks, int32, an even number of them, ascending.
+        """First columns of the coded blocks, an even number of them, ascending.
 
-        Parameters
-        ----------
-        active : blocks of each group, uint8 `[2 * groups]`, K's groups first; None: all. Where the sum is odd one more
-            is taken: all blocks together are even in number.
+        `active`: blocks of each group, uint8 `[2 * groups]`, K's groups first; None: all. Where the sum is odd one more
+        is taken: all blocks together are even in number.
         """
         most = self.padded // BLOCK
         counts = np.full(SIDES * self.groups, most) if active is None else active.astype(np.int64)
@@ -84,20 +76,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CodedColumns:
-    """The columns of a layer that a level codes.
+    """The columns of a layer that a level codes."""
 
-    Attributes
-    ----------
-    alone : columns of a record that refines no other.
-    fine : columns of a record that refines the next coarser level; None: no level is coarser.
-    widths : number of columns of each group, its first ones: K's groups, then V's.
-    others : first columns of the blocks that are not coded, int32.
-    """
-
-    alone: Columns
-    fine: Columns | None
-    widths: tuple[int, ...]
-    others: npt.NDArray[np.int32]
+    alone: Columns  # of a record that refines no other
+    fine: Columns | None  # of a record that refines the next coarser level; None: no level is coarser
+    widths: tuple[int, ...]  # columns of each group, its first ones: K's groups, then V's
+    others: npt.NDArray[np.int32]  # first columns of the blocks that are not coded, int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,25 +90,15 @@ class Profile:
 
     A group of a layer's side is `x = mean + y @ basis`, with y in steps of the finest level: level n quantises y to
     whole multiples of 3 ** (n - 1). C = groups * size channels a side, S = the layout's stride.
-
-    Parameters
-    ----------
-    means : float32 `[layers, 2, C]`.
-    basis : bfloat16 `[layers, 2, groups, size, size]`, a coefficient a row, the largest first.
-    active : uint8 `[levels, layers, 2 * groups]`: blocks of 32 coefficients that are coded.
-    ids : uint16 `[levels, layers, S]`: table of each column where a record refines no other.
-    fine_ids : uint16 `[levels - 1, layers, S]`: first of three tables of each column where a level refines the next.
-    tables : frequencies.
-    about : description of the texts that it was fitted to.
     """
 
-    means: torch.Tensor
-    basis: torch.Tensor
-    active: npt.NDArray[np.uint8]
-    ids: npt.NDArray[np.uint16]
-    fine_ids: npt.NDArray[np.uint16]
+    means: torch.Tensor  # float32 `[layers, 2, C]`
+    basis: torch.Tensor  # bfloat16 `[layers, 2, groups, size, size]`, a coefficient a row, the largest first
+    active: npt.NDArray[np.uint8]  # `[levels, layers, 2 * groups]`: blocks of 32 coefficients that are coded
+    ids: npt.NDArray[np.uint16]  # `[levels, layers, S]`: table of each column where a record refines no other
+    fine_ids: npt.NDArray[np.uint16]  # `[levels - 1, layers, S]`: first of three tables where a level refines
     tables: TableSet
-    about: dict[str, Any]
+    about: dict[str, Any]  # description of the texts that it was fitted to
     _memo: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -62,18 +62,11 @@ def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
 
 @dataclass(slots=True)  # see Stream
 class Escapes:
-    """Numbers that their column's table has no symbol for.
+    """Numbers that their column's table has no symbol for."""
 
-    Attributes
-    ----------
-    places, placed : in columns that are not coded: flat places in the numbers `[rows, stride]`, uint32; and the
-        numbers, int16.
-    marked : in columns that are coded, int16: one for each symbol ESCAPE, stream by stream, row by row.
-    """
-
-    places: npt.NDArray[np.uint32]
-    placed: npt.NDArray[np.int16]
-    marked: npt.NDArray[np.int16]
+    places: npt.NDArray[np.uint32]  # in columns that are not coded: flat places in `[rows, stride]`
+    placed: npt.NDArray[np.int16]  # the numbers there
+    marked: npt.NDArray[np.int16]  # in columns that are coded, one for each ESCAPE, stream by stream, row by row
 
     def pack(self) -> list[Payload]:
         return [
@@ -103,27 +96,20 @@ def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
 
 @dataclass(slots=True)  # see Stream
 class Record:
-    """A record's parts.
-
-    Attributes
-    ----------
-    base : number of the level that it refines; 0: none.
-    base_check : `check_of` the record that it refines; 0: not stated.
-    columns : number of columns of the first stream.
-    """
+    """A record's parts."""
 
     predictors: tuple[Predictor, Predictor]
     level: int
-    base: int
+    base: int  # number of the level that it refines; 0: none
     tokens: int
-    columns: int
+    columns: int  # of the first stream
     streams: tuple[Stream, ...]
     escapes: Escapes
     steps: tuple[float, float] = (0.0, 0.0)
     errors: tuple[float, float] = (0.0, 0.0)
     profile: bytes = NO_PROFILE
     side: bytes = b""
-    base_check: int = 0
+    base_check: int = 0  # `check_of` the record that it refines; 0: not stated
 
     def pack(self) -> list[Payload]:
         """As parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""

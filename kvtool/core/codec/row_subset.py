@@ -82,13 +82,7 @@ class RowSubset(Codec):
 
 
 def tail_of(rows: Sequence[int], tokens: int) -> bytes:
-    """Return the bytes after the inner level's payload.
-
-    Parameters
-    ----------
-    rows : tokens of the chunk whose rows are stored, ascending.
-    tokens : number of the chunk's tokens.
-    """
+    """The bytes after the inner level's payload; rows are the stored ones, ascending."""
     bits = np.zeros(tokens, np.uint8)
     bits[list(rows)] = 1
     return np.packbits(bits, bitorder="little").tobytes() + _TAIL.pack(tokens, len(rows), _MAGIC)

@@ -48,15 +48,9 @@ class TransformCodec(Codec):
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode several chunks at one layer to views `[kv_heads, tokens, head_dim]`.
+        """Decode several chunks at one layer to views; the CPU always decodes records without a profile.
 
-        Parameters
-        ----------
-        device : a GPU that decodes by triton; None: the CPU does, as it always decodes records without a profile.
-
-        Raises
-        ------
-        DamagedError : a record does not fit its shape, its profile or its base.
+        Raises DamagedError: a record does not fit its shape, its profile or its base.
         """
         parsed = [(self._parsed(item), item) for item in items]
         together: dict[tuple[bool, bytes, str], list[int]] = {}

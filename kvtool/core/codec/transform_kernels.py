@@ -130,16 +130,11 @@ class Backward:
     """The kernel that makes sides of a form of whole numbers: `numbers @ weights + mean`.
 
     Numbers are first rounded to the form, which holds the usual ones exactly: what multiplies in it gets the same.
-
-    Attributes
-    ----------
-    pitch : places of 32 bits from row to row of `a`.
-    pairs : bfloat16 is multiplied as such, two by two; depths are even.
     """
 
     form: str
-    pitch: int
-    pairs: bool = False
+    pitch: int  # places of 32 bits from row to row of `a`
+    pairs: bool = False  # bfloat16 is multiplied as such, two by two; depths are even
 
     def __call__(self, isa: Isa) -> str:
         tile = self.tile(isa)
@@ -255,18 +250,11 @@ def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
-    """The matrices of a layer's groups, K's first, laid out for a kernel.
+    """The matrices of a layer's groups, K's first, laid out for a kernel."""
 
-    Attributes
-    ----------
-    panels : of each group; None: it has no depth.
-    means : float32 `[2 * groups, size]`.
-    addresses : of both, int64 `[2 * groups, 2]`.
-    """
-
-    panels: tuple[F32 | None, ...]
-    means: F32
-    addresses: I64
+    panels: tuple[F32 | None, ...]  # of each group; None: it has no depth
+    means: F32  # float32 `[2 * groups, size]`
+    addresses: I64  # of both, int64 `[2 * groups, 2]`
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
@@ -328,7 +316,7 @@ def multiplies_pairs(dtype: torch.dtype) -> bool:
 
 
 def torch_is_faster(dtype: torch.dtype) -> bool:
-    """Return whether torch makes sides faster: in bfloat16, if the CPU multiplies it.
+    """In bfloat16, if the CPU multiplies it.
 
     Measured with one thread of an AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by the
     kernels here that widen it; to float32 0.35 and 0.59.
@@ -342,23 +330,15 @@ def _multiplier(kind: Forward | Backward) -> Multiplier:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Addresses of sides `[kv_heads, tokens, head_dim]` of one format, with a head's numbers next to each other.
-
-    Attributes
-    ----------
-    first : addresses of their first numbers, int64 `[sides]`.
-    head, token : bytes from head to head and from token to token.
-    rows : number of tokens of each.
-    held : the tensors.
-    """
+    """Addresses of sides `[kv_heads, tokens, head_dim]` of one format, with a head's numbers next to each other."""
 
     heads: int
     dim: int
     dtype: torch.dtype
-    first: I64
-    head: I64
-    token: I64
-    rows: I64
+    first: I64  # addresses of their first numbers, `[sides]`
+    head: I64  # bytes from head to head
+    token: I64  # bytes from token to token
+    rows: I64  # tokens of each
     held: Sequence[torch.Tensor]
 
     @classmethod
@@ -378,7 +358,7 @@ class Places:
 def numbers_of(layout: Layout, by: Multiplier, weights: Sequence[Weights], sides: Places, out: I16) -> bool:
     """Make numbers of the finest level, int16 `[layers, tokens, stride]`, of layers' sides, K and V in turn.
 
-    Returns True if all keys and values are finite.
+    Returns whether all keys and values are finite.
     """
     groups, own = layout.groups, sides.heads // layout.groups
     if layout.size != layout.padded:
@@ -411,12 +391,7 @@ def sides_of(
     numbers: I16,
     out: torch.Tensor,
 ) -> None:
-    """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]`.
-
-    Parameters
-    ----------
-    widths : of each layer, the number of coded columns of each group; the others are not read.
-    """
+    """Make sides `[layers, 2, tokens, groups, size]` of the coded columns of numbers `[layers, tokens, stride]`."""
     depth = np.array(widths, np.int64).reshape(-1)
     jobs = Jobs(BACKWARD, len(depth))
     size = out.element_size()
@@ -462,15 +437,9 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
 
 
 def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """Return each side's RMS of the difference over RMS of the exact numbers.
+    """Each side's RMS of the difference over RMS of the exact numbers.
 
-    Parameters
-    ----------
-    made, exact : `[kv_heads, tokens, head_dim]`, all of one format; shapes may differ from pair to pair.
-
-    Raises
-    ------
-    ValueError : shapes or formats do not fit.
+    Sides are `[kv_heads, tokens, head_dim]`, all of one format. Raises ValueError: shapes or formats do not fit.
     """
     counts = np.array([max(1, side.numel()) for side in made], np.int64)
     wrong, size = np.sqrt(squares_of(made, exact) / counts[:, None]).T

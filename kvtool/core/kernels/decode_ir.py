@@ -140,7 +140,7 @@ class Heads:
 
 
 def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """Write `queries_ROTARY`: this thread's query heads, scaled for the softmax; `rotary` numbers are rotated in halves."""
+    """Write `queries_ROTARY`: this thread's query heads, scaled for the softmax, `rotary` numbers rotated in halves."""
     k, have = operation(isa, "queries", f"queries_{rotary}")
     normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)

@@ -52,12 +52,8 @@ def _comparison(whole: str, real: str) -> Callable[[Value, Operand], Value]:
 class Value:
     """A number, a vector or a pointer in a function; operators emit instructions.
 
-    Whole numbers are without a sign in `//`, `%`, `>>`, comparisons and `to`, unless a method says otherwise.
-
-    Attributes
-    ----------
-    k : of the function. type : LLVM's. name : how instructions name it.
-    target : what a pointer points to: an LLVM type, or one of `STORED`.
+    Whole numbers are without a sign in `//`, `%`, `>>`, comparisons and `to`, unless a method says otherwise. `target`
+    is what a pointer points to: an LLVM type, or one of `STORED`.
     """
 
     __slots__ = ("k", "name", "target", "type")
@@ -289,15 +285,9 @@ class Fields:
 class FunctionBuilder:
     """Instructions of a function without a result.
 
-    Parameters
-    ----------
-    isa : instruction set of the code.
-    arguments : types and names, such as "i64* rows, i64 count": `TYPE*` is a pointer to such.
-    features : as `Isa.extra`, where the function takes more of the CPU than its instruction set.
-
-    Attributes
-    ----------
-    args : the arguments. keeps_nan : NaN stays NaN where numbers are rounded.
+    Arguments are types and names, such as "i64* rows, i64 count": `TYPE*` is a pointer to such. `features` are as
+    `Isa.extra`, where the function takes more of the CPU than its instruction set. With `keeps_nan` NaN stays NaN where
+    numbers are rounded.
     """
 
     def __init__(self, name: str, isa: Isa, arguments: str = "", *, internal: bool = False, features: str = ""):
@@ -416,12 +406,7 @@ class Scope:
 
 
 class Loop(Scope):
-    """A loop that runs `count` times and carries values; at least once, unless it `may_be_empty`.
-
-    Attributes
-    ----------
-    index : the number of the round. values : those carried, in this round.
-    """
+    """Carries `values` from round to round, at least one unless it `may_be_empty`; `index` is the round's number."""
 
     def __init__(self, k: FunctionBuilder, count: Value | int, first: Sequence[Value], may_be_empty: bool):
         self._k, self._count = k, k.constant("i64", count) if isinstance(count, int) else count

@@ -40,12 +40,7 @@ _FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which does not wai
 
 
 class Function:
-    """Machine code that is called with up to four addresses or whole numbers; the GIL is free meanwhile.
-
-    Attributes
-    ----------
-    address : by which other machine code calls it.
-    """
+    """Machine code that is called with up to four addresses or whole numbers; the GIL is free meanwhile."""
 
     __slots__ = ("_call", "address")
 
@@ -58,14 +53,9 @@ class Function:
 
 
 def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
-    """Compile functions of an LLVM IR module to machine code that lives as long as the process.
+    """Compile functions of an LLVM IR module; the code lives as long as the process, and on disk for the next one.
 
-    The code is kept on disk for the next process.
-
-    Raises
-    ------
-    RuntimeError : the text is not LLVM IR.
-    KvtoolError : llvmlite cannot be imported.
+    Raises RuntimeError: the text is not LLVM IR; KvtoolError: llvmlite cannot be imported.
     """
     binding = llvm()
     least = "x86-64" if platform.machine() in X86 else ""

@@ -22,12 +22,7 @@ Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 class Job:
-    """Arguments of machine code in memory: fields of 8 bytes each.
-
-    Parameters
-    ----------
-    fields : name to type: "i64", "float", "ptr", or `TYPE*` for a pointer to such.
-    """
+    """Arguments of machine code in memory, 8 bytes each: "i64", "float", "ptr", or `TYPE*`, a pointer to such."""
 
     def __init__(self, **fields: str) -> None:
         self.fields = fields
@@ -54,12 +49,7 @@ class Job:
         return list(self.pack(**values))
 
     def pack(self, **values: int | float) -> Packed:
-        """Write one job to memory.
-
-        Raises
-        ------
-        ValueError : a field is missing, or there is no such field.
-        """
+        """Write one job to memory. Raises ValueError: a field is missing, or there is no such field."""
         if values.keys() != self.fields.keys():
             raise ValueError(f"a job has {', '.join(self.fields)}")
         packed = self._memory()
@@ -68,12 +58,7 @@ class Job:
 
 
 class WorkQueue(Scope):
-    """Shares of a job's work, one after the other until none is left; any number of threads take from one job.
-
-    Attributes
-    ----------
-    first, last : of the share, the latter not in it.
-    """
+    """Shares of a job's work, from `first` to before `last`; any number of threads take from one job."""
 
     def __init__(self, k: FunctionBuilder, taken: Value, share: Value | int, stop: Value):
         self._k, self._take, some, self._end = k, k.new_block(), k.new_block(), k.new_block()
@@ -126,8 +111,10 @@ def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return this thread's memory of that name, `[count]`, with any old content. To allocate it anew each time would
-    take as long as what is computed in it."""
+    """This thread's memory of that name, `[count]`, with any old content.
+
+    To allocate it anew each time would take as long as what is computed in it.
+    """
     wanted = np.dtype(dtype)
     held: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
     if held is None or held.nbytes < count * wanted.itemsize:

@@ -74,12 +74,7 @@ def exp(value: Value) -> Value:
 
 
 def exp2(exponents: Value, polynomial: Sequence[float]) -> Value:
-    """Compute 2^x for x ≤ 0, lane by lane; exactly 0 below 2^-126, and for -∞.
-
-    Parameters
-    ----------
-    polynomial : `EXP2` or `EXP2_BFLOAT16`, of what is left of x beyond the nearest whole number.
-    """
+    """Compute 2^x for x ≤ 0; exactly 0 below 2^-126, and for -∞. The polynomial is `EXP2` or `EXP2_BFLOAT16`."""
     shifted = exponents + MAGIC
     rest = exponents - (shifted - MAGIC)
     value = rest.like(polynomial[-1])
@@ -221,15 +216,9 @@ def along(
     single: Callable[[Sequence[Value]], Sequence[Value]] = lambda wide: (),
     first: Value | int = 0,
 ) -> list[Value]:
-    """Go along `count` numbers from `first` on, `width` at a time, then one by one.
+    """Go along `count` numbers from `first` on, `width` at a time, then one by one; returns what the last steps leave.
 
-    Parameters
-    ----------
-    wide : carried by the steps of `width`. single: makes what those of one number carry of what these leave.
-
-    Returns
-    -------
-    What the last steps leave.
+    `wide` is carried by the steps of `width`; `single` makes what those of one number carry of what these leave.
     """
     count = k.constant("i64", count) if isinstance(count, int) else count
     whole = count.whole if isinstance(count, Split) else count // width

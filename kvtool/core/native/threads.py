@@ -41,13 +41,7 @@ _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
 class ThreadPool:
     """Threads that help a caller with its jobs. They spin for a while after each job, then they sleep.
 
-    Parameters
-    ----------
-    helpers : so many threads in addition to the calling one, at least 1.
-
-    Raises
-    ------
-    RuntimeError : they cannot be started.
+    Raises RuntimeError: they cannot be started.
     """
 
     def __init__(self, helpers: int) -> None:
@@ -120,10 +114,6 @@ def launch(function: Function, job: Packed, threads: int = 1) -> None:
 
     There may be fewer of them: a function takes its share of the work from a counter in its job. The GIL is free
     meanwhile.
-
-    Parameters
-    ----------
-    job : as `Job.pack` makes it.
     """
     pool, team = current(), openmp() if threads > 1 else None
     if threads < 2:
@@ -351,12 +341,7 @@ def _pause(k: FunctionBuilder) -> None:
 
 
 def _spin(k: FunctionBuilder, looks: Value, yields: Value, until: Callable[[], Value]) -> None:
-    """Wait until a condition holds; now and then let others run.
-
-    Parameters
-    ----------
-    looks : memory of the function's own, an i64.
-    """
+    """Wait until a condition holds; now and then let others run. `looks` is memory of the function's own, an i64."""
     look, more, rest, after = (k.new_block() for _ in range(4))
     looks.store(0)
     k.branch(look)

@@ -112,8 +112,7 @@ class OverlapPolicy(Adaptive):
         return end <= self._all_by() or end < self._expected(self._now, chunk)
 
     def _texts(self) -> Iterator[int]:
-        """Chunks that may be computed, in the order in which they would be: what is missing and not under way, then
-        what is, then what is there and loses something."""
+        """Chunks that may be computed: what is missing and not under way, then what is, then what loses something."""
         rest = [ladder.chunk for ladder in reversed(self.task.ladders) if self._may_compute(ladder)]
         flying = self._chunks_flying
         yield from sorted(rest, key=lambda chunk: 2 if chunk not in self._missing else int(chunk in flying))

@@ -22,17 +22,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A level that a chunk can be decoded at.
-
-    Attributes
-    ----------
-    loss : nats a token of the answer; 0 for `raw` and `lossless`.
-    parts : all that must be there. A nested level: the coarser levels that it refines, and its own. Another: its own.
-    """
+    """A level that a chunk can be decoded at."""
 
     level: str
-    loss: float
-    parts: tuple[Part, ...]
+    loss: float  # nats a token of the answer; 0 for `raw` and `lossless`
+    parts: tuple[Part, ...]  # all that must be there: coarser levels that a nested one refines, and its own
 
     @property
     def size(self) -> int:
@@ -45,17 +39,11 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The levels of one chunk, the coarsest first.
+    """The levels of one chunk, the coarsest first."""
 
-    Attributes
-    ----------
-    chunk : its number in the prompt.
-    rungs : with every step the loss falls and the size grows; empty: nothing is stored, the text is all there is.
-    """
-
-    chunk: int
+    chunk: int  # its number in the prompt
     tokens: int
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Rung, ...]  # with every step the loss falls and the size grows; empty: nothing is stored
 
     @classmethod
     def of(cls, chunk: int, tokens: int, rungs: Iterable[Rung]) -> Ladder:
@@ -97,11 +85,9 @@ class Estimator(Protocol):
 
 
 class Ewma:
-    """Exponentially weighted moving average: a single odd transfer fades, a change is followed with a delay.
+    """Moving average: a single odd transfer fades, a change is followed with a delay.
 
-    Parameters
-    ----------
-    newest : weight of the newest transfer; with 1 only it counts (CacheGen, arXiv 2310.07240, section 5.3).
+    With a weight of 1 only the newest transfer counts (CacheGen, arXiv 2310.07240, section 5.3).
     """
 
     def __init__(self, newest: float = _NEWEST) -> None:
@@ -139,12 +125,6 @@ DEFAULT_MARGIN = 0.1  # of the estimate that is not counted on
 
 
 def make_estimator(name: str) -> Estimator:
-    """Return a fresh estimator.
-
-    Raises
-    ------
-    UsageError : no estimator has that name.
-    """
     if name not in PREDICTORS:
         raise UsageError(f"there is no predictor {name!r}", f"known: {', '.join(PREDICTORS)}")
     return PREDICTORS[name]()
@@ -152,20 +132,13 @@ def make_estimator(name: str) -> Estimator:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A request to the shared store: these parts of one chunk, which is then held at `level`.
-
-    Attributes
-    ----------
-    give_up_at : seconds since the question's start after which waiting for it should end, as seen at the request; None:
-        never. `Policy.give_up_at` knows what has come since then, and is what a driver keeps to.
-    estimated_bytes_per_second : the estimate at the request, before the margin; None: no estimate yet.
-    """
+    """A request to the shared store: these parts of one chunk, which is then held at `level`."""
 
     chunk: int
     level: str
     parts: tuple[Part, ...]
-    give_up_at: float | None
-    estimated_bytes_per_second: float | None
+    give_up_at: float | None  # seconds from the question's start, as seen at the request (`Policy.give_up_at`)
+    estimated_bytes_per_second: float | None  # at the request, before the margin; None: no estimate yet
 
     @property
     def size(self) -> int:
@@ -176,19 +149,15 @@ class Fetch:
 class Task:
     """A fetch task for one question.
 
-    Attributes
-    ----------
-    ladders : the most relevant chunk first; only levels that are allowed.
-    compute : seconds of the pass after streaming when these chunks are computed from their text. A chunk may add more
-        the more others there are, never less.
-    objective : seconds from the question's start to the first token; None: no target.
-    decode : seconds to decode so many tokens at a level; one chunk after another, during the fetching.
-    alone : seconds to compute a chunk without others, during the fetching; `math.inf`: it needs what precedes it.
+    `compute`: seconds of the pass after streaming when these chunks are computed from their text; a chunk may add more
+    the more others there are, never less. `decode`: seconds to decode so many tokens at a level, one chunk after
+    another, during the fetching. `alone`: seconds to compute a chunk without others, during the fetching; `math.inf`:
+    it needs what precedes it.
     """
 
-    ladders: tuple[Ladder, ...]
+    ladders: tuple[Ladder, ...]  # the most relevant chunk first; only levels that are allowed
     compute: Callable[[frozenset[int]], float]
-    objective: float | None = None
+    objective: float | None = None  # seconds from the question's start to the first token
     decode: Callable[[int, str], float] = lambda tokens, level: 0.0
     alone: Callable[[int], float] = lambda chunk: math.inf
 
@@ -240,12 +209,9 @@ class Policy(ABC):
         return None
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
-        """Note the end of a chunk's computation.
+        """Note the end of a chunk's computation, without the decoding in between.
 
-        Parameters
-        ----------
-        seconds : its duration, without the decoding in between.
-        whole : False: it failed, or was stopped; nothing of it is kept.
+        Not `whole`: it failed, or was stopped; nothing of it is kept.
         """
         raise NotImplementedError("nothing was to be computed")
 
@@ -270,17 +236,13 @@ class Policy(ABC):
         return self._log + [text_row(chunk, "text") for chunk in self._ladders if chunk not in told]
 
     def give_up_at(self, fetch: Fetch) -> float | None:
-        """Return when waiting for an outstanding fetch should end; None: never, unless what it refines is lost or was
-        computed."""
+        """When waiting for a fetch should end; None: never, unless what it refines is lost or was computed."""
         return self._now if fetch.chunk in self._closed else None
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
-        """Note the end of a fetch.
+        """Note the end of a fetch, which started after the one before it on the same link had ended.
 
-        Parameters
-        ----------
-        started : the later of its request and the end of the one before it on the same link.
-        arrived : False: it failed, or was given up; nothing of it is kept.
+        Not `arrived`: it failed, or was given up; nothing of it is kept.
         """
         flight = next(flight for flight in self._flying if flight.fetch == fetch)
         self._flying.remove(flight)

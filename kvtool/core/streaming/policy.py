@@ -134,8 +134,7 @@ class Adaptive(Policy):
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, arriving: frozenset[int]) -> float:
-        """Return the latest moment at which computing what is not there meets the objective, if the `arriving`
-        arrive."""
+        """The latest moment at which computing what neither is there nor `arriving` meets the objective."""
         assert self.task.objective is not None
         return self.task.objective - self.task.compute(self._missing - arriving)
 
@@ -144,8 +143,10 @@ class Adaptive(Policy):
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
-        """Return the latest moment at which the oldest outstanding base, or the next one, may arrive so that all the
-        others could still come in time, on a link that comes back."""
+        """When the oldest outstanding base, or the next one, must arrive at the latest.
+
+        All the others could then still come in time, on a link that comes back.
+        """
         first = next((flight.fetch.size for flight in self._flying if self._is_base(flight.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._to_come()) - first
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())

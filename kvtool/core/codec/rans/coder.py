@@ -55,17 +55,11 @@ def compile_ahead(dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Symbols to encode.
+    """Symbols to encode."""
 
-    Attributes
-    ----------
-    symbols : `[rows, columns]`.
-    contexts : uint8 `[rows, columns]`, at most 2, added to the column's table id; where the columns refine.
-    """
-
-    symbols: U8
+    symbols: U8  # `[rows, columns]`
     columns: Columns
-    contexts: U8 | None = None
+    contexts: U8 | None = None  # `[rows, columns]`, at most 2, added to the column's table id; where the columns refine
 
 
 def encode(*encodings: Encoding) -> list[Stream]:
@@ -158,27 +152,16 @@ def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Streams with the same columns, to decode into rows of one array.
+    """Streams with the same columns, to decode into rows of one array."""
 
-    Parameters
-    ----------
-    streams : their words and states may be views of a read-only buffer; see `Stream.address`.
-    starts, rows : first row in `out` of each stream, and its number of rows; they do not overlap.
-    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits.
-    form : format of `out`.
-    marked : numbers that the escapes stand for, stream after stream, each row by row, in the format of `out`.
-        None: escapes stay the number 127.
-    marks : number of these of each stream.
-    """
-
-    streams: Sequence[Stream]
+    streams: Sequence[Stream]  # words and states may be views of a read-only buffer; see `Stream.address`
     columns: Columns
-    starts: Sequence[int]
-    rows: Sequence[int]
-    out: npt.NDArray[Any]
-    form: Form = "int16"
-    marked: npt.NDArray[Any] | None = None
-    marks: Sequence[int] = ()
+    starts: Sequence[int]  # first row in `out` of each stream
+    rows: Sequence[int]  # of each stream; they do not overlap
+    out: npt.NDArray[Any]  # `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits
+    form: Form = "int16"  # of `out`
+    marked: npt.NDArray[Any] | None = None  # what the escapes stand for, stream after stream; None: they stay 127
+    marks: Sequence[int] = ()  # number of these of each stream
 
     @property
     def kind(self) -> str:
@@ -188,14 +171,12 @@ class Decoding:
 def decode(*jobs: Decoding) -> None:
     """Decode the streams of jobs of one kind in one call, on one core; other threads run meanwhile.
 
-    A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` (int16) holds: with
-    r = symbol - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond
+    A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` (int16) holds: with r
+    = symbol - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond
     int16 wrap.
 
-    Raises
-    ------
-    DamagedError : no encoder made a stream; `out` may hold anything.
-    ValueError : arrays have the wrong shape or type, places are outside `out`, or kinds differ.
+    Raises DamagedError: no encoder made a stream; `out` may hold anything. Raises ValueError: arrays have the wrong
+    shape or type, places are outside `out`, or kinds differ.
     """
     kinds = {job.kind for job in jobs}
     if len(kinds) > 1:
@@ -274,10 +255,8 @@ def _check_escapes(job: Decoding, number: int, count: int) -> None:
 def run(function: Function, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
     """Run some streams of checked jobs, in one call.
 
-    Returns
-    -------
-    For each stream, one job after another, the number of words it asked for, negative where its states do not end
-    right; and the number of escapes that were replaced.
+    Returns for each stream, one job after another, the number of words it asked for, negative where its states do not
+    end right; and the number of escapes that were replaced.
     """
     results = np.empty((2, sum(len(some) for _, some in work)), np.int64)
     kept: list[npt.NDArray[Any]] = []
@@ -296,10 +275,8 @@ def _fields(
 ) -> Iterator[tuple[int, ...]]:
     """Yield for each stream the fields of kernels_ir.DECODE, in their order.
 
-    Parameters
-    ----------
-    at, further : address of the first stream's count of words, and bytes from it to the count of its escapes.
-    kept : collects what must outlive the call.
+    `at` is the address of the first stream's count of words, `further` the bytes from it to the count of its escapes.
+    `kept` collects what must outlive the call.
     """
     out, columns = job.out, job.columns
     first, stride, groups = address(out), out.strides[0], columns.groups

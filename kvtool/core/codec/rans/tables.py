@@ -133,22 +133,14 @@ class EncoderAddresses(NamedTuple):
 class Columns:
     """Columns of streams: checked once, laid out for a kernel once, used for every stream that has them.
 
-    Parameters
-    ----------
-    ids : table of each column, uint16 `[columns]`; columns are a multiple of 64.
-    places : int32 `[columns / 32]`: first column in an output of each block of 32; blocks do not overlap.
-    refines : a symbol's context chooses among three tables, from its column's on.
-
-    Raises
-    ------
-    DamagedError : a column names no table, or the columns do not fill 64 lanes.
-    ValueError : a vector has the wrong type or shape.
+    Raises DamagedError: a column names no table, or the columns do not fill 64 lanes; ValueError: a vector has the
+    wrong type or shape.
     """
 
-    ids: U16
+    ids: U16  # table of each column, uint16 `[columns]`; columns are a multiple of 64
     tables: TableSet
-    places: I32
-    refines: bool = False
+    places: I32  # int32 `[columns / 32]`: first column in an output of each block of 32; blocks do not overlap
+    refines: bool = False  # a symbol's context chooses among three tables, from its column's on
 
     def __post_init__(self) -> None:
         for vector, dtype in ((self.ids, np.uint16), (self.places, np.int32)):

@@ -35,30 +35,19 @@ _slots: weakref.WeakKeyDictionary[TableSet, dict[torch.device, torch.Tensor]] = 
 
 @dataclass(frozen=True, slots=True)
 class CudaDecoding:
-    """A stream and the place of its numbers.
-
-    Parameters
-    ----------
-    out : int16 `[rows, stride]` on the device, rows of adjacent numbers; numbers outside the columns' places are kept.
-    """
+    """A stream and the place of its numbers."""
 
     stream: Stream
     columns: Columns
     rows: int
-    out: torch.Tensor
+    out: torch.Tensor  # int16 `[rows, stride]` on the device; numbers outside the columns' places are kept
 
 
 def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> None:
-    """Fill every job's `out` in one launch, and wait for it.
+    """Fill every job's `out` in one launch, as `coder.decode` does, and wait for it.
 
-    A number is its symbol - 128. Columns that refine make finer, in place, the coarser numbers q that `out` holds: q
-    becomes 3 q + r, or 3 q - r where q < 0. A column's table is then its own + min(|q|, 2).
-
-    Raises
-    ------
-    DamagedError : a stream does not end as an encoder began. `out` then holds nothing usable.
-    ValueError : a job's arrays do not fit each other, or only some jobs' columns refine.
-    KvtoolError : triton is missing.
+    Raises DamagedError: a stream does not end as an encoder began, and `out` holds nothing usable; ValueError: a job's
+    arrays do not fit each other, or only some jobs' columns refine; KvtoolError: triton is missing.
     """
     if not jobs:
         return

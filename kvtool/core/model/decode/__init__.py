@@ -20,13 +20,8 @@ from kvtool.core.model.prompt_cache import PromptCache
 class DecodeBackend(Protocol):
     """Appends tokens to one prompt cache.
 
-    Between two steps the cache is whole: it holds the rows of all tokens that were given. Other code may read or
-    extend it from there.
-
-    Attributes
-    ----------
-    name : how steps are computed: "native", "cuda graph", "torch".
-    why : the reason, where it is not the fastest backend.
+    Between two steps the cache is whole: other code may read or extend it from there. `name` is how steps are computed:
+    "native", "cuda graph", "torch"; `why` is the reason, where it is not the fastest backend.
     """
 
     @property
@@ -36,17 +31,11 @@ class DecodeBackend(Protocol):
     def why(self) -> str: ...
 
     def step(self, token: int) -> torch.Tensor:
-        """Append one token to the cache; return the logits after it, float32 `[vocabulary]`, on the model's device.
-
-        The caller may use them until the next step, which may overwrite them.
-        """
+        """Append one token; return the logits after it, float32 `[vocabulary]`, which the next step may overwrite."""
 
 
 class TorchBackend:
-    """Steps by the model's own forward, hooks and all: any family, any device; `why` another backend does not serve.
-
-    Other backends are measured against it.
-    """
+    """Steps by the model's own forward: any family, any device; `why` another backend does not serve."""
 
     name = "torch"
 

@@ -13,12 +13,7 @@ _WARM_UP = 2
 
 
 class CudaGraphBackend:
-    """Steps by replaying a graph that was captured at the third step; by the model's own forward where that fails.
-
-    Attributes
-    ----------
-    why : the reason, where a graph could not be captured.
-    """
+    """Steps by replaying a graph that was captured at the third step; by the model's own forward where that fails."""
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
         self._decoder, self._cache = decoder, cache
@@ -52,9 +47,7 @@ class CudaGraphBackend:
 class StaticStep:
     """A decoding step over a prompt cache of a fixed capacity.
 
-    Parameters
-    ----------
-    cache : its rows after the filled ones are set to zero: a hidden number must still be one.
+    The cache's rows after the filled ones are set to zero: a hidden number must still be one.
     """
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:

@@ -40,13 +40,7 @@ MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 class CompiledModel:
     """A model's code, and the programs that it runs: one for each number of sequences that run together.
 
-    Parameters
-    ----------
-    isa : one that this machine runs.
-
-    Raises
-    ------
-    UnsupportedArchitecture : the model computes something that no program has an operation for.
+    Raises UnsupportedArchitecture: the model computes something that no program has an operation for.
     """
 
     def __init__(self, decoder: Decoder, isa: Isa) -> None:

@@ -53,12 +53,7 @@ Weights = Mapping[Projection, Linear]
 
 
 def decoding_weights(decoder: Decoder) -> Weights:
-    """Return the products of a model's spec as matrices.
-
-    Raises
-    ------
-    UnsupportedArchitecture : a step has no operation for something that the model computes.
-    """
+    """Raises UnsupportedArchitecture: a step has no operation for something that the model computes."""
     if decoder.device != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
     spec = decoder.spec
@@ -78,8 +73,8 @@ class WeightSource:
     """The matrices of a model's linear layers.
 
     A model that computes in float32, or whose weights oneDNN has reordered, is often a bfloat16 checkpoint. Its weights
-    are then read from the file, mapped into memory. That is half the bytes, or the only plain weights there are, and
-    takes none of the process's own memory.
+    are then mapped from the file: half the bytes, or the only plain weights there are, and none of the process's
+    memory.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -99,12 +94,7 @@ class WeightSource:
         return Linear(matrix, product.first, product.rows, bias, kind)
 
     def matrix(self, module: Any) -> QuantizedTensor:
-        """Return the weight of a linear layer.
-
-        Raises
-        ------
-        UnsupportedArchitecture : it is kept in a layout that only other code reads.
-        """
+        """Raises UnsupportedArchitecture: the weight is kept in a layout that only other code reads."""
         if isinstance(module, PackedLinear):
             return module.matrix
         if type(module) not in (torch.nn.Linear, ReorderedLinear):
@@ -157,17 +147,11 @@ def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some float32 numbers at an address.
-
-    Attributes
-    ----------
-    stride : bytes to those of the next thread, 0 if all share them.
-    pitch : numbers to those of the next sequence, 0 if all share them.
-    """
+    """Some float32 numbers at an address."""
 
     address: int
-    stride: int = 0
-    pitch: int = 0
+    stride: int = 0  # bytes to those of the next thread, 0 if all share them
+    pitch: int = 0  # numbers to those of the next sequence, 0 if all share them
 
     def __add__(self, numbers: int) -> Place:
         return replace(self, address=self.address + 4 * numbers)
@@ -179,13 +163,8 @@ class Place:
 class Buffers:
     """The activations of one token of each sequence during a step, for at most `threads` threads.
 
-    Attributes
-    ----------
-    embedded : float32 `[sequences, hidden]`: where a step begins. `found`: `[sequences, vocabulary]`, where it ends.
-    hidden : the residual stream. `normed`: what a norm made of it, each thread's own.
-    heads : queries, keys and values as their products give them. `head_norms`: normed, each thread's own.
-    queries : rotated and scaled. `attended`: what attention gives.
-    gate, up : of the MLP. `output`: of attention or MLP.
+    A step begins in `embedded`, float32 `[sequences, hidden]`, and ends in `found`, `[sequences, vocabulary]`. `hidden`
+    is the residual stream, `output` that of attention or MLP.
     """
 
     def __init__(self, spec: ModelSpec, threads: int, sequences: int) -> None:
@@ -228,11 +207,8 @@ def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
 def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> list[Operation]:
     """Build the program from the embeddings in `hidden` to `logits`.
 
-    Keys, values and the memory of attention change with the caches: their addresses are 0 here.
-
-    Parameters
-    ----------
-    height : how many sequences a row of weights is multiplied with at a time.
+    Keys, values and the memory of attention change with the caches: their addresses are 0 here. `height`: how many
+    sequences a row of weights is multiplied with at a time.
     """
     layout = _Layout(spec, weights, buffers, height)
     for layer in spec.layers:
@@ -380,19 +356,7 @@ _CACHE: Mapping[str, int] = {"key_cache": 0, "value_cache": 0, "capacity": 0}
 
 
 class Step:
-    """Computes a token of each of `sequences` sequences.
-
-    Parameters
-    ----------
-    functions : each compiled function by its name.
-    height : how many sequences a row of weights is multiplied with at a time.
-    threads : their maximum number.
-
-    Attributes
-    ----------
-    program : int64 `[operations, words]`; `uses`: the places of the operations of each kind in it, layer by layer, and
-        sequence by sequence within a layer.
-    """
+    """Computes a token of each of `sequences` sequences; `height` of them take a row of weights at a time."""
 
     def __init__(
         self,
@@ -414,10 +378,8 @@ class Step:
     def bind(self, caches: Sequence[PromptCache], filled: Sequence[int], windows: Sequence[int | None]) -> None:
         """Write the addresses of keys and values, which of them are seen, and where attention keeps its sums.
 
-        Parameters
-        ----------
-        caches : of each sequence. `filled`: the number of rows that its token sees, its own the last one.
-        windows : how many of the last keys each layer sees; None: all.
+        Each sequence's token sees `filled` rows, its own the last, of which each layer's window takes the last; None:
+        all.
         """
         lengths = np.array(filled)
         capacities = np.array([cache.buffers[0].keys.shape[2] for cache in caches])
