@@ -31,7 +31,7 @@ _MOST_BLOCKS = 65535  # of a grid's second dimension
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A segment's keys or values on the device, `[kv_heads, tokens, head_dim]`; numbers adjacent, strides in numbers."""
+    """A segment's keys or values `[kv_heads, tokens, head_dim]` on the device; numbers adjacent, strides in numbers."""
 
     address: int
     head: int
