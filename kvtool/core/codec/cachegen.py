@@ -217,11 +217,13 @@ def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
 def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     tables = shipped()
     columns = padded(channels)
-    about = _SideInformation(record.side)
-    widths = [about.widths(channels) for _ in record.predictors]
-    ids = [about.ids(columns) for _ in record.streams]
-    if record.columns != columns or about.left or record.base or int(np.stack(ids).max()) >= len(tables):
+    floats, count = 4 * 2 * channels, len(record.streams)
+    if record.columns != columns or len(record.side) != floats + count * columns or record.base:
         raise DamagedError("a compressed record that does not fit its channels")
+    widths = np.frombuffer(record.side[:floats], "<f4").astype(np.float32).reshape(2, channels)
+    ids = np.frombuffer(record.side[floats:], np.uint8).astype(np.uint16).reshape(count, columns)
+    if not np.isfinite(widths).all() or int(ids.max(initial=0)) >= len(tables):
+        raise DamagedError("a compressed record whose side information is no number or names no table")
     anchors = int(is_anchor(record.tokens).sum())
     heights = [record.tokens - anchors] * 2 + [anchors] * 2
     whole_rows = np.zeros((sum(heights), columns), np.int16)
@@ -238,34 +240,10 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
         return _restored(record, widths, [part[:, :channels] for part in parts])
 
 
-def _restored(record: Record, widths: list[F32], parts: list[I16]) -> tuple[F32, F32]:
+def _restored(record: Record, widths: F32, parts: list[I16]) -> tuple[F32, F32]:
     sides = []
     for rows, anchors, width, step in zip(parts[:2], parts[2:], widths, record.steps, strict=True):
         base = _spread(anchors.astype(np.float32) * width, record.tokens)
         base[~is_anchor(record.tokens)] += rows.astype(np.float32) * np.float32(step)
         sides.append(base)
     return sides[0], sides[1]
-
-
-class _SideInformation:
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._data) - self._at
-
-    def _take(self, size: int) -> bytes:
-        if size > self.left:
-            raise DamagedError("a compressed record without its side information")
-        self._at += size
-        return self._data[self._at - size : self._at]
-
-    def widths(self, channels: int) -> F32:
-        values = np.frombuffer(self._take(4 * channels), "<f4").astype(np.float32)
-        if not np.isfinite(values).all():
-            raise DamagedError("a compressed record whose side information is no number")
-        return values
-
-    def ids(self, columns: int) -> U16:
-        return np.frombuffer(self._take(columns), np.uint8).astype(np.uint16)

@@ -49,15 +49,7 @@ class Predictor(enum.IntEnum):
     TRANSFORM = 2  # the profile's mean, then its transform
 
 
-_PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for value in Predictor}
-
-
-def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
-    """Raises DamagedError: only one side is transformed."""
-    transformed = predictors.count(Predictor.TRANSFORM)
-    if transformed == 1:
-        raise DamagedError("a compressed record with one side transformed")
-    return 1 if transformed else 4
+_PREDICTORS = {(int(both), int(both)): (both, both) for both in Predictor}  # of K and of V
 
 
 @dataclass(slots=True)  # see Stream
@@ -150,7 +142,7 @@ class Record:
             raise DamagedError("a compressed record with an unknown predictor or layout")
         if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
             raise DamagedError("a compressed record whose step or error is no number")
-        count = streams_of(predictors)
+        count = 1 if predictors[0] is Predictor.TRANSFORM else _MOST_STREAMS
         size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
         if size != len(payload) or any(words[count:]) or (check and not base):
             what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"

@@ -87,7 +87,7 @@ def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.nda
     program = np.zeros((len(operations), WORDS), np.int64)
     for row, operation in zip(program, operations, strict=True):
         row[0], row[1] = codes[operation.code].address, operation.barrier
-        fields = FIELDS[operation.kind].row(operation.values)
+        fields = FIELDS[operation.kind].pack(**operation.values)
         row[2 : 2 + len(fields)] = fields
     return program
 

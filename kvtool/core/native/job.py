@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -44,9 +44,6 @@ class Job:
         """Loop over the jobs of a function of `JOBS`, of which there is at least one."""
         with k.loop(k.args.number) as index:
             yield self.load(k, k.args.jobs.at(index * len(self)))
-
-    def row(self, values: Mapping[str, int | float]) -> list[int]:
-        return list(self.pack(**values))
 
     def pack(self, **values: int | float) -> Packed:
         """Write one job to memory. Raises ValueError: a field is missing, or there is no such field."""

@@ -82,7 +82,7 @@ def golden_sample() -> tuple[Any, Any]:
 def test_golden(machine: str) -> None:
     """The format does not change: neither what is written nor how it is read."""
     symbols, ids = golden_sample()
-    golden = Stream(
+    golden = Stream.of(
         np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
     )
     assert same(encoded(symbols, in_order(ids, TABLES)), golden)
@@ -167,7 +167,7 @@ def test_no_escapes_where_none_are_marked(machine: str) -> None:
     job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
     decode(replace(job, marked=np.empty(0, np.int16), marks=[0]))
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
-    nothing = int16_job(Stream(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
+    nothing = int16_job(Stream.of(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
     decode(replace(nothing, marked=np.empty(0, np.int16), marks=[0]))
     for rows in (job, nothing):
         with pytest.raises(DamagedError):
@@ -175,7 +175,7 @@ def test_no_escapes_where_none_are_marked(machine: str) -> None:
 
 
 def test_streams_of_many_sizes_from_one_read_only_buffer(machine: str) -> None:
-    """Read in place, or copied if what follows is unknown; into rows in another order, some left unchanged."""
+    """Read in place; into rows in another order, some left unchanged."""
     parts, found = bytearray(b"odd"), []
     ids = np.resize(np.arange(len(TABLES), dtype=np.uint16), 128)
     for index in range(40):
@@ -187,10 +187,10 @@ def test_streams_of_many_sizes_from_one_read_only_buffer(machine: str) -> None:
         parts += stream.words.tobytes() + stream.states.tobytes()
     payload = np.frombuffer(bytes(parts), np.uint8)
     streams = []
-    for index, (at, count, _) in enumerate(found):
+    for at, count, _ in found:
         words = np.frombuffer(payload, np.uint16, count, at)
         states = np.frombuffer(payload, np.uint32, 64, at + 2 * count)
-        streams.append(Stream(words, states, address(payload) + at if index % 2 else 0))
+        streams.append(Stream(words, states, address(payload) + at))
     rows = [len(symbols) for *_, symbols in found]
     starts = [sum(rows[index + 1 :]) + len(rows) - index for index in range(len(rows))]
     out = np.full((sum(rows) + len(rows) + 1, 128), 999, np.int16)

@@ -10,24 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtool.core.codec.rans import kernels_ir
 from kvtool.core.codec.rans.kernels_ir import REFINE, Decode, Encode
-from kvtool.core.codec.rans.tables import (
-    LANES,
-    LEAST_STATE,
-    MOST_CONTEXT,
-    U8,
-    U16,
-    U32,
-    Columns,
-    Stream,
-    TableSet,
-)
+from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, MOST_CONTEXT, U8, Columns, Stream
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.jit import Function, kernel
 from kvtool.core.native.job import Jobs, address, scratch
@@ -38,9 +27,7 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
     "bfloat16": np.dtype(np.uint16),
 }
 _SLACK = 16  # words an encoder may write after the last: those of a register
-_AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
 _NOTHING = np.zeros(1, np.uint16)
-_entries: WeakKeyDictionary[TableSet, tuple[U32, int]] = WeakKeyDictionary()
 
 
 def compile_ahead(dtype: str) -> None:
@@ -73,7 +60,8 @@ def encode(*encodings: Encoding) -> list[Stream]:
     if any((one.contexts is not None) != contexts for one in encodings):
         raise ValueError("all have contexts, or none has")
     made = iter(_encode(kernel(Encode(contexts)), [one for one in encodings if one.symbols.size]))
-    return [next(made) if one.symbols.size else _empty_stream() for one in encodings]
+    empty = np.empty(0, np.uint16), np.full(LANES, LEAST_STATE, np.uint32)
+    return [next(made) if one.symbols.size else Stream.of(*empty) for one in encodings]
 
 
 def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
@@ -88,10 +76,6 @@ def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
         raise ValueError("contexts up to 2, of columns that refine")
 
 
-def _empty_stream() -> Stream:
-    return _in_one_piece(np.empty(0, np.uint16), np.full(LANES, LEAST_STATE, np.uint32))
-
-
 def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     if not encodings:
         return []
@@ -101,7 +85,8 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     starts = [end - size - _SLACK for end, size in zip(ends, sizes, strict=True)]
     states = np.full((len(encodings), LANES), LEAST_STATE, np.uint32)
     counts = np.zeros((len(encodings), 2), np.int64)
-    held = [(one.columns.for_encoder, *_encoder_entries(one.columns.tables)) for one in encodings]
+    held = [one.columns.for_encoder for one in encodings]
+    entries = [one.columns.tables.encoder_entries for one in encodings]
     at = address(counts) + np.arange(len(encodings)) * counts.strides[0]
     jobs = Jobs(kernels_ir.ENCODE, len(encodings))
     jobs.set(
@@ -110,8 +95,8 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
             0 if one.contexts is None else address(one.contexts) + size
             for one, size in zip(encodings, sizes, strict=True)
         ],
-        bases=[of.first_entries for of, _, _ in held],
-        entries=[place for _, _, place in held],
+        bases=[of.first_entries for of in held],
+        entries=[address(own) for own in entries],
         states=address(states) + np.arange(len(encodings)) * states.strides[0],
         words=address(words) + np.array(starts) * words.itemsize,
         rows=[len(one.symbols) for one in encodings],
@@ -123,28 +108,9 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     if (counts[:, 1] & (1 << 31)).any():
         raise ValueError("a symbol that its table does not have")
     return [
-        _in_one_piece(words[start : start + count][::-1], own)
+        Stream.of(words[start : start + count][::-1], own)
         for start, count, own in zip(starts, counts[:, 0].tolist(), states[:, ::-1].copy(), strict=True)
     ]
-
-
-def _in_one_piece(words: U16, states: U32) -> Stream:
-    size = len(words)
-    whole = np.empty(size + 2 * len(states), np.uint16)
-    whole[:size] = words
-    whole[size:] = states.view(np.uint16)
-    return Stream(whole[:size], whole[size:].view(np.uint32), address(whole))
-
-
-def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
-    """Return an encoder's lookup and its address, uint32 `[tables * 256]`: frequency | cumulative << 12, or MISSING."""
-    entries = _entries.get(tables)
-    if entries is None:
-        frequencies = tables.frequencies.astype(np.uint32)
-        present = frequencies | tables.cumulative.astype(np.uint32) << np.uint32(kernels_ir.CUMULATIVE_AT)
-        looked_up = np.where(frequencies == 0, np.uint32(kernels_ir.MISSING), present).reshape(-1)
-        entries = _entries[tables] = looked_up, address(looked_up)
-    return entries
 
 
 # ---- decoding ----------------------------------------------------------------------------------------------------
@@ -154,7 +120,7 @@ def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
 class Decoding:
     """Streams with the same columns, to decode into rows of one array."""
 
-    streams: Sequence[Stream]  # words and states may be views of a read-only buffer; see `Stream.address`
+    streams: Sequence[Stream]
     columns: Columns
     starts: Sequence[int]  # first row in `out` of each stream
     rows: Sequence[int]  # of each stream; they do not overlap
@@ -200,9 +166,6 @@ def decode(*jobs: Decoding) -> None:
 
 def _check_decoding(job: Decoding) -> None:
     """Check all that a kernel relies upon to stay inside its arrays."""
-    for stream in job.streams:
-        if not stream.address:
-            _check_stream(stream)
     out, held, count = job.out, HELD.get(job.form), len(job.streams)
     if out.ndim != 2 or out.dtype != held or not out.flags.behaved or (out.size and out.strides[1] != out.itemsize):
         raise ValueError(f"output is {job.form}, [rows, stride], rows contiguous, aligned, and can be written")
@@ -216,16 +179,6 @@ def _check_decoding(job: Decoding) -> None:
         raise ValueError("only int16 can be refined, and knows no escapes")
     if job.marked is not None and not _are_marks(job, job.marked):
         raise ValueError("marked values are a vector of what the output holds")
-
-
-def _check_stream(stream: Stream) -> None:
-    words, states = stream.words, stream.states
-    if words.dtype != np.uint16 or words.ndim != 1 or states.dtype != np.uint32 or states.ndim != 1:
-        raise ValueError("a stream is words of uint16 and states of uint32")
-    if len(states) != LANES:
-        raise DamagedError("a stream without its 64 lanes")
-    if not (words.flags.c_contiguous and states.flags.c_contiguous):
-        raise ValueError("a stream's words and states are contiguous")
 
 
 def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
@@ -286,11 +239,10 @@ def _fields(
     marks, replace = _marks(job), 0 if job.marked is None else -1
     for place, number in enumerate(some):
         stream = job.streams[number]
-        words, states = _addresses(stream, kept)
         yield (
-            words,
+            stream.address,
             len(stream.words),
-            states,
+            stream.address + 2 * len(stream.words),
             bases,
             slots,
             places,
@@ -314,11 +266,3 @@ def _marks(job: Decoding) -> list[tuple[int, int]]:
     return [
         (first + size * min(before, last), max(0, count - 1)) for before, count in zip(befores, job.marks, strict=True)
     ]
-
-
-def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
-    """Addresses of words and states. After the words a kernel may read the states, or else zeros."""
-    if stream.address:
-        return stream.address, stream.address + 2 * len(stream.words)
-    kept.append(np.concatenate([stream.words, _AFTER]))
-    return address(kept[-1]), address(stream.states)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from kvtool.core.codec.rans.tables import (
     ALPHABET,
     BLOCK,
+    CUMULATIVE_AT,
     ESCAPE,
     LANES,
     LEAST_STATE,
@@ -92,8 +93,6 @@ STRAY = Job(
     **_SOURCE,  # places are those of the blocks that are not coded
     some="i64*",  # not 0 where a number in one of these blocks is not 0
 )
-CUMULATIVE_AT = 12
-MISSING = 1 << 31 | 1  # with a frequency, so that no kernel divides by 0
 
 _OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
 

@@ -35,6 +35,8 @@ ZERO = 128  # the symbol of the number 0
 ESCAPE = 255  # the symbol of a number that the alphabet or a table has no symbol for
 _MOST_TABLES = 4096
 _SYMBOL_BITS, _BIAS_AT = 8, 20
+CUMULATIVE_AT = 12
+_MISSING = np.uint32(1 << 31 | 1)  # with a frequency, so that no kernel divides by 0
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -81,6 +83,13 @@ class TableSet:
         bias = np.tile(np.arange(SLOTS), len(self)) - self.cumulative[tables, symbols]
         entries = symbols | (self.frequencies[tables, symbols].astype(np.int64) << _SYMBOL_BITS) | (bias << _BIAS_AT)
         return np.asarray(entries, np.uint32)
+
+    @cached_property
+    def encoder_entries(self) -> U32:
+        """An encoder's lookup, uint32 `[tables * 256]`: frequency | cumulative << 12, or `_MISSING`."""
+        frequencies = self.frequencies.astype(np.uint32)
+        present = frequencies | self.cumulative.astype(np.uint32) << np.uint32(CUMULATIVE_AT)
+        return np.where(frequencies == 0, _MISSING, present).reshape(-1)
 
     @cached_property
     def costs(self) -> npt.NDArray[np.float32]:
@@ -206,12 +215,21 @@ def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
 class Stream:
     """An encoded stream: `words` uint16 in the order a decoder reads them, `states` uint32 `[64]` it starts with.
 
-    `address` : of the words, where the states are known to follow them in memory; else 0.
+    `address`: of the words, which the states follow in memory.
     """
 
     words: U16
     states: U32
-    address: int = 0
+    address: int
+
+    @classmethod
+    def of(cls, words: U16, states: U32) -> Stream:
+        """Copy words and states into one piece of memory."""
+        size = len(words)
+        whole = np.empty(size + 2 * len(states), np.uint16)
+        whole[:size] = words
+        whole[size:] = states.view(np.uint16)
+        return cls(whole[:size], whole[size:].view(np.uint32), address(whole))
 
 
 def check_ids(ids: U16, tables: TableSet, most_context: int) -> None:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
-from kvtool.core.common.installing import install_line
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError
+from kvtool.core.kernels.triton_jit import jit
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -57,12 +57,11 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
         _check(job, device)
     if len({job.columns.refines for job in jobs}) > 1:
         raise ValueError("all columns refine, or none does")
-    kernel = _kernel()
     described = _described(jobs, device)
     ends = torch.empty((len(jobs), 2), dtype=torch.int32, device=device)
     options = constants(jobs[0].columns.refines, ballot=device.type == "cuda")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(len(jobs),)](described, ends, **options, num_warps=1)
+        _kernel()[(len(jobs),)](described, ends, **options, num_warps=1)
     expected = torch.tensor([(len(job.stream.words), LANES) for job in jobs], dtype=torch.int32)
     if not torch.equal(ends.cpu(), expected):
         raise DamagedError("an encoded stream that does not end where it should")
@@ -70,10 +69,7 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
 
 def _check(job: CudaDecoding, device: torch.device) -> None:
     """Check everything that the kernel relies upon to stay inside its arrays, beyond what `Columns` checks."""
-    words, states = job.stream.words, job.stream.states
-    if len(states) != LANES or states.dtype != np.uint32 or words.dtype != np.uint16:
-        raise ValueError("a stream of the wrong type")
-    if job.rows * len(job.columns) >= 1 << 31 or len(words) >= 1 << 31:
+    if job.rows * len(job.columns) >= 1 << 31 or len(job.stream.words) >= 1 << 31:
         raise ValueError("a stream of more symbols than an int32 counts")
     if job.out.dtype != torch.int16 or job.out.device != device or job.out.ndim != 2:
         raise ValueError(f"decoding needs an int16 matrix on {device}")
@@ -124,36 +120,16 @@ def constants(refine: bool, ballot: bool) -> dict[str, Any]:
 
 @functools.cache
 def _kernel() -> Any:
-    """Make the kernel, which triton compiles for each set of `constants`.
-
-    A kernel finds triton's language and the functions that it calls among its module's globals. They are put there at
-    the first use: decorators and an import would need triton for importing this module.
-    """
-    try:
-        import triton
-        import triton.language
-    except ImportError as error:
-        raise KvtoolError(
-            "decoding on the GPU needs triton", f"{install_line('triton')}, or decode on the CPU"
-        ) from error
-    globals()["tl"] = triton.language
-    for function in (_ahead, _ranks, _refilled, _number):
-        globals()[function.__name__] = triton.jit(function)
-    return triton.jit(_decode)
+    return jit(_decode, _ahead, _ranks, _refilled, _number)
 
 
 # Below: Triton. Its code cannot use this module's numbers, hence the literals: 10 fields, 64 lanes, 32 threads a warp.
 
 
 def _decode(
-    descriptors: tl.tensor,
-    ends: tl.tensor,
-    REFINE: tl.constexpr,
-    BALLOT: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    LEAST: tl.constexpr,
-) -> None:
+    descriptors: tl.tensor, ends: tl.tensor, REFINE: tl.constexpr, BALLOT: tl.constexpr, BITS: tl.constexpr,
+    ZERO: tl.constexpr, LEAST: tl.constexpr,
+) -> None:  # fmt: skip
     """Decode one stream a program. `ends` int32 `[jobs, 2]`: words wanted, lanes that ended in 2^16."""
     job = descriptors + tl.program_id(0) * 10
     blocks = tl.load(job + 1).to(tl.int32)
@@ -202,15 +178,9 @@ def _decode(
 
 
 def _ahead(
-    ids: tl.tensor,
-    places: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    row: tl.tensor,
-    group: tl.tensor,
-    valid: tl.tensor,
-    REFINE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    ids: tl.tensor, places: tl.tensor, out: tl.tensor, stride: tl.tensor, row: tl.tensor, group: tl.tensor,
+    valid: tl.tensor, REFINE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Return the table ids of 32 columns, the coarser numbers there, and pointers to the places of their numbers."""
     lane = tl.arange(0, 32)
     table = tl.load(ids + group * 32 + lane, mask=valid, other=0).to(tl.int32)

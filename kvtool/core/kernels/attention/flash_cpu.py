@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.kernels import FORMATS
-from kvtool.core.kernels.attention.flash_ir import JOB, KEYS, Tiling, attention_module
+from kvtool.core.kernels.attention.flash_ir import JOB, Tiling, attention_module
 from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
@@ -60,10 +60,6 @@ def attend_packed(
     assert tiling is not None, "it was declined"
     lead = None if lead_in is None else (lead_in[0][0], lead_in[1][0])
     return kernel(tiling)(query[0], key[0], value[0], params, spans, lead)[None]
-
-
-def first_read(first: int) -> int:
-    return first // KEYS * KEYS
 
 
 def compile_ahead(dtype: torch.dtype) -> None:

@@ -127,9 +127,9 @@ def dense(weight: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(kind, weight.shape[0], weight.shape[1], weight.detach().contiguous(), none(), none())
 
 
-def none(dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def none() -> torch.Tensor:
     """Return what stands for scales or mins that a kind does not have."""
-    return torch.empty(0, dtype=dtype)
+    return torch.empty(0, dtype=torch.float16)
 
 
 def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
