@@ -38,7 +38,6 @@ def side_shapes(shape: Shape) -> tuple[SideShape, SideShape]:
 
 
 def channels_of(shapes: Sequence[Shape]) -> int:
-    """Count the numbers of one token in the widest side."""
     return max(heads * dim for shape in shapes for heads, _, dim in side_shapes(shape))
 
 
@@ -96,7 +95,6 @@ class Codec(Protocol):
         ...
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """Encode all layers of a chunk, from the first on, each as `encode` does."""
         return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
 
     def decode(

@@ -51,7 +51,6 @@ class CacheGen(SelfContained):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]:
-        """As a layer of the first third."""
         return self._encoded((keys, values), 0, 1)
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
@@ -102,7 +101,6 @@ class CacheGen(SelfContained):
 
 
 def _spread_of(side: F32) -> float:
-    """RMS around the channel means."""
     if not side.size:
         return 0.0
     spread, size = (float(np.sqrt(np.square(part).mean())) for part in (side - side.mean(0), side))
@@ -110,7 +108,6 @@ def _spread_of(side: F32) -> float:
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
-    """RMS of the difference over RMS, of K and of V, rounded up to float32."""
     wrong = made.sub(sides).square_().mean((1, 2)).sqrt()
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
@@ -133,8 +130,6 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A quantised side of a layer."""
-
     step: float
     rows: Coding  # without the anchors' rows
     anchors: Coding
@@ -158,7 +153,6 @@ def padded(channels: int) -> int:
 
 
 def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
-    """Mark the tokens that are anchors, bool `[tokens]`."""
     return np.asarray(np.arange(tokens) % GROUP == 0)
 
 

@@ -127,7 +127,6 @@ class HostBuffer:
         coder.decode(*jobs)
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        """Raises DamagedError."""
         if len(escapes.places):
             escapes.place(self._held[start : start + rows], self.form)
 
@@ -150,7 +149,6 @@ class DeviceBuffer:
                 self._replace(columns, records, starts)
 
     def _replace(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
-        """Replace each decoded ESCAPE by the number that it stands for: streams in order, each row by row."""
         device, rows = self.tensor.device, [record.tokens for record in records]
         marked = [record.escapes.marked for record in records]
         wanted = torch.from_numpy(columns.numbers).to(device)
@@ -173,7 +171,6 @@ class DeviceBuffer:
 
 
 def decodes_there(device: str) -> bool:
-    """Whether it is a CUDA device, and triton is installed."""
     return device.startswith("cuda") and has_triton()
 
 

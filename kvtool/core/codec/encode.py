@@ -116,7 +116,6 @@ def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> l
 
 
 def _filled_up(kv: LayerKV, layout: Layout) -> LayerKV:
-    """View sides of a layer as if a head were a group of the profile: `[groups, tokens, size]`."""
     wide = wide_sides(kv, layout.channels)
     keys, values = wide.view(SIDES, wide.shape[1], layout.groups, layout.size).transpose(1, 2)
     return keys, values
@@ -132,7 +131,6 @@ class _Slab:
         self._numbers = {NESTED[0]: self._finest()}
 
     def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
-        """As parts; records that refine others name them."""
         coded = [self._profile.coded(level, layer) for layer in self._layers]
         refines = bases is not None and coded[0].fine is not None
         streams, marked = self._refined(level, coded) if refines else self._alone(level, coded)
@@ -179,7 +177,6 @@ class _Slab:
         return self._numbers[level]
 
     def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
-        """Encode streams; also returns the numbers of their escapes."""
         found = symbols_of(self._of(level), [of.alone for of in coded])
         jobs = [coder.Encoding(symbols, of.alone) for (symbols, _), of in zip(found, coded, strict=True)]
         return coder.encode(*jobs), [marked for _, marked in found]
@@ -192,7 +189,6 @@ class _Slab:
         return coder.encode(*jobs), [_NOTHING] * len(coded)
 
     def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
-        """Find the numbers other than 0 in columns that are not coded: flat places, ascending."""
         numbers = self._of(level)
         strays = has_strays(numbers, [of.others for of in coded])
         return [
@@ -200,7 +196,6 @@ class _Slab:
         ]
 
     def _errors(self, level: str, records: Sequence[Record]) -> list[tuple[float, float]]:
-        """Compute the errors of K and of V that each record is to state, rounded up to float32."""
         layout = self._profile.layout
         shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
         held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
@@ -331,7 +326,6 @@ def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
 
 
 def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
-    """Cut this thread's memory into `[rows, columns]` for each layer."""
     widths = [of.ids.shape[0] for of in columns]
     ends = list(accumulate(rows * width for width in widths))
     whole = scratch(name, ends[-1] if ends else 0, np.uint8)

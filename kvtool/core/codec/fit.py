@@ -105,7 +105,6 @@ def fit_profile(
 
 
 def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, step: float) -> torch.Tensor:
-    """Return rows of one step of a coefficient each, `[groups, size, size]`, that of the widest spread first."""
     out = torch.empty((layout.groups, layout.size, layout.size), dtype=torch.float32)
     for group in range(layout.groups):
         channels = slice(group * layout.size, (group + 1) * layout.size)
@@ -118,7 +117,6 @@ def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, ste
 
 
 def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The square root of a regularised sensitivity matrix, and its inverse."""
     wide = sensitivity.double()
     mixed = _FULL * wide + (1 - _FULL) * torch.diag(wide.diagonal())
     values, vectors = torch.linalg.eigh(mixed)
@@ -129,7 +127,6 @@ def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
-    """Count each of these successive values in each column of `[tokens, columns]`: `[columns, values]`."""
     width = numbers.shape[1]
     first = np.arange(width, dtype=np.int64) * len(values) - int(values[0])
     return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
@@ -151,7 +148,6 @@ class _Counts:
         self._fine = np.zeros((len(NESTED) - 1, layers, layout.stride, 3, 3), np.int32)
 
     def add(self, layer: int, finest: I16) -> None:
-        """Count a layer's numbers `[tokens, stride]` once, at the finest level, from which all others follow."""
         values = np.arange(int(finest.min()), int(finest.max()) + 1, dtype=np.int16)
         at_once = max(1, _MOST_COUNTERS // len(values))
         for first in range(0, finest.shape[1], at_once):
@@ -161,7 +157,6 @@ class _Counts:
                 self._count(level, layer, columns, found, coarsened(values, level))
 
     def _count(self, level: int, layer: int, columns: slice, found: npt.NDArray[np.int64], numbers: I16) -> None:
-        """Sum the counts `found[column, value]` by symbol at a level where the values are these `numbers`."""
         symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO  # ascending, as the values are
         there, starts = np.unique(symbols, return_index=True)
         self._alone[level, layer, columns, there] = np.add.reduceat(found, starts, axis=1).T
@@ -192,7 +187,6 @@ class _Counts:
 
 
 def frequencies(probabilities: F64) -> U16:
-    """Make a table of probabilities `[256]`: rare symbols lose their slots, and the escape always has one."""
     kept = np.where(probabilities >= _LEAST_PROBABILITY * probabilities.sum(), probabilities, 0.0)
     used = np.flatnonzero(kept[:ESCAPE])
     first, last = (used[0], used[-1]) if len(used) else (ZERO, ZERO)
@@ -203,7 +197,6 @@ def frequencies(probabilities: F64) -> U16:
 
 
 def bell(spread: float) -> F64:
-    """Return probabilities `[256]` of rounded numbers around 0, half Laplace, half Gauss, of a standard deviation."""
     edges = np.arange(-ZERO, ALPHABET - ZERO) - 0.5
     edges = np.append(edges, edges[-1] + 1)
     scale = spread / np.sqrt(2)
@@ -229,7 +222,6 @@ def shared_tables(counts: Counts) -> tuple[U16, U16]:
 
 
 def _start(rows: F64, count: int) -> npt.NDArray[np.int64]:
-    """Group columns of similar entropy."""
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.nansum(rows * np.log2(rows), 1)
     groups = np.empty(len(rows), np.int64)

@@ -61,7 +61,6 @@ _WHOLE = (
 
 
 def _row_subset(level: Level, share: int) -> Level:
-    """Return the level that stores a share of the rows as `level` stores all; its records refine no others."""
     return Level(
         f"keep{share}-{level.name}",
         ".row_subset:RowSubset",
@@ -103,27 +102,22 @@ def exact(names: Iterable[str | None] = LEVELS) -> list[str]:
 
 
 def lossy(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the known lossy levels among these, the finest first."""
     return [name for name in known(names) if not LEVELS[name].lossless]
 
 
 def nested(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The levels whose records may refine one another."""
     return [name for name in known(names) if LEVELS[name].nested]
 
 
 def profiled(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the levels among these whose records name a profile, the finest first."""
     return [name for name in known(names) if LEVELS[name].profiled]
 
 
 def whole(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The levels that store every row."""
     return [name for name in known(names) if LEVELS[name].share == 100]
 
 
 def keeping(level: str, share: int) -> str:
-    """Name the level that stores `share` percent of the rows as `level` stores all of them."""
     return level if share == 100 else f"keep{share}-{level}"
 
 
@@ -134,7 +128,6 @@ def check_level(name: str) -> str:
 
 
 def shown_loss(loss: float | None, allowed: float) -> str:
-    """None: not measured."""
     if loss is None:
         return f"loss not measured, {allowed:g} nats a token are allowed"
     return f"loss {loss:.4f} of at most {allowed:g} nats a token"

@@ -50,7 +50,6 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """A multiple of 64."""
         return SIDES * self.groups * self.padded
 
     @property
@@ -76,8 +75,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CodedColumns:
-    """The columns of a layer that a level codes."""
-
     alone: Columns  # of a record that refines no other
     fine: Columns | None  # of a record that refines the next coarser level; None: no level is coarser
     widths: tuple[int, ...]  # columns of each group, its first ones: K's groups, then V's
@@ -129,7 +126,6 @@ class Profile:
         return int(self.basis.shape[0])
 
     def memo(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return a value derived from this profile, made at its first use."""
         made: T | None = self._memo.get(key)
         if made is None:
             made = self._memo[key] = make()
@@ -178,7 +174,6 @@ class Profile:
 
     @cached_property
     def data(self) -> bytes:
-        """A safetensors file."""
         arrays = map(torch.from_numpy, (self.active, self.ids, self.fine_ids, self.tables.frequencies))
         parts = dict(zip(_DTYPES, (self.means, self.basis, *arrays), strict=True))
         metadata = {"kvtool_profile": str(FORMAT), "about": json.dumps(self.about, sort_keys=True)}
@@ -221,7 +216,6 @@ def _in_order(data: bytes) -> bytes:
 
 
 def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Raises ValueError: a tensor has another type."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("cut off")

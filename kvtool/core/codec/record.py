@@ -74,7 +74,6 @@ class Escapes:
         return bool(len(self.places))
 
     def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
-        """Put the placed ones into decoded numbers `[rows, stride]`. Raises DamagedError."""
         if self.has_places(numbers.size):
             numbers.reshape(-1)[self.places] = in_form(self.placed, form)
 
@@ -88,8 +87,6 @@ def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
 
 @dataclass(slots=True)  # see Stream
 class Record:
-    """A record's parts."""
-
     predictors: tuple[Predictor, Predictor]
     level: int
     base: int  # number of the level that it refines; 0: none
@@ -184,8 +181,6 @@ def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
 
 
 class _Cut:
-    """Takes one part after another off a payload that is long enough for all."""
-
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at
         self._begin = address(np.frombuffer(payload, np.uint8))

@@ -94,7 +94,6 @@ def rows_of(item: Encoded) -> Ids:
 
 
 def inner_of(item: Encoded) -> Encoded:
-    """The rows as the inner level stores them. Raises DamagedError."""
     return _opened(item)[0]
 
 

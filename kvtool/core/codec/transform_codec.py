@@ -95,7 +95,6 @@ class TransformCodec(Codec):
 
 
 def _check_fit(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> None:
-    """Raises DamagedError: records are wider than the profile, or it lacks the layers."""
     widest = channels_of([item.shape for item in items])
     if widest > profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
         raise DamagedError("a codec profile of another model")

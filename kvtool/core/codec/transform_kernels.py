@@ -110,7 +110,6 @@ class Forward:
         return tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
-        """As float32 less the means; `odd` collects what is not finite."""
         k = count.k
         with k.loop(count) as row, k.loop(job.heads) as number:
             head = job.source.of(self.form).skip((first + row) * job.token).skip(number * job.head)
@@ -191,7 +190,6 @@ class Errors:
         return module(k)
 
     def _row(self, job: Fields, row: Value) -> list[tuple[Value, Value]]:
-        """A row's two sums, each as lanes and the rest."""
         k = row.k
         heads = k.loop(job.heads, *[k.zeros(k.width)] * 2, *[k.zeros(1)] * 2)
         made, exact = (
@@ -215,7 +213,6 @@ def _slabs(rows: Value) -> Value:
 
 
 def _slab(rows: Value, number: Value) -> tuple[Value, Value]:
-    """First row, and number of rows."""
     first = number * MOST_ROWS
     return first, rows.k.minimum(rows - first, MOST_ROWS)
 
@@ -231,7 +228,6 @@ def _product_row(tile: Tile, job: Fields, row: Value) -> Value:
 
 
 def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
-    """Round the product's rows to the nearest whole numbers, ties to even, within `_LEAST` and `_MOST`."""
     with count.k.loop(count) as row:
         out, c = job.out.skip((first + row) * job.stride), _product_row(tile, job, row)
 
@@ -258,7 +254,6 @@ class Weights:
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
-        """Lay out matrices `[depth, size]` and means `[2 * groups, size]`."""
         laid = tuple(panels(matrix.float().numpy(), tile) if len(matrix) else None for matrix in matrices)
         middle = np.ascontiguousarray(means.float().numpy())
         size = middle.strides[0]
@@ -298,7 +293,6 @@ def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    """The result is the same on every CPU."""
     return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded)))
 
 
@@ -343,7 +337,6 @@ class Places:
 
     @classmethod
     def of(cls, sides: Sequence[torch.Tensor]) -> Places:
-        """Sides whose heads' numbers are not next to each other are copied."""
         kept = [side if side.stride(2) == 1 or side.shape[2] == 1 else side.contiguous() for side in sides]
         found = [(side.data_ptr(), *side.stride(), side.shape[1]) for side in kept]
         first, head, token, _, rows = np.array(found, np.int64).T
@@ -415,13 +408,11 @@ def sides_of(
 
 
 def _groups_of(layout: Layout, numbers: I16, padded: int) -> I64:
-    """Return the addresses of layers' groups in numbers `[layers, tokens, stride]`; `padded`: bytes of a group."""
     layers = address(numbers) + np.arange(len(numbers))[:, None] * numbers.strides[0]
     return np.asarray((layers + np.arange(SIDES * layout.groups) * padded).reshape(-1), np.int64)
 
 
 def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict[str, Any]:
-    """Return the fields for the weights, and for the memory of a slab's rows and their product."""
     addresses = np.concatenate([one.addresses for one in weights])
     count = -(-size // tile.columns)
     return {

@@ -74,8 +74,6 @@ CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barri
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation of a program."""
-
     code: str  # name of the compiled function
     kind: str  # whose fields it takes, one of FIELDS
     values: Mapping[str, int | float]  # by field; pointers as addresses
@@ -190,7 +188,6 @@ def _place_head(have: Fields, heads: Heads, rotary: int, normed: Value | None, s
 
 
 def _rotated(have: Fields, half: int, lanes: int, source: Value, start: int) -> Value:
-    """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
     other = source.load(start + half if start < half else start - half, lanes)
     turned = (-other if start < half else other) * have.sin.load(start, lanes)
     return fma(source.load(start, lanes), have.cos.load(start, lanes), turned)

@@ -141,7 +141,6 @@ def _turned(
     table_row: tl.tensor, real: tl.tensor, column: tl.tensor, DIM: tl.constexpr, ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the rows of a head, normed, rounded, and rotated, in float32."""
     number = tl.load(source + column[None, :], mask=real[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
     factor = number
     if NORMED:
@@ -155,7 +154,6 @@ def _turned(
 def _normed(
     number: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, column: tl.tensor, DIM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the rows of a head by their root mean square, and what they were multiplied by for that."""
     factor = tl.rsqrt(tl.sum(number * number, 1) / DIM + epsilon)[:, None]
     by = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
     return number * factor * by[None, :], factor
@@ -166,7 +164,6 @@ def _rotated(
     row: tl.tensor, table_row: tl.tensor, real: tl.tensor, column: tl.tensor, ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the rows of a head, each number rotated with its partner half a rotation further on; the rest stays."""
     turns = column < ROTARY
     half: tl.constexpr = ROTARY // 2
     partner = tl.where(column < half, column + half, tl.where(turns, column - half, column))

@@ -125,7 +125,6 @@ class CopyWithRope:
         return whole and width <= head_dim and self.table.fits(rows) and self.table.cos.shape[1] == rows
 
     def job(self) -> list[int]:
-        """Its words, in the order of the fields."""
         to, numbers = self.to, self.numbers
         heads, rows, head_dim = numbers.shape
         table, width = [0, 0, 0], 0

@@ -51,7 +51,6 @@ class Piece:
 
 
 def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a `Side` can describe `[kv_heads, tokens, head_dim]` for this buffer."""
     return (
         numbers.ndim == 3
         and numbers.dtype == buffer.dtype
@@ -135,7 +134,6 @@ def _check_turns(cos: torch.Tensor, sin: torch.Tensor, stop: int, head_dim: int)
 
 
 def _aligned(table: npt.NDArray[np.int64], keys: torch.Tensor) -> bool:
-    """Whether rows of all segments may be read 16 bytes at a time."""
     size = keys.element_size()
     strides = table[:, (1, 2, 4, 5)] * size
     return not (table[:, (0, 3)] % _VECTOR).any() and not (strides % _VECTOR).any()

@@ -124,7 +124,6 @@ class ShiftKernel:
         self._helped = like[:, : int(self._spans[:, 1].sum())].numel() > _ALONE
 
     def keep(self, layer: int) -> None:
-        """Remember what a layer holds in the places of the probes."""
         self._keep(self._addresses[layer])
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> Sides:

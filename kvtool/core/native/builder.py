@@ -19,13 +19,11 @@ _VECTOR = re.compile(r"<(\d+) x (\w+)>")
 
 
 def vector(lanes: int, element: str) -> str:
-    """The type of a vector; of no lanes: that of a number."""
     return f"<{lanes} x {element}>" if lanes else element
 
 
 @cache
 def _parts(kind: str) -> tuple[int, str]:
-    """Split a type into lanes and element; a number has no lanes."""
     match = _VECTOR.fullmatch(kind)
     return (int(match[1]), match[2]) if match else (0, kind)
 
@@ -144,7 +142,6 @@ class Value:
         return self.k.emit_value(wanted, f"{how} {self.typed} to {wanted}")
 
     def bitcast(self, kind: str) -> Value:
-        """Take the same bits as another type, or each lane's as another element."""
         wanted = vector(self.lanes, kind) if self.lanes and not kind.startswith("<") else kind
         return self.k.emit_value(wanted, f"bitcast {self.typed} to {wanted}")
 
@@ -169,7 +166,6 @@ class Value:
         return self.k.emit_value(self.type, f"insertelement {self.typed}, {value.typed}, i32 {index}")
 
     def of(self, target: str) -> Value:
-        """The same address, of something else."""
         return Value(self.k, "ptr", self.name, target)
 
     def at(self, index: Value | int) -> Value:
@@ -186,7 +182,6 @@ class Value:
         return self.of("i8").at(size).of(self.target)
 
     def load(self, index: Value | int = 0, lanes: int = 0, align: int = 0) -> Value:
-        """Load a number, or a vector that begins at the index-th element; of a stored format as float32."""
         element = STORED.get(self.target, self.target.removesuffix("*"))
         target, element = (element, "ptr") if self.target.endswith("*") else ("", element)
         kind = vector(lanes, element)
@@ -195,7 +190,6 @@ class Value:
         return widen(value, self.target) if self.target in STORED else value
 
     def store(self, value: Operand, index: Value | int = 0) -> None:
-        """Store a number, or a vector from the index-th element on; float32 rounded to a stored format."""
         element = STORED.get(self.target, "ptr" if self.target.endswith("*") else self.target)
         if not isinstance(value, Value):
             value = self.k.constant(element, value)
@@ -241,13 +235,11 @@ def rounded(value: Value, form: str) -> Value:
 
 
 def _round_up(value: Value) -> Value:
-    """Make bits of which the upper half is the nearest bfloat16."""
     bits = value.bitcast("i32")
     return bits + (((bits >> 16) & 1) + 0x7FFF)
 
 
 def _widen_float16(bits: Value) -> Value:
-    """Widen by integers and one product, for CPUs whose float16 LLVM calls a library for."""
     size = bits & 0x7FFF
     finite = ((size << 13).bitcast("float") * 2.0**112).bitcast("i32")  # the exponents begin elsewhere
     value = (size >= 0x7C00).select(finite | 0x7F800000, finite)
@@ -267,8 +259,6 @@ def _narrow_float16(value: Value) -> Value:
 
 
 class Fields:
-    """Values by name, as attributes: of a job, or a function's arguments."""
-
     def __init__(self, values: dict[str, Value]) -> None:
         self._values, self.names = values, tuple(values)
 
@@ -315,7 +305,6 @@ class FunctionBuilder:
         return Value(self, kind, "null" if kind == "ptr" else _literal(kind, number))
 
     def zeros(self, lanes: int, element: str = "float") -> Value:
-        """Of no lanes: a number."""
         return self.constant(vector(lanes, element))
 
     def lanes(self, element: str, numbers: Iterable[int]) -> Value:
@@ -323,7 +312,6 @@ class FunctionBuilder:
         return Value(self, vector(len(texts), element), f"<{', '.join(texts)}>")
 
     def poison(self, kind: str) -> Value:
-        """An undefined value, for one that is never read."""
         return Value(self, kind, "poison")
 
     def alloca(self, kind: str, count: Value | int = 1) -> Value:
@@ -332,7 +320,6 @@ class FunctionBuilder:
         return self.emit_value("ptr", f"alloca {kind},{size} align 64", kind)
 
     def call(self, name: str | Value, result: str, *operands: Value, flags: str = "") -> Value:
-        """Call a function of LLVM's or of the module's by its name, or another by its address."""
         text = self._call(name, result, operands)
         return self.emit_value(result, text if not flags else text.replace("call", f"call {flags}", 1))
 
@@ -393,8 +380,6 @@ class FunctionBuilder:
 
 
 class Scope:
-    """Blocks that are closed by `close`, or at the end of a `with` statement."""
-
     close: Callable[..., object]
 
     def __enter__(self) -> object:
@@ -449,7 +434,6 @@ class When(Scope):
         k.begin_block(then)
 
     def close(self, *values: Value) -> list[Value]:
-        """End it; returns these values where the condition held, else those that it began with."""
         k, last = self._k, self._k.block
         k.branch(self._after)
         k.begin_block(self._after)

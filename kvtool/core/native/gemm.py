@@ -37,7 +37,6 @@ class Tile:
 
     @property
     def features(self) -> str:
-        """What the CPU must have in addition to its instruction set."""
         return AVX512_BF16.extra if self.pairs else ""
 
 

@@ -96,7 +96,6 @@ def kernel_for(isa: Isa, kind: Kind) -> Function:
 
 
 def _compiler(binding: Any) -> tuple[str, ...]:
-    """Return the versions and options that change the code of a text."""
     version = ".".join(map(str, binding.llvm_version_info))
     return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
 

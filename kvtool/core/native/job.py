@@ -34,7 +34,6 @@ class Job:
         return len(self.fields)
 
     def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
-        """The first field is `first` words after the pointer."""
         words = job.of("i64")
         places = enumerate(self.fields.items(), first)
         return Fields({name: words.at(place).of(kind).load(align=_WORD) for place, (name, kind) in places})
@@ -82,7 +81,6 @@ class Jobs:
         self.words = np.zeros((count, len(job)), np.int64)
 
     def set(self, **values: Any) -> None:
-        """Set fields; a value is one for all jobs, or one for each."""
         for name, value in values.items():
             self.words[:, self._places[name]] = value
 

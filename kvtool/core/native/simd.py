@@ -34,7 +34,6 @@ def dot_pairs(left: Value, right: Value, onto: Value) -> Value:
 
 
 def total(*vectors: Value) -> Value:
-    """Sum all lanes of some vectors; the order is the same at every call."""
     summed = list(vectors)
     while len(summed) > 1:
         odd = summed[-1:] if len(summed) % 2 else []
@@ -103,7 +102,6 @@ ACTIVATIONS: dict[str, Callable[[Value], Value]] = {"silu": _silu, "gelu_tanh": 
 def rotate(
     low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one
 ) -> tuple[Value, Value]:
-    """Rotate both halves of a head; `rounded` is done to each product."""
     first = rounded(low * cos) - rounded(high * sin)
     return first, rounded(high * cos) + rounded(low * sin)
 
@@ -123,7 +121,6 @@ def transpose(rows: Sequence[Value]) -> list[Value]:
 
 
 def totals(vectors: Sequence[Value]) -> Value:
-    """A vector whose lane i is the sum of the i-th vector's lanes. Two become one until one is left."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         orders = [range(odd, 2 * vectors[0].lanes, 2) for odd in range(2)]
@@ -142,7 +139,6 @@ def count_bits(bits: Value) -> Value:
 
 
 def any_bits(value: Value) -> Value:
-    """The bits that any lane has."""
     return value.k.call(f"llvm.vector.reduce.or.v{value.lanes}i32", "i32", value)
 
 
@@ -185,7 +181,6 @@ def permuted(name: str, bits: Value, lanes: Value) -> Value:
 
 
 def lanes_for(width: int, *counts: int) -> int:
-    """The most lanes, up to `width`, of which all the counts are multiples."""
     return next(lanes for lanes in (16, 8, 4, 2, 1) if lanes <= width and not any(count % lanes for count in counts))
 
 
@@ -252,7 +247,6 @@ def each(
 
 
 def inverse_rms(x: Value, count: Value | int, epsilon: Value) -> Value:
-    """1 / √(mean(x²) + ε)."""
     k = x.k
     count = k.constant("i64", count) if isinstance(count, int) else count
 
@@ -268,7 +262,6 @@ def inverse_rms(x: Value, count: Value | int, epsilon: Value) -> Value:
 
 
 def rms_norm(x: Value, weight: Value, y: Value, count: Value, epsilon: Value, rounds_first: bool = True) -> None:
-    """y = x / √(mean(x²) + ε), `rounds_first`: rounded as x is stored, · weight."""
     factor = inverse_rms(x, count, epsilon)
 
     def scale(lanes: int, index: Value) -> None:
@@ -279,8 +272,6 @@ def rms_norm(x: Value, weight: Value, y: Value, count: Value, epsilon: Value, ro
 
 
 def gate(y: Value, x: Value, count: Value, activation: str, first: Value | int = 0) -> None:
-    """y = act(y), rounded as y is stored, · x."""
-
     def work(lanes: int, index: Value) -> None:
         value = rounded(ACTIVATIONS[activation](y.load(index, lanes)), y.target)
         y.store(value * x.load(index, lanes), index)

@@ -67,7 +67,6 @@ class ThreadPool:
         self._code["submit"](self._control_address, function.address, job, threads - 1)
 
     def end(self) -> None:
-        """Let the helpers go, without waiting for them."""
         self._control[_AT["over"]] = 1
         self._code["submit"](self._control_address, self._code["nothing"].address, 0, 0)  # for those that sleep
 
@@ -125,7 +124,6 @@ def launch(function: Function, job: Packed, threads: int = 1) -> None:
 
 
 def launch_in_pool(function: Function, job: Packed, threads: int) -> None:
-    """Launch without OpenMP: for what no product of torch's is next to."""
     with use_pool(threads) as pool:
         if pool is None:
             function(addressof(job))

@@ -94,7 +94,6 @@ class OverlapPolicy(Adaptive):
         return self._now  # the pass computes it sooner
 
     def _worth_computing(self, now: float, chunk: int, end: float) -> bool:
-        """Whether a computation that ends then is in time, and of any use."""
         if not self._in_time_computed(chunk, end):
             return False
         if chunk not in self._missing:
@@ -163,18 +162,15 @@ class OverlapPolicy(Adaptive):
         return found
 
     def _through(self, chunks: frozenset[int]) -> float:
-        """When all of these are expected to be computed."""
         rest = chunks - self._refused - ({self._running.chunk} if self._running is not None else set())
         return self._free() + sum(self._seconds(chunk) for chunk in rest)
 
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _sure(self) -> frozenset[int]:
-        """The chunks that are counted on in addition to those that have arrived."""
         return frozenset() if self._promised else self._bases_flying()
 
     def _seconds(self, chunk: int) -> float:
-        """What computing a chunk is expected to take."""
         speed = (self._speed.bytes_per_second or 1.0) * (1 - self._margin)
         if self._running is not None and self._running.chunk != chunk:  # it may be overdue already
             took = self._end_of_running() - self._running.since - (self._decoding - self._running.decoded)
@@ -182,7 +178,6 @@ class OverlapPolicy(Adaptive):
         return self.task.alone(chunk) / speed
 
     def _free(self) -> float:
-        """When the processor is expected to be."""
         return max(self._now, self._decoded_at) if self._running is None else self._end_of_running()
 
     def _end_of_running(self) -> float:
@@ -192,7 +187,6 @@ class OverlapPolicy(Adaptive):
         return end if self._now <= end else begun + AS_LONG_AGAIN * (self._now - begun)
 
     def _expected(self, now: float, chunk: int) -> float:
-        """When the link is expected to have brought a chunk."""
         ladder, pace = self._ladders[chunk], self._pace(now)
         if chunk in self._closed or not ladder.rungs or pace is None:
             return math.inf
@@ -209,7 +203,6 @@ class OverlapPolicy(Adaptive):
         return (self._busy_since if self._flying else now) + size / pace
 
     def _pace(self, now: float) -> float | None:
-        """Bytes a second of the link, by the transfers that have ended and the one that has not."""
         rate = self._rate
         if not self._flying:
             return rate

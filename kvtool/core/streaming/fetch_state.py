@@ -33,7 +33,6 @@ class Rung:
         return sum(part.size for part in self.parts)
 
     def absent(self, held: Set[str]) -> tuple[Part, ...]:
-        """What is still to be fetched when the parts of the `held` levels are there."""
         return tuple(part for part in self.parts if part.level not in held)
 
 
@@ -56,7 +55,6 @@ class Ladder:
 
     @property
     def loses(self) -> bool:
-        """Whether any level loses something."""
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:
@@ -221,7 +219,6 @@ class Policy(ABC):
 
     @property
     def computed(self) -> frozenset[int]:
-        """Computed during the fetching, whatever level they have reached."""
         return frozenset()
 
     @property
@@ -270,7 +267,6 @@ class Policy(ABC):
         return self._ladders[chunk].rungs[number].level if number >= 0 else None
 
     def _count(self, chunk: int) -> None:
-        """Note a chunk's rungs after a fetch of it has begun or ended."""
         ladder = self._ladders[chunk]
         self._reached[chunk] = ladder.reached(self._held[chunk])
         self._reaching[chunk] = ladder.reached(self._coming(ladder))
@@ -288,7 +284,6 @@ class Policy(ABC):
         return fetch
 
     def _coming(self, ladder: Ladder) -> set[str]:
-        """The levels of a chunk's parts that are there or under way."""
         flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
         return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
 
@@ -304,11 +299,9 @@ class Policy(ABC):
 
     @property
     def _busy_since(self) -> float:
-        """When the oldest outstanding fetch began."""
         return max(self._last_end, self._flying[0].at)
 
     def _arrival(self, now: float, size: int, rate: float) -> float:
-        """When so many bytes, requested now, are expected after all outstanding ones."""
         waiting = sum(flight.fetch.size for flight in self._flying)
         free = max(now, self._busy_since + waiting / rate) if self._flying else now
         return free + size / rate

@@ -107,7 +107,6 @@ class Adaptive(Policy):
         return in_time or (not self._promised and self._on_course(now, rate))
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Whether a base is expected to take less time than computing the chunk."""
         return ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying())
 
     def _refinement(self, now: float) -> Fetch | None:
@@ -125,7 +124,6 @@ class Adaptive(Policy):
         return None
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
-        """Whether a refinement is expected to be decoded by the deadline."""
         rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
@@ -139,7 +137,6 @@ class Adaptive(Policy):
         return self.task.objective - self.task.compute(self._missing - arriving)
 
     def _all_by(self) -> float:
-        """When all bases must be decoded to meet the objective by them."""
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
@@ -152,13 +149,11 @@ class Adaptive(Policy):
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
-        """Whether all bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._to_come() if self._reaching[ladder.chunk] < 0)
         decoded = max(now, self._decoded_at) + self._open_decode()
         return max(self._arrival(now, left, rate), decoded) <= self._all_by()
 
     def _course(self, fetch: Fetch) -> float:
-        """When an outstanding base is expected, if the link is on course; long ago if it is not."""
         rate = self._rate
         if rate is None or not self._on_course(self._now, rate):
             return -math.inf
@@ -178,7 +173,6 @@ class Adaptive(Policy):
         return self._busy_since + waited
 
     def _text_seconds(self, chunk: int, among: frozenset[int]) -> float:
-        """What computing a chunk adds to the pass."""
         return self.task.compute(among | {chunk}) - self.task.compute(among - {chunk})
 
     # ---- chunks ------------------------------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ def compile_ahead(dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Symbols to encode."""
-
     symbols: U8  # `[rows, columns]`
     columns: Columns
     contexts: U8 | None = None  # `[rows, columns]`, at most 2, added to the column's table id; where the columns refine

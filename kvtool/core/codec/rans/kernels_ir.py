@@ -157,7 +157,6 @@ def _entries_by_memory(table: Value, indices: Value, memory: Value) -> Value:
 
 
 def _moved(entry: Value, state: Value) -> Value:
-    """Compute frequency * (state >> 11) + bias."""
     return ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
 
 
@@ -192,7 +191,6 @@ def _expansions() -> list[list[int]]:
 
 
 def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value]) -> None:
-    """Store the number of words that were asked for, or its negative complement; and the number of escapes."""
     job.escapes.store(escapes)
     wrong = states[0].like(0)
     for state in states:
@@ -211,7 +209,6 @@ def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: 
 
 
 def _with_context(bases: Value, coarse: Value) -> Value:
-    """Return the first slots of the tables that coarser numbers choose: min(|q|, 2) tables on."""
     size = coarse.compare("slt", 0).select(-coarse, coarse)
     return bases + ((size > MOST_CONTEXT).select(size.like(MOST_CONTEXT), size) << PROBABILITY_BITS)
 
@@ -276,7 +273,6 @@ def _encode(k: FunctionBuilder, contexts: bool) -> None:
 
 
 def _backwards(pointer: Value, index: Value, width: int) -> Value:
-    """Load bytes from an index on, the last first, as i32."""
     return pointer.load(index, width).shuffle([*reversed(range(width))]).to("i32")
 
 
@@ -289,7 +285,6 @@ def _look_up(table: Value, indices: Value) -> Value:
 
 
 def _put(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
-    """Full states give a word first. Returns the next place for words, and the states."""
     frequency, cumulative = entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
     full = (state >> (32 - PROBABILITY_BITS)) >= frequency  # frequency << 21 would not fit for one of 2048
     bits = bits_of(full)
@@ -321,7 +316,6 @@ def _compressed(state: Value, mask: Value, bits: Value) -> Value:
 
 
 def _compressions() -> list[list[int]]:
-    """For every mask of eight lanes its lanes, then zeros."""
     lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
     return [row + [0] * (8 - len(row)) for row in lanes]
 
@@ -371,7 +365,6 @@ def finer_module(isa: Isa) -> str:
 
 
 def wider_module(isa: Isa) -> str:
-    """Make the kernel for a level's numbers of the next finer one's: floor((number + 1) / 3)."""
     k = FunctionBuilder("run", isa, JOBS)
     with WIDER.each(k) as job, k.loop(job.blocks) as block:
         third = (job.numbers.load(block << 5, BLOCK) + (_OFFSET + 1)) // 3

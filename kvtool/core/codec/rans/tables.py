@@ -170,12 +170,10 @@ class Columns:
 
     @cached_property
     def reach(self) -> int:
-        """The least number of columns of an output."""
         return int(self.places.max()) + BLOCK if len(self.places) else 0
 
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Each column's place in a row of an output."""
         return columns_of(self.places)
 
     @cached_property
@@ -204,7 +202,6 @@ def columns_of(places: I32) -> npt.NDArray[np.int64]:
 
 
 def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
-    """Columns whose blocks are stored one after another."""
     return Columns(ids, tables, np.arange(0, len(ids), BLOCK, dtype=np.int32), refines)
 
 
@@ -224,7 +221,6 @@ class Stream:
 
     @classmethod
     def of(cls, words: U16, states: U32) -> Stream:
-        """Copy words and states into one piece of memory."""
         size = len(words)
         whole = np.empty(size + 2 * len(states), np.uint16)
         whole[:size] = words

@@ -106,7 +106,6 @@ def _aligned(size: int) -> int:
 
 
 def _slots_on(tables: TableSet, device: torch.device) -> torch.Tensor:
-    """Upload the set's slots to the device once, and keep them as long as the set."""
     copies = _slots.setdefault(tables, {})
     if device not in copies:
         copies[device] = torch.from_numpy(tables.slots).to(device)
@@ -218,14 +217,12 @@ def _ranks(low: tl.tensor, high: tl.tensor, BALLOT: tl.constexpr) -> tuple[tl.te
 
 
 def _refilled(state: tl.tensor, words: tl.tensor, at: tl.tensor, count: tl.tensor, LEAST: tl.constexpr) -> tl.tensor:
-    """Refill the states that need a word; after the stream's own words come zeros."""
     empty = state < LEAST
     word = tl.load(words + at, mask=empty & (at < count), other=0).to(tl.uint32)
     return tl.where(empty, (state << 16) | word, state)
 
 
 def _number(entry: tl.tensor, before: tl.tensor, REFINE: tl.constexpr, ZERO: tl.constexpr) -> tl.tensor:
-    """Make the numbers of the symbols of 32 columns."""
     number = (entry & 255).to(tl.int32) - ZERO
     if REFINE:
         number = 3 * before + tl.where(before < 0, -number, number)

@@ -43,7 +43,6 @@ def _shaped(scores: torch.Tensor, params: AttentionParams) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of `[heads, rows, keys]` with each head's sink as one more key."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -90,7 +89,6 @@ class _Hidden:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Scores of a block of rows at a time stay in the cache."""
     batch, heads, rows, _ = query.shape
     if batch > 1:
         each = zip(query.split(1), key.split(1), value.split(1), strict=True)

@@ -191,7 +191,6 @@ def _laid_out(
 
 
 def _scored(params: AttentionParams) -> dict[str, float]:
-    """Factors for powers of two, and the cap."""
     cap = params.softcap
     return {
         "bend": 0 if cap is None else -2 * math.log2(math.e) * params.scale / cap,

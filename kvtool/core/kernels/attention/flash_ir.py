@@ -71,7 +71,6 @@ class Tiling:
 
     @property
     def row_block(self) -> int:
-        """Lanes that are handled together."""
         return self.registers * self.width
 
     @property
@@ -386,7 +385,6 @@ def _cap(tiling: Tiling) -> FunctionBuilder:
 
 
 def _mask(tiling: Tiling) -> FunctionBuilder:
-    """Hide keys that a lane does not see."""
     k = tiling.function(
         "mask", "i32* limits, i32* begins, i64 first, i64 keys, float* scores, float* before, float* largest"
     )
@@ -460,6 +458,5 @@ def _weights(tiling: Tiling) -> FunctionBuilder:
 
 
 def _pair(low: Value, high: Value) -> Value:
-    """Round two keys' weights of each lane to bfloat16, the first one low: i32."""
     both = low.k.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", "<32 x bfloat>", high, low)
     return both.shuffle([lane + 16 * key for lane, key in product(range(16), range(2))]).bitcast("<16 x i32>")

@@ -31,7 +31,6 @@ class AttentionParams:
 
     @property
     def is_unshaped(self) -> bool:
-        """Whether scores are scaled products and nothing else."""
         return self.softcap is None and self.sinks is None
 
 
@@ -52,7 +51,6 @@ class KeyRanges:
 
     @classmethod
     def run(cls, positions: range, window: int | None, device: torch.device | str) -> KeyRanges:
-        """Key i is at position i."""
         at, dense = torch.arange(positions.start, positions.stop, device=device), not positions.start
         if window is None:
             return cls(positions, at, dense=dense)

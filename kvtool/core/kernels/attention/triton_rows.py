@@ -62,7 +62,6 @@ def tile_for(rows: int, head_dim: int, dtype: torch.dtype, memory: int = 100 * 1
 
 
 def splits_for(blocks: int, keys: int, tile: Tile, multiprocessors: int) -> int:
-    """Count the parts of the keys that give each multiprocessor two programs; 1 if blocks do so."""
     wanted = -(-2 * multiprocessors // max(blocks, 1))
     most = max(1, keys // (4 * tile.keys))  # a part of fewer keys is not worth its join
     return max(1, min(wanted, most, _MOST_SPLITS))

@@ -45,8 +45,6 @@ JOBS = {
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The places where a model that computes in bfloat16 rounds."""
-
     norm_first: bool = True  # before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2)
     rope_in_float32: bool = False  # a rotated number is rounded once (OLMo 2)
 
@@ -56,8 +54,6 @@ AS_LLAMA = Rounding()
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The compiled functions for one number format and activation."""
-
     functions: dict[str, Function]
     dtype: torch.dtype
     angles: torch.dtype  # of cos and sin
@@ -80,7 +76,6 @@ class LayerKernels:
         return sum_, y
 
     def gate(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Set y to act(y) · x, both contiguous; return y."""
         count = y.shape[-1]
         rows = self._rows(y, count)
         if x.shape != y.shape or self._rows(x, count) != rows:

@@ -133,7 +133,6 @@ class Inputs:
 
 
 def _dense_row(k: FunctionBuilder, kind: str) -> Row:
-    """Some vectors at a time, then one by one."""
     columns = Split.of(k.args.columns, _UNROLLED * k.width)
 
     def multiply(row: Value, tile: Sequence[Input]) -> list[Value]:
@@ -162,7 +161,6 @@ def _dense_row(k: FunctionBuilder, kind: str) -> Row:
 
 
 def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row:
-    """A superblock at a time, then block by block."""
     k, layout = rows.k, rows.layout
 
     def multiply(number: Value, tile: Sequence[Input]) -> list[Value]:
@@ -209,7 +207,6 @@ def _add_blocks(
 
 
 def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Sequence[Input], sums: list[Value]) -> None:
-    """Add what is added to scale · code, times Σ x, of the groups from a block on."""
     if shifts is None:
         return
     for at, one in enumerate(tile, 1):
@@ -219,7 +216,6 @@ def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Seque
 
 
 def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Value]:
-    """Sum code · x over each group of a block."""
     width = x.k.width
     loaded = [x.load(part * width, width) for part in range(len(parts))]
     size, sums = layout.group // width, []

@@ -179,7 +179,6 @@ def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -
 
 
 def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
-    """Sum code · q over a group, i32, for each row of X: four columns at a time."""
     k, width = codes.k, codes.k.width
     sums, halves = [k.zeros(width, "i32")] * len(q), [k.zeros(2 * width, "i16")] * len(q)
     ones = k.constant(f"<{2 * width} x i16>", 1)
@@ -328,7 +327,6 @@ def _fours(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
 
 
 def _twos(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
-    """Unpack eight bytes of each block, which hold the columns j, 8 + j, 16 + j and 24 + j."""
     words = _joined([plane.of("i64").load(align=1).splat(2) for plane in planes])
     kind = f"<{8 * words.lanes} x i8>"
     shifts = [k.lanes("i64", [first, first + 2] * len(planes)) for first in (0, 4)]

@@ -91,7 +91,6 @@ class PackedLinear(SmallBatchLinear):
         return (int8_gemm if self.int8 else small_batch_gemm)(self.matrix, rows, self.bias)
 
     def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows with the weights unpacked, however few they are."""
         step = max(1, _TILE_BYTES // (self.in_features * rows.itemsize))
         if step >= self.out_features:
             return F.linear(rows, self._unpacked(0, self.out_features, rows.dtype), self.bias)

@@ -61,8 +61,6 @@ def _pack(linear: torch.nn.Linear, keep: bool) -> None:
 
 
 class ReorderedLinear(SmallBatchLinear):
-    """A linear layer whose weight oneDNN has laid out, which is only run forward."""
-
     reordered: torch.Tensor
     panels: OneDnnBlockedWeight | None
 

@@ -46,7 +46,6 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the scales of a superblock."""
         return (1 + self.group_mins) * (2 + SUPERBLOCK // self.group)
 
     def row_bytes(self, columns: int) -> int:
@@ -128,7 +127,6 @@ def dense(weight: torch.Tensor) -> QuantizedTensor:
 
 
 def none() -> torch.Tensor:
-    """Return what stands for scales or mins that a kind does not have."""
     return torch.empty(0, dtype=torch.float16)
 
 
@@ -233,7 +231,6 @@ def _q3_k(_: Layout, blocks: torch.Tensor) -> _Parts:
 
 
 def _k_scales(packed: torch.Tensor) -> torch.Tensor:
-    """12 bytes: 8 scales and 8 mins of six bits."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = [first & 63, (third & 15) | (first >> 6 << 4)]
     mins = [second & 63, (third >> 4) | (second >> 6 << 4)]

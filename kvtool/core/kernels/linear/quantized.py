@@ -158,13 +158,11 @@ def int8_gemm(
 
 
 def has_int8(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
-    """Whether `int8_gemm` takes a matrix."""
     isa = isa or multiplies_int8(best_isa())
     return isa is not None and matrix.rows % isa.width == 0 and int8_ir.multiplies(isa, matrix.layout)
 
 
 def has_int8_row(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
-    """Whether `gemv` can round its row to 8-bit integers for a matrix."""
     isa = isa or multiplies_int8(best_isa())
     if isa is None or not int8_ir.multiplies_row(isa, matrix.layout):
         return False

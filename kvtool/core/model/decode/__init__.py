@@ -90,7 +90,6 @@ def step_along(backend: DecodeBackend, tokens: Sequence[int]) -> Iterator[torch.
 
 
 def _is_trusted(backend: DecodeBackend) -> bool:
-    """Whether it is machine code whose first step was as the model's own."""
     return isinstance(backend, NativeBackend) and backend.compiled.self_check_error == ""
 
 

@@ -25,7 +25,6 @@ class CudaGraphBackend:
         return "torch" if self.why else "cuda graph"
 
     def step(self, token: int) -> torch.Tensor:
-        """The next step overwrites what is returned."""
         if self.why:
             return self._decoder.extend([token], self._cache)[-1]
         step = self._current_step()
@@ -36,7 +35,6 @@ class CudaGraphBackend:
         return logits
 
     def _current_step(self) -> StaticStep:
-        """A new one after the cache's buffers have grown."""
         if self._step is None or not self._step.is_valid:
             for buffer in self._cache.buffers:
                 buffer.reserve(buffer.length + 1)

@@ -121,7 +121,6 @@ class CompiledModel:
 
 @cache
 def _compiled(isa: Isa, code: Code) -> dict[str, Function]:
-    """By name; models that differ only in sizes share the functions."""
     addresses = compiled(module(isa, code), isa, *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
@@ -187,7 +186,6 @@ class NativeBackend:
     @staticmethod
     @torch.inference_mode()
     def step_together(backends: Sequence[NativeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
-        """Append a token to each of several caches of one self-checked model: bit by bit as each separately."""
         model, decoder = backends[0].compiled, backends[0]._decoder
         rounds = -(-len(tokens) // MOST_TOGETHER)
         logits: list[torch.Tensor] = []

@@ -133,7 +133,6 @@ def _bfloat16_files(files: Any) -> dict[str, Path]:
 
 
 def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
-    """By the shape and, where the model has numbers, by some rows."""
     if weight.shape != mapped.shape or not mapped.is_contiguous():
         return False
     if weight.device.type != "cpu":
@@ -147,8 +146,6 @@ def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some float32 numbers at an address."""
-
     address: int
     stride: int = 0  # bytes to those of the next thread, 0 if all share them
     pitch: int = 0  # numbers to those of the next sequence, 0 if all share them
@@ -197,7 +194,6 @@ class Buffers:
 
 
 def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
-    """`cache`: "float32" or "bfloat16"."""
     rotaries = frozenset(layer.rotary for layer in spec.layers)
     normed = any(layer.normed_by_head for layer in spec.layers)
     heads = Heads(spec.head_dim, spec.heads // spec.kv_heads, normed, cache)
@@ -346,7 +342,6 @@ class _Layout:
         self.program.append(Operation(code or kind, kind, values))
 
     def _wait(self) -> None:
-        """Let all threads wait for each other after the last operation."""
         self.program[-1] = replace(self.program[-1], barrier=True)
 
 
@@ -406,19 +401,16 @@ class Step:
                 self._write(operation, side, addresses)
 
     def _memory(self, sizes: I64) -> I64:
-        """Addresses of so many numbers for each sequence."""
         if self._parts.numel() < sizes.sum():
             self._parts = torch.empty(int(sizes.sum()), dtype=torch.float32)
         return self._parts.data_ptr() + 4 * (np.cumsum(sizes) - sizes)
 
     def _write(self, kind: str, field: str, values: npt.NDArray[Any]) -> None:
-        """Values are `[layers, sequences]`, or `[sequences]` for all layers."""
         shape = len(self._spec.layers), values.shape[-1]
         self.program[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
 
 
 def _addresses(caches: Sequence[PromptCache], side: str) -> I64:
-    """`[layers, sequences]`."""
     return np.array([[getattr(buffer, side).data_ptr() for buffer in cache.buffers] for cache in caches]).T
 
 
