@@ -1,9 +1,9 @@
 """Decoding as a program: a list of operations over buffers, which one compiled function runs from end to end.
 
 All threads run the same program. An operation divides its rows among them by their number; a barrier follows it where a
-later one reads what other threads wrote. What every thread computes for itself (a norm, whose sum is shorter than a
-barrier) is in memory of its own, `stride` bytes after that of the thread before. A step takes one token, or one of each
-of several sequences: a product takes those together and reads its weights once, other operations take them one by one.
+later one reads what other threads wrote. What every thread computes for itself (a norm) is in its own memory, `stride`
+bytes after that of the thread before. A step takes one token of each of some sequences: only products take them
+together.
 
 An operation is 16 words of 8 bytes: the address of its code, whether a barrier follows, then its fields.
 """

@@ -1,7 +1,4 @@
-"""Norms of heads, rotation and the writing of keys and values into the prompt cache, in one Triton kernel.
-
-A program takes some rows of one head: of queries, keys or values. With `TRITON_INTERPRET=1` it runs on the CPU.
-"""
+"""Norms of heads, rotation and the writing of keys and values into the prompt cache, in one Triton kernel."""
 
 from __future__ import annotations
 

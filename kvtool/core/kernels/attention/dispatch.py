@@ -1,7 +1,4 @@
-"""Attention is computed by the first backend in `BACKENDS` that accepts a call.
-
-A backend is a module with the names of `AttentionBackend`. It declines a call with a reason; `explain` collects them.
-"""
+"""Attention by the first backend in `BACKENDS` that accepts a call; the others decline with a reason (`explain`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """FlashAttention as LLVM IR: threads take blocks of query rows from a list until none is left.
 
-Each block reads its keys tile by tile (FlashAttention's order: scores, softmax shifted by the largest so far, sum
-of values). A row's numbers depend on its own query and the keys it sees, in tiles counted from the first: not on the
-rows next to it, nor on the thread.
+A row's numbers depend on its own query and the keys it sees, in tiles counted from the first: not on the rows next to
+it, nor on the thread.
 """
 
 from __future__ import annotations

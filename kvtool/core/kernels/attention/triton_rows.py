@@ -1,14 +1,11 @@
 """The `triton` backend: attention of scattered rows on a GPU, in one kernel.
 
-Each block of rows reads keys up to its last position. Rows are sorted by position, so that a block's rows see nearly
-the same keys and only the last of them need a mask. The heads of a group are adjacent rows and share the reading of
-their keys. Where there are too few blocks to fill the GPU (a question's rows, or the one row of decoding) the keys are
-split between several programs, whose parts are joined by their log-sum-exp. Softmax in one pass over the keys is
-Milakov and Gimelshein's (arXiv 1805.02867), its tiling FlashAttention's (arXiv 2205.14135), the splitting of keys
-Flash-Decoding's.
+Rows are sorted by position, so that a block's rows see nearly the same keys and only the last of them need a mask. The
+heads of a group are adjacent rows and share the reading of their keys. Where there are too few blocks to fill the GPU
+the keys are split between programs, whose parts are joined by their log-sum-exp (Flash-Decoding). The softmax is
+Milakov and Gimelshein's (arXiv 1805.02867), its tiling FlashAttention's (arXiv 2205.14135).
 
-No position is read on the host: how far a row sees is in device memory, so that a captured graph may be
-replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on the CPU.
+No position is read on the host, so that a captured graph may be replayed for other lengths.
 """
 
 from __future__ import annotations

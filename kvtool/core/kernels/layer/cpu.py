@@ -1,7 +1,7 @@
 """RMSNorm, rotary positions and gated activation on a CPU, row by row in machine code, rounded as the model rounds.
 
-A model that computes in bfloat16 rounds after every operation of torch's. So does this code: its numbers are the
-model's own but for the order of a norm's sum and the last place of an exponential.
+A model that computes in bfloat16 rounds after every operation of torch's. So does this code: its numbers differ only by
+the order of a norm's sum and the last place of an exponential.
 """
 
 from __future__ import annotations
