@@ -1,10 +1,8 @@
-"""CacheGen's delta coding, the measured baseline of levels 1 to 4: differences from anchors, arithmetic coded.
+"""CacheGen's delta coding, the measured baseline of levels 1 to 4; without a profile a store has records made by it.
 
 As in the paper (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of ten tokens the first is an anchor,
 quantised to 8 bits; the others are their difference from it, quantised in steps that grow from the first third of the
-layers to the last. Tables come with kvtool, so that a record needs no profile. A row is a token here.
-
-A store that has no profile yet has records of levels 1 to 4 made by this scheme.
+layers to the last. Tables come with kvtool.
 """
 
 from __future__ import annotations

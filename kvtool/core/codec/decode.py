@@ -1,7 +1,4 @@
-"""Transform decoding: streams to a profile's whole numbers, and these to keys and values (inverse of encode.py).
-
-Coefficients are decoded into buffers `[rows, stride]` in main memory, or on a GPU.
-"""
+"""Transform decoding: streams to a profile's whole numbers, and these to keys and values (inverse of encode.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Transform encoding of a chunk's layers at several levels at once, in a few calls of machine code (decode.py inverts).
-
-A record depends only on its own layer, never on the layers that are encoded with it.
-"""
+"""Transform encoding of a chunk's layers at several levels in a few calls; a record depends only on its own layer."""
 
 from __future__ import annotations
 

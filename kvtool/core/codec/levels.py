@@ -1,7 +1,4 @@
-"""Codec levels and the first bytes of their records; needs no torch.
-
-A new codec is a file in this folder and a line below.
-"""
+"""Codec levels and the first bytes of their records; needs no torch."""
 
 from __future__ import annotations
 

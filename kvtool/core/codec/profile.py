@@ -1,7 +1,4 @@
-"""Codec profiles: means, transforms and frequency tables of a model's keys and values, and their layout.
-
-A profile is fitted once; records name it by its digest.
-"""
+"""Codec profiles: means, transforms and frequency tables of a model's keys and values; records name their digest."""
 
 from __future__ import annotations
 

@@ -3,12 +3,8 @@
 `kvtool help codec` has the fields of the header, little-endian without padding, in the order of `_HEADER`. After it
 follow, for each stream, its words (u16) and states (u32[64]); the side information of untransformed predictors
 (cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
-stream by stream, row by row.
-
-Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one for the
-anchors of each, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
-to a column that is not coded. The check of the base is `check_of` (levels.py) the very record that is refined: another
-record of its level, made elsewhere, rounds otherwise. 0: older records do not state it.
+stream by stream, row by row. Transformed records have one stream, K's columns and then V's. Others have one for K, one
+for V, and one for the anchors of each, in this order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Row subsets, levels `keepNN-…`: a part of a chunk's rows, stored as another level stores all of them.
 
-The inner level's payload of the stored rows comes first, so that a record begins as the inner level's does. Then follow
-a bit for every token of the chunk, 1 where its row is stored, the first the lowest; and `_TAIL`: tokens of the chunk,
-which the record's header states, too, rows that are stored, ``kvk`` and the format (`kvtool help codec`).
+The inner level's payload of the stored rows comes first. Then follow a bit for every token of the chunk, 1 where its
+row is stored, the first the lowest; and `_TAIL`: tokens of the chunk, rows that are stored, ``kvk`` and the format.
 """
 
 from __future__ import annotations

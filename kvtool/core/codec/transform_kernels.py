@@ -1,8 +1,4 @@
-"""Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given.
-
-Rows are gathered as float32, multiplied, and rounded once, at most a hundred at a time, so that they stay in the cache.
-A row's result does not depend on other rows.
-"""
+"""Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given."""
 
 from __future__ import annotations
 

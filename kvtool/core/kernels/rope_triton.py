@@ -1,10 +1,6 @@
 """Placing of a layer's keys and values in a prompt's buffers on a GPU, the keys rotated, in one launch.
 
-A table of addresses says where the numbers are, so that a layer of many segments takes a single launch. The entries of
-the table are checked here, on the host, before the kernel follows them.
-
-Nothing imports triton before the first launch. With `TRITON_INTERPRET=1` the same kernel runs on the CPU (bfloat16 is
-truncated there).
+A table of addresses says where the numbers are. Its entries are checked on the host, before the kernel follows them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Shift of reused KV by the mean change of the recomputed rows (probes) of its chunk, in machine code.
 
-`keep` saves the probes before they are recomputed. Then `add` takes the positions off their changes and adds the mean
-to the other rows of the span, rotated to the positions of those; a row is read and written once.
+`keep` saves the probes before they are recomputed; `add` adds their mean change to the other rows of the span.
 """
 
 from __future__ import annotations

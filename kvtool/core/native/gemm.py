@@ -1,8 +1,7 @@
 """Matrix products (GEMM) in float32: a tile of the result stays in registers while rows and columns stream by.
 
-The order of the sums depends only on the depth, so a row's result does not depend on the other rows of the product;
-in float32 it is the same bit for bit on every CPU that has fused multiply-add. One core; weights are laid out once
-(`panels`).
+The order of the sums depends only on the depth, so a row's result does not depend on the other rows of the product; it
+is the same bit for bit on every CPU that has fused multiply-add.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Just-in-time compilation of LLVM IR to machine code in this process, without a C compiler, and its cache on disk.
 
-LLVM takes a tenth of a second for what is read back in a millisecond. Code that is read here is run: so it is taken
-only from a folder of the user's own that nobody else can write to, and only if its digest, which covers its source, is
-right; any other file is ignored.
+Code that is read from the cache is run: so it is taken only from a folder of the user's own that nobody else can write
+to, and only if its digest, which covers its source, is right.
 """
 
 from __future__ import annotations

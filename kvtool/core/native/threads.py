@@ -1,8 +1,8 @@
 """A pool of threads for machine code, and torch's own OpenMP between products of torch.
 
-An OpenMP team ends when its last thread does: where a loader or another program has that core, each of a pass's 200
-jobs waits for the scheduler. In a pool the caller does all of a job that no helper takes. But after a product of torch
-its threads spin for a while on the cores that helpers would need: between such products OpenMP is faster.
+An OpenMP team ends when its last thread does: where another program has that core, each of a pass's 200 jobs waits for
+the scheduler. In a pool the caller does all of a job that no helper takes. But after a product of torch its threads
+spin for a while on the cores that helpers would need: between such products OpenMP is faster.
 """
 
 from __future__ import annotations

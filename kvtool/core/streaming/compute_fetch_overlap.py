@@ -1,8 +1,7 @@
 """The adaptive policy with a processor that is not idle while the link fetches: it computes from the other end.
 
-Cake (arXiv 2410.03065, section 4) computes a prompt's KV from its beginning and loads it from its end until both meet.
-kvtool's chunks do not depend on each other, so any may be computed: the link begins with the most relevant chunk, the
-processor with the least relevant one. A computed chunk is exact, so it is worth more than the coarse level it replaces.
+As Cake does (arXiv 2410.03065, section 4), but kvtool's chunks do not depend on each other: the link begins with the
+most relevant chunk, the processor with the least relevant one. A computed chunk is exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The adaptive policy: every chunk coarsely first, then finer while there is time.
 
 CacheGen (arXiv 2310.07240, section 5.3) settles a chunk's level before it is fetched, so a link that then slows down
-costs the objective. Nested levels allow another order: the coarsest level of all chunks first, which is a complete
-context in few bytes, then the differences to the next finer one. What is cut off at the end was an improvement.
+costs the objective. Here the coarsest level of all chunks comes first; what is cut off at the end was an improvement.
 """
 
 from __future__ import annotations

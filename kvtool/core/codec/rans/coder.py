@@ -1,8 +1,4 @@
-"""rANS encoder and decoder in machine code (the bytes: tables.py).
-
-Kernels check nothing: every array and
-length is checked here, before a kernel sees it.
-"""
+"""rANS encoder and decoder in machine code that checks nothing: all arrays and lengths are checked here."""
 
 from __future__ import annotations
 

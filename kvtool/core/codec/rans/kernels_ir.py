@@ -1,6 +1,4 @@
-"""rANS decoders and encoders in LLVM IR: one module for each instruction set and form of output, and for each
-instruction set with contexts and without (the bytes: reference.py); and the kernels that make symbols of numbers, the
-same for every instruction set: LLVM splits the vectors.
+"""rANS decoders and encoders in LLVM IR (the bytes: tables.py), and kernels that make symbols of numbers.
 
 A decoder checks only its own reading. At every step it reads at most 64 words from no later than the end of the words,
 so the 128 bytes after them must be readable. It counts the words that a stream asks for, which the caller compares with

@@ -1,11 +1,8 @@
-"""rANS decoder for GPUs, in Triton: a batch of streams a launch, one warp a stream (the bytes: reference.py).
+"""rANS decoder for GPUs, in Triton: a batch of streams a launch, one warp a stream (the bytes: tables.py).
 
 A stream is sequential and short of work for a GPU, which many streams (layers, sides, chunks) at once fill. Its 64
 lanes are two halves of 32, one lane of each a thread, so that two ballots count the lanes that need a word. One step's
 columns are two groups of 32 for the same reason.
-
-Nothing imports triton before the first batch: kvtool works without it. With `TRITON_INTERPRET=1` in the environment of
-a process that has not imported triton yet, the same kernel runs on the CPU, slowly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""GEMV and small GEMM as LLVM IR, for weights kept packed: unpacked in registers, on their way to the multiplication.
-
-A product with one x mostly reads W once. For one group of 32 columns of four bits with AVX2: 2 loads that widen bytes
-to 32 bits, 4 operations that split them into halves, 4 conversions to float32, 4 multiplications onto a sum, and one
-of that sum by the group's scale. x stays float32, so nothing is lost but the order of the sum.
+"""GEMV and small GEMM as LLVM IR, for packed weights, which are unpacked in registers on their way to the product.
 
 For a few rows of X, some rows of W at a time are unpacked into memory that stays in a core's own cache, and multiplied
 there with all rows of X. A register holds adjacent numbers of either, and sums are taken across its lanes at the end:

@@ -1,15 +1,12 @@
 """GEMM as LLVM IR of rows of X in 8-bit integers with weights kept packed, as llama.cpp multiplies a prompt's rows.
 
 Each group of columns that shares a scale of W has one of X, too: x ≈ scale · q, q from -127 to 127. A group's sum of
-code · q is one of whole numbers, and exact; y adds up sum · scale of W · scale of X, and W's min times the group's Σ x.
+code · q is exact; y adds up sum · scale of W · scale of X, and W's min times the group's Σ x.
 
 Weights are unpacked some rows at a time, into bytes that stay in a core's own cache: those of four columns of as many
 rows as a register has lanes are side by side, so that one instruction multiplies 64 bytes (AVX-512 VNNI), 32 (AVX2,
-sums of 16 bits, which a group's codes must not exceed) or 16 (ARM's dot product). A row comes out the same whatever
-rows come with it.
-
-A token that is generated is one row: `row_product` unpacks bytes of a few blocks at a time in registers, as `product`
-(gemm_ir.py) does numbers, and q has their order: the first 16 columns of each block, then the last 16 of each.
+sums of 16 bits) or 16 (ARM's dot product). `row_product` unpacks bytes of a few blocks at a time in registers, and q
+has their order: the first 16 columns of each block, then the last 16 of each.
 """
 
 from __future__ import annotations

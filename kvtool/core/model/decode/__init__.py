@@ -1,8 +1,4 @@
-"""Autoregressive decoding, a token at a time: the fastest backend that serves a model here.
-
-A step reads every weight once for a single row. So it is bound by memory where a prefill is bound by arithmetic, and
-other code is the fast one for it.
-"""
+"""Autoregressive decoding, a token at a time: the fastest backend that serves a model here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decode program of a model: its weights, its operations, the memory that they work on, and the caches of the step.
-
-Addresses of keys, values and attention's memory change with the caches: `Step.bind` writes them before each step.
-"""
+"""Decode program of a model: its weights, its operations, the memory that they work on, and the caches of the step."""
 
 from __future__ import annotations
 
