@@ -186,11 +186,15 @@ class _Slab:
         return coder.encode(*jobs), [_NOTHING] * len(coded)
 
     def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
-        numbers = self._of(level)
-        strays = has_strays(numbers, [of.others for of in coded])
-        return [
-            _places_outside(own, of) if some else _NOWHERE for own, of, some in zip(numbers, coded, strays, strict=True)
-        ]
+        numbers, found = self._of(level), list[U32]()
+        for own, of, some in zip(numbers, coded, has_strays(numbers, [of.others for of in coded]), strict=True):
+            places = _NOWHERE
+            if some:
+                other = np.ones(numbers.shape[2], np.bool_)
+                other[of.alone.numbers] = False
+                places = np.flatnonzero(own * other).astype(np.uint32)
+            found.append(places)
+        return found
 
     def _errors(self, level: str, records: Sequence[Record]) -> list[tuple[float, float]]:
         layout = self._profile.layout
@@ -205,12 +209,6 @@ class _Slab:
             errors = np.array(transform_kernels.errors_of(decoded, self._exact), np.float32)
         up: list[float] = np.nextafter(errors, np.float32(np.inf)).tolist()
         return list(zip(up[::2], up[1::2], strict=True))
-
-
-def _places_outside(numbers: I16, coded: CodedColumns) -> U32:
-    other = np.ones(numbers.shape[1], np.bool_)
-    other[coded.alone.numbers] = False
-    return np.flatnonzero(numbers * other).astype(np.uint32)
 
 
 # ---- sides to numbers --------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
     least = "x86-64" if platform.machine() in X86 else ""
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
-    key = key_of(*_compiler(binding), target.triple, isa.cpu or least, isa.extra, text)
+    versions = importlib.metadata.version("llvmlite"), ".".join(map(str, binding.llvm_version_info)), str(_OPTIMISATION)
+    key = key_of(*versions, target.triple, isa.cpu or least, isa.extra, text)
     code = kept_code(key)
     if code is None:
         code = machine.emit_object(binding.parse_assembly(text))
@@ -92,11 +93,6 @@ def kernel(kind: Kind) -> Function:
 @compile_once
 def kernel_for(isa: Isa, kind: Kind) -> Function:
     return compiled(kind(isa), isa, "run")[0]
-
-
-def _compiler(binding: Any) -> tuple[str, ...]:
-    version = ".".join(map(str, binding.llvm_version_info))
-    return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
 
 
 # ---- kept on disk ------------------------------------------------------------------------------------------------

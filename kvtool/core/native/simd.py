@@ -87,16 +87,10 @@ def sigmoid(value: Value) -> Value:
     return 1.0 / (exp(-value) + 1.0)
 
 
-def _silu(x: Value) -> Value:
-    return x * sigmoid(x)
-
-
-def _gelu_tanh(x: Value) -> Value:
-    """(1 + tanh z) / 2 is the sigmoid of 2z."""
-    return x * sigmoid(x * fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0]))
-
-
-ACTIVATIONS: dict[str, Callable[[Value], Value]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu_tanh": lambda x: x * sigmoid(x * fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0])),  # (1 + tanh z) / 2 = σ(2z)
+}
 
 
 def rotate(

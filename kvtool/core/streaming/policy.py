@@ -37,7 +37,10 @@ class Adaptive(Policy):
         self._over = False
         self._best = math.inf  # bytes a second, of all fetches so far
         for ladder in task.ladders:
-            if not ladder.rungs or (task.objective is not None and self._slow_to_decode(ladder)):
+            slow = ladder.rungs and task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(
+                ladder.chunk, _NONE
+            )
+            if not ladder.rungs or (task.objective is not None and slow):
                 self._closed.add(ladder.chunk)
         self._promised = task.objective is not None and self._deadline(_NONE) >= 0
 
@@ -193,6 +196,3 @@ class Adaptive(Policy):
     def _is_base(self, fetch: Fetch) -> bool:
         first = next((flight.fetch for flight in self._flying if flight.fetch.chunk == fetch.chunk), None)
         return fetch == first and fetch.chunk in self._missing
-
-    def _slow_to_decode(self, ladder: Ladder) -> bool:
-        return self.task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(ladder.chunk, _NONE)

@@ -95,7 +95,8 @@ def attend(
         return torch.cat([attend(*sides, params, ranges) for sides in each])
     base, end = ranges.begin(0), ranges.last[-1] + 1
     exact = not params.is_unshaped
-    keys = _transposed(key[0, :, base:end], exact)
+    seen = key[0, :, base:end]
+    keys = (seen.float() if exact else torch.cat([seen, seen.new_ones((*seen.shape[:2], 1))], 2)).transpose(1, 2)
     out = query.new_empty((rows, heads, value.shape[3])).transpose(0, 1)
     start = 0
     while start < rows:
@@ -115,12 +116,6 @@ def attend(
         out[:, some] = torch.bmm(weights, value[0, :, begin:stop]).view(heads, some.stop - start, -1)
         start = some.stop
     return out[None]
-
-
-def _transposed(key: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Keys `[kv_heads, head_dim, keys]` as float32, or with a row of ones below them."""
-    wide = key.float() if exact else torch.cat([key, key.new_ones((*key.shape[:2], 1))], 2)
-    return wide.transpose(1, 2)
 
 
 def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +62,8 @@ class PackedLinear(SmallBatchLinear):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = matrix.columns, matrix.rows
         self.matrix = matrix
-        self.weight = _shape_of(matrix, dtype)
+        shape = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device="meta")
+        self.weight = torch.nn.Parameter(shape, requires_grad=False)
         self._least_few, self.int8 = least_rows(matrix, dtype), int8 and has_int8(matrix)
         self.int8_row = int8 and has_int8_row(matrix)
         kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
@@ -136,8 +136,3 @@ class PackedEmbedding(torch.nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.matrix.kind}"
-
-
-def _shape_of(matrix: QuantizedTensor, dtype: torch.dtype) -> Any:
-    shape = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device="meta")
-    return torch.nn.Parameter(shape, requires_grad=False)

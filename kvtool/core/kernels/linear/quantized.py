@@ -39,15 +39,14 @@ def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None, int8:
     """
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
+    if not int8:
+        function = _compiled(matrix.kind, isa or best_isa())["product"]
+    elif (isa := isa or multiplies_int8(best_isa())) is not None and has_int8_row(matrix, isa):
+        function = _compiled_row(matrix.kind, isa)
+    else:
+        raise ValueError(f"no product of an 8-bit row with {matrix.kind} weights of {matrix.columns} columns")
     y = torch.empty(matrix.rows, dtype=torch.float32)
-    _run(
-        _int8_row(matrix, isa) if int8 else _compiled(matrix.kind, isa or best_isa())["product"],
-        matrix,
-        x.data_ptr(),
-        y.data_ptr(),
-        0,
-        matrix.rows,
-    )
+    _run(function, matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
     return y
 
 
@@ -167,13 +166,6 @@ def has_int8_row(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
     if isa is None or not int8_ir.multiplies_row(isa, matrix.layout):
         return False
     return matrix.columns % (BLOCK * int8_ir.blocks_at_once(isa)) == 0
-
-
-def _int8_row(matrix: QuantizedTensor, isa: Isa | None) -> Function:
-    isa = isa or multiplies_int8(best_isa())
-    if isa is None or not has_int8_row(matrix, isa):
-        raise ValueError(f"no product of an 8-bit row with {matrix.kind} weights of {matrix.columns} columns")
-    return _compiled_row(matrix.kind, isa)
 
 
 @compile_once

@@ -19,7 +19,7 @@ from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of, decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, check_trial
+from kvtool.core.model.spec import UnsupportedArchitecture, check_trial
 from kvtool.core.native.isa import AVX2, AVX512, NEON, SCALAR, Isa, best_isa
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import Barrier, all_of, launch
@@ -49,7 +49,10 @@ class CompiledModel:
         self.self_check_error: str | None = None  # None: not compared yet; "": as the model's own
         self._weights = decoding_weights(decoder)
         self._spec = decoder.spec
-        _check_sizes(self._spec)
+        group = self._spec.heads // self._spec.kv_heads
+        if self._spec.heads != group * self._spec.kv_heads or group * self._spec.head_dim > _MOST_SCORES:
+            heads = f"{self._spec.heads} heads over {self._spec.kv_heads} of {self._spec.head_dim} numbers"
+            raise UnsupportedArchitecture(heads)
         self._windows = [kind.window for kind in decoder.kinds]
         self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
         codes = _compiled(isa, code_of(self._spec, self._weights, FORMATS[decoder.dtype]))
@@ -134,12 +137,6 @@ def _height(isa: Isa, sequences: int) -> int:
     """Return how many sequences are multiplied at a time: all, or as evenly as registers allow."""
     most = _MOST_AT_ONCE[isa]
     return -(-sequences // -(-sequences // most))
-
-
-def _check_sizes(spec: ModelSpec) -> None:
-    group = spec.heads // spec.kv_heads
-    if spec.heads != group * spec.kv_heads or group * spec.head_dim > _MOST_SCORES:
-        raise UnsupportedArchitecture(f"{spec.heads} heads over {spec.kv_heads} of {spec.head_dim} numbers")
 
 
 class NativeBackend:
