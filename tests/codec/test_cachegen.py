@@ -52,7 +52,6 @@ def made_with(scheme: str) -> Profile | None:
 
 
 def decoded(item: Encoded, level: str, *profiles: Profile, layer: int = 0) -> KV:
-    """By the codec of a level; where there is no profile, by the paper's, too."""
     made = CODECS[level].decode([item], layer, shelf(*profiles))[0]
     if not profiles:
         again = CODECS[f"cachegen-{level}"].decode([item], layer)[0]
@@ -141,7 +140,6 @@ def test_numbers_far_outside(scheme: str) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -> None:
-    """Half of the columns carried nothing where the profile was fitted. Errors stay what they were."""
     low, full = model(2, 64, 20), Model(2, 64, seed=1)
     of = profile(2, 64, 20, groups)
     assert of.active.max() * 32 < of.layout.padded
@@ -170,7 +168,6 @@ def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> to
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_errors_are_those_of_rounding(groups: int) -> None:
-    """At most half a step, 1 / 12 of a step squared on average: numbers in and out of the tables alike."""
     of, kv = profile(2, 32, groups=groups), model(2, 32).kv(0, 300)
     kv[0][0, 5, :3] += 800.0
     for level, item in encoded(*kv, NESTED, of).items():
@@ -186,7 +183,6 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
-    """As each in its own call, in order, with chunks of other profiles and of none among them."""
     of = made_with(scheme)
     other = profile(groups=2 if scheme == "whole" else 1)
     sources = [of, None, of, other]
@@ -209,7 +205,6 @@ def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
-    """Each chunk's own is added to its own rows."""
     of = profile(2, 64, 20, groups)
     kvs = [Model(2, 64, seed=1).kv(0, tokens, seed=tokens) for tokens in (7, 30, 12)]
     kvs.insert(1, model(2, 64, 20).kv(0, 9))
@@ -225,7 +220,6 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
-    """What decoding them one by one gives, bit for bit: without a base, as refinements, or with escapes."""
     of = made_with(scheme)
     profiles = shelf(*([of] if of else []))
     kvs = [model().kv(layer, 40, dtype=DTYPES[dtype]) for layer in range(LAYERS)]
@@ -241,7 +235,6 @@ def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
 
 
 def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of machine code, without Python between layers."""
     items = [encoded(*model().kv(layer, 40), ["2"], profile(), layer)["2"] for layer in range(LAYERS)]
     calls: list[int] = []
     compiled = coder.kernel
@@ -282,7 +275,6 @@ def test_no_chunk() -> None:
 
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
-    """Whole numbers of a record."""
     out = HostBuffer(torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16))
     decode.fill(of, [(layer, [(Record.parse(item.payload), item)], [0])], out)
     return out.tensor.numpy()
@@ -370,7 +362,6 @@ def test_the_papers_thirds() -> None:
 
 
 def test_columns_whose_tables_know_only_zero() -> None:
-    """Nothing is coded at all at the coarsest level; what is refined from nothing comes back."""
     some = model(2, 32, 20)
     of = fitted(some, step=3.0)
     assert not of.active[-1].any()
@@ -391,7 +382,6 @@ def test_whole_numbers_nest(numbers: list[int]) -> None:
 @pytest.mark.slow
 @given(data=st.data())
 def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
-    """A number that its column's table has, or a mark; the least and the greatest numbers too."""
     some = data.draw(st.lists(st.integers(0, len(shipped()) - 1), min_size=1, max_size=9))
     ids = np.resize(np.array(some, np.uint16), 64)
     any_number = st.integers(-32767, 32766) | st.integers(-130, 130)
@@ -419,7 +409,6 @@ def test_a_table_that_knows_escapes_only() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
-    """Farther out than numbers go: the error is as large as it is stated to be, and the others do not suffer."""
     of = made_with(scheme)
     keys, values = model().kv(0, 40)
     exact = keys.clone()
@@ -469,7 +458,6 @@ def refused_after(change: Callable[[Encoded], Encoded]) -> None:
 
 
 def with_base(base: Encoded | None) -> Callable[[Encoded], Encoded]:
-    """A change of what is refined."""
     return lambda item: dataclasses.replace(item, base=base)
 
 
@@ -533,7 +521,6 @@ def test_a_base_of_another_level() -> None:
 
 
 def test_a_base_of_other_rounding() -> None:
-    """The same chunk computed on another machine: its record is sound, and not the one that is refined."""
     of, kv = profile(), model().kv(0, 30)
     chain = encoded(*kv, ["1", "2"], of)
     other = encoded(kv[0] + 0.3 * torch.rand(kv[0].shape), kv[1], ["1", "2"], of)
@@ -594,7 +581,6 @@ def test_one_side_transformed() -> None:
 
 
 def test_a_transformed_record_among_those_without_a_profile() -> None:
-    """It names no profile, like those before it, and has side information for as many channels."""
     kv = model().kv(0, 30)
     sound = encoded(*kv, ["1"])["1"]
     coded = Record.parse(sound.payload)

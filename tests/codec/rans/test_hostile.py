@@ -74,7 +74,6 @@ def test_mutations(machine: str) -> None:
 
 
 def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
-    """Streams of as many rows each, one below another."""
     starts = [rows * number for number in range(len(streams))]
     out = np.zeros((rows * len(streams), len(ids)), np.int16)
     return Decoding(streams, in_order(ids, TABLES), starts, [rows] * len(streams), out)
