@@ -69,8 +69,8 @@ def profile(heads: int = 2, dim: int = 24, rank: int | None = None, groups: int 
     return fitted(model(heads, dim, rank), groups)
 
 
-def shelf(*profiles: Profile) -> Profiles:
-    there = {one.digest: one for one in profiles}
+def shelf(*profiles: Profile | None) -> Profiles:
+    there = {one.digest: one for one in profiles if one is not None}
 
     def found(digest: bytes) -> Profile:
         if digest not in there:

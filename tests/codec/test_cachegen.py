@@ -42,27 +42,29 @@ from tests.codec.synthetic import (
     shelf,
 )
 
-SCHEMES = ["whole", "heads", "anchor"]
 ROUNDING = 1 + 1e-5  # of the stated error, a float32 sum
 
 
-def made_with(scheme: str) -> Profile | None:
-    """The profile; None: the paper's scheme."""
-    return None if scheme == "anchor" else profile(groups=1 if scheme == "whole" else 2)
+@pytest.fixture(params=["whole", "heads", "anchor"])
+def of(request: pytest.FixtureRequest) -> Profile | None:
+    """A profile; None: the paper's scheme."""
+    return None if request.param == "anchor" else profile(groups=1 if request.param == "whole" else 2)
 
 
-def decoded(item: Encoded, level: str, *profiles: Profile, layer: int = 0) -> KV:
-    made = CODECS[level].decode([item], layer, shelf(*profiles))[0]
-    if not profiles:
+def decoded(item: Encoded, level: str, of: Profile | None = None, *, layer: int = 0) -> KV:
+    made = CODECS[level].decode([item], layer, shelf(of))[0]
+    if of is None:
         again = CODECS[f"cachegen-{level}"].decode([item], layer)[0]
         assert all(torch.equal(*pair) for pair in zip(made, again, strict=True))
     return made
 
 
-def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: int = 0) -> tuple[float, float]:
+def check_law(
+    item: Encoded, level: str, exact: KV, of: Profile | None = None, *, layer: int = 0
+) -> tuple[float, float]:
     """Law 7 for one record; the errors it states."""
     coded = Record.parse(item.payload)
-    for stated, made, side in zip(coded.errors, decoded(item, level, *profiles, layer=layer), exact, strict=True):
+    for stated, made, side in zip(coded.errors, decoded(item, level, of, layer=layer), exact, strict=True):
         assert made.shape == side.shape
         assert made.dtype == side.dtype
         assert relative(made, side) <= stated * ROUNDING
@@ -75,47 +77,39 @@ def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: i
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_within_the_stated_error(scheme: str, dtype: str) -> None:
-    of = made_with(scheme)
+def test_within_the_stated_error(of: Profile | None, dtype: str) -> None:
     for layer in (0, 2):
         kv = model().kv(layer, 60, dtype=DTYPES[dtype])
         before = (0.0, 0.0)
         for level in NESTED:
             item = encoded(*kv, [level], of, layer)[level]
-            errors = check_law(item, level, kv, *([of] if of else []), layer=layer)
+            errors = check_law(item, level, kv, of, layer=layer)
             assert all(error < 1 for error in errors)
             assert all(coarse > fine for coarse, fine in zip(errors, before, strict=True))
             before = errors
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9, 10, 11, 257])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
-    of = made_with(scheme)
+def test_any_number_of_tokens(of: Profile | None, tokens: int) -> None:
     kv = model().kv(1, tokens, dtype=torch.bfloat16)
     for level, item in encoded(*kv, NESTED, of, 1).items():
-        errors = check_law(item, level, kv, *([of] if of else []), layer=1)
+        errors = check_law(item, level, kv, of, layer=1)
         assert max(errors) < 1.1
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0, -3.14159, 250.7])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_one_number_for_all(scheme: str, dtype: str, number: float) -> None:
-    of = made_with(scheme)
+def test_one_number_for_all(of: Profile | None, dtype: str, number: float) -> None:
     side = torch.full((2, 20, 24), number, dtype=DTYPES[dtype])
     for level, item in encoded(side, side, NESTED, of, 0).items():
-        check_law(item, level, (side, side), *([of] if of else []))
+        check_law(item, level, (side, side), of)
         if of is None:
             assert relative(decoded(item, level)[0], side) < 0.005
             assert len(item.payload) < 2500  # no information to encode, and escapes add none
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_numbers_far_outside(scheme: str) -> None:
+def test_numbers_far_outside(of: Profile | None) -> None:
     """They are escapes; each comes back as well as any other number does."""
-    of = made_with(scheme)
     dice = torch.Generator().manual_seed(4)
     for size in (30.0, 3e3):
         sides = model().sides(0, 80, seed=2)
@@ -125,12 +119,12 @@ def test_numbers_far_outside(scheme: str) -> None:
             sides[side, rows, columns] += size * (2 * torch.rand(12, generator=dice) - 1)
         kv = model().heads_of(sides)
         for level, item in encoded(*kv, NESTED, of, 0).items():
-            check_law(item, level, kv, *([of] if of else []))
+            check_law(item, level, kv, of)
         item = encoded(*kv, ["1"], of, 0)["1"]
         escapes = Record.parse(item.payload).escapes
-        if size == 3e3 and scheme != "anchor":  # anchors' steps grow with the largest
+        if size == 3e3 and of is not None:  # anchors' steps grow with the largest
             assert len(escapes.places) + len(escapes.marked) > 0
-        wrong = (decoded(item, "1", *([of] if of else []))[0] - kv[0]).abs().max()
+        wrong = (decoded(item, "1", of)[0] - kv[0]).abs().max()
         if of is not None:  # the step is the profile's
             usual = (decoded(plain, "1", of)[0] - model().heads_of(model().sides(0, 80, seed=2))[0]).abs().max()
             assert wrong < 1.5 * usual
@@ -181,17 +175,15 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
-    of = made_with(scheme)
-    other = profile(groups=2 if scheme == "whole" else 1)
+def test_several_chunks_in_one_call(of: Profile | None, dtype: str) -> None:
+    other = profile(groups=2 if of is profile(groups=1) else 1)
     sources = [of, None, of, other]
     for level in ("1", "3"):
         items, kvs = [], []
         for number, source in enumerate(sources):
             kvs.append(model().kv(2, 5 + 13 * number, seed=number, dtype=DTYPES[dtype]))
             items.append(encoded(*kvs[-1], NESTED if number % 2 else [level], source, 2)[level])
-        found = shelf(other, *([of] if of else []))
+        found = shelf(other, of)
         together = CODECS[level].decode(items, 2, found)
         assert len(together) == len(items)
         for item, pair, kv in zip(items, together, kvs, strict=True):
@@ -217,11 +209,9 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
 
 
 @pytest.mark.some(3)
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
-    of = made_with(scheme)
-    profiles = shelf(*([of] if of else []))
+def test_all_layers_in_one_call(of: Profile | None, dtype: str) -> None:
+    profiles = shelf(of)
     kvs = [model().kv(layer, 40, dtype=DTYPES[dtype]) for layer in range(LAYERS)]
     kvs[1][0][0, 3] *= 50  # beyond what the tables know
     for levels in ([level] for level in NESTED), [NESTED]:
@@ -407,15 +397,13 @@ def test_a_table_that_knows_escapes_only() -> None:
     assert symbols[0, 1] == ZERO - 5
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
-    of = made_with(scheme)
+def test_what_is_beyond_int16_ends_there(of: Profile | None) -> None:
     keys, values = model().kv(0, 40)
     exact = keys.clone()
     keys[1, 7, 5] = 1e6
     for level, item in encoded(keys, values, NESTED, of, 0).items():
-        check_law(item, level, (keys, values), *([of] if of else []))
-        made = decoded(item, level, *([of] if of else []))[0]
+        check_law(item, level, (keys, values), of)
+        made = decoded(item, level, of)[0]
         assert torch.isfinite(made).all()
         if of is not None:
             others = [token for token in range(40) if token != 7]
@@ -494,19 +482,18 @@ def test_a_layer_that_the_profile_does_not_have(layer: int) -> None:
 def test_of_another_level_or_length() -> None:
     for of in (profile(), None):
         item = encoded(*model().kv(0, 30), ["2"], of)["2"]
-        profiles = [of] if of else []
-        decoded(item, "2", *profiles)
+        decoded(item, "2", of)
         for level in ("1", "3", "4"):
             with pytest.raises(DamagedError):
-                decoded(item, level, *profiles)
+                decoded(item, level, of)
         # A profile is as wide as a model's widest layer, so it takes a narrower one: what a record says of its shape is
         # under its digest, and held against the model's.
         narrower = [] if of else [(2, 30, 12)]
         for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), *narrower):
             with pytest.raises(DamagedError):
-                decoded(dataclasses.replace(item, shape=shape), "2", *profiles)
+                decoded(dataclasses.replace(item, shape=shape), "2", of)
             with pytest.raises(DamagedError):  # not saved by a sound one before it
-                CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(*profiles))
+                CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(of))
 
 
 def test_no_base() -> None:
@@ -577,7 +564,7 @@ def test_one_side_transformed() -> None:
         payload = bytearray(encoded(*kv, ["1"], of)["1"].payload)
         payload[place] = value
         with pytest.raises(DamagedError):
-            CODECS["1"].decode([item_of(bytes(payload), kv[0])], 0, shelf(*([of] if of else [])))
+            CODECS["1"].decode([item_of(bytes(payload), kv[0])], 0, shelf(of))
 
 
 def test_a_transformed_record_among_those_without_a_profile() -> None:
@@ -612,7 +599,6 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
         coded = Record.parse(item.payload)
         escapes = coded.escapes
         assert len(escapes.marked)
-        profiles = [of] if source else []
         just_outside = 30 * 128 if source else 2 * 30 * 64
         for changed in (
             dataclasses.replace(escapes, marked=escapes.marked[:-1]),
@@ -624,7 +610,7 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
         ):
             payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
             with pytest.raises(DamagedError):
-                decoded(item_of(payload, keys), "1", *profiles)
+                decoded(item_of(payload, keys), "1", source)
 
 
 def test_a_refinement_knows_no_marks() -> None:
