@@ -314,9 +314,9 @@ def test_which_level_refines_which() -> None:
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
     assert [base_level(level, b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
-    made = Record.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left unchanged
+    made = Record.parse(b"".join(CODECS["cachegen-1"].encode_layers([kv], of)[0]))  # a profile is left unchanged
     assert (made.profile, made.base) == (NO_PROFILE, 0)
-    assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
+    assert CODECS["2"].encode_layers([kv], of)[0] == encode_nested(*kv, 0, ["2"], of)["2"]
 
 
 @pytest.mark.slow
@@ -630,21 +630,20 @@ def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     values[1, 2, 3] = odd
     for level in ("2", "cachegen-2"):
         with pytest.raises(KvtoolError, match="finite"):
-            CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
+            CODECS[level].encode_layers([(keys, values)], fitted(Model(2, 16)))
 
 
 @pytest.mark.parametrize(("level", "size"), [("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37)])
 def test_numbers_whose_error_cannot_be_stated_are_refused(level: str, size: float) -> None:
     keys, values = torch.randn(2, 30, 16) * size, torch.randn(2, 30, 16)
     with pytest.raises(KvtoolError, match="too large"):
-        CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
+        CODECS[level].encode_layers([(keys, values)], fitted(Model(2, 16)))
 
 
 def test_without_a_profile_a_record_is_the_papers() -> None:
     kv = model().kv(0, 30)
     for level in NESTED:
         of, paper = CODECS[level], CODECS[f"cachegen-{level}"]
-        assert b"".join(of.encode(*kv)) == b"".join(paper.encode(*kv))
         ours, theirs = ([b"".join(parts) for parts in codec.encode_layers([kv] * 3)] for codec in (of, paper))
         assert ours == theirs
     with pytest.raises(KvtoolError, match="needs a codec profile"):

@@ -104,7 +104,7 @@ def written(profile: Profile) -> dict[str, bytes]:
     kv = source()
     out = {}
     for level in NESTED:
-        out[f"level-{level}"] = b"".join(CODECS[level].encode(*kv, 0, profile))
+        out[f"level-{level}"] = b"".join(CODECS[level].encode_layers([kv], profile)[0])
     for level, parts in encode_nested(*kv, 0, NESTED, profile).items():
         if level in REFINED:
             out[f"refined-{level}"] = b"".join(parts)

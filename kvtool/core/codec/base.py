@@ -88,14 +88,9 @@ class Codec(Protocol):
     A class that inherits from this one is lossless and needs no other records, unless it says otherwise.
     """
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        """Encode one layer's keys and values as the parts of a record."""
-        ...
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
+        """Encode all layers of a chunk, from the first on, each as the parts of a record."""
+        ...
 
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None

@@ -46,11 +46,6 @@ F32 = npt.NDArray[np.float32]
 class CacheGen(SelfContained):
     """A level of the paper's scheme; `cachegen-1` has the finest steps."""
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        return self._encoded((keys, values), 0, 1)
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
         """Raises KvtoolError: a number is not finite."""
         return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]

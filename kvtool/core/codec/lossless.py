@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ _ZSTD_LEVEL = 1  # level 19 takes 2 % off the whole record (smollm2) and far lon
 class Raw(SelfContained):
     """K then V, each `[kv_heads, tokens, head_dim]` in C order, little-endian (law 7: bit for bit)."""
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None
-    ) -> list[memoryview]:
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: object = None) -> list[list[memoryview]]:
+        return [self.encode(*kv) for kv in kvs]
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[memoryview]:
         """The bytes may be views."""
         return [side.contiguous().view(torch.uint8).numpy().reshape(-1).data for side in (keys, values)]
 
@@ -48,7 +50,10 @@ class Lossless(SelfContained):
     bytes follow, number by number, low byte first.
     """
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None) -> list[Payload]:
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: object = None) -> list[list[Payload]]:
+        return [self.encode(*kv) for kv in kvs]
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[Payload]:
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
         sides = [_rotated(side) for side in (keys, values)]
         first = [compressor.compress(np.ascontiguousarray(side[:, -1]).data) for side in sides]

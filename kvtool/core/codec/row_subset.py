@@ -11,7 +11,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from kvtool.core import codec
 from kvtool.core.codec.base import (
@@ -36,8 +35,7 @@ _MAGIC = b"kvk\1"
 
 
 class RowSubset(Codec):
-    """A level that stores only some rows. `encode` stores all given rows, as those of a chunk that has no others; the
-    tail that `tail_of` makes says otherwise."""
+    """A level that stores only some rows. All given rows are encoded as those of a chunk that has no others."""
 
     def __init__(self, level: str) -> None:
         self.level = level
@@ -46,14 +44,9 @@ class RowSubset(Codec):
     def _inner(self) -> Codec:
         return codec.CODECS[level_of(self.level).inner]
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        return [*self._inner.encode(keys, values, layer, profile), _all(keys)]
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        made = self._inner.encode_layers(kvs, profile)
-        return [[*parts, _all(keys)] for parts, (keys, _) in zip(made, kvs, strict=True)]
+        made, tokens = self._inner.encode_layers(kvs, profile), kvs[0][0].shape[1]
+        return [[*parts, tail_of(range(tokens), tokens)] for parts in made]
 
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
@@ -94,11 +87,6 @@ def rows_of(item: Encoded) -> Ids:
 
 def inner_of(item: Encoded) -> Encoded:
     return _opened(item)[0]
-
-
-def _all(keys: torch.Tensor) -> bytes:
-    tokens = keys.shape[1]
-    return tail_of(range(tokens), tokens)
 
 
 def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kvtool.core.codec import cachegen
 from kvtool.core.codec.base import (
     Codec,
@@ -32,13 +30,6 @@ class TransformCodec(Codec):
     def __init__(self, level: str) -> None:
         self.level = level
         self._without_profile = cachegen.CacheGen(f"cachegen-{level}")
-
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> list[Payload]:
-        if profile is None:
-            return [*self._without_profile.encode(keys, values)]
-        return encode_nested(profile, [layer], [(keys, values)], [self.level])[self.level][0]
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
         if profile is None:

@@ -99,13 +99,25 @@ def attend(
     out = query.new_empty((1, rows, heads, head_dim)).transpose(1, 2)
     if not rows:
         return out
-    if splits == 1:
-        _launch(query, key, value, params, ranges, out[None], None, tile, splits)
-        return out
-    parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
-    sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
-    _launch(query, key, value, params, ranges, parts, sums, tile, splits)
-    _join(parts, sums, out)
+    parts = sums = out[None]
+    if splits > 1:
+        parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
+        sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
+    at = ranges.limits
+    kernel()[(blocks, kv_heads, splits)](
+        query, key, value, parts, sums, at,
+        at if ranges.begins is None else ranges.begins, at if params.sinks is None else params.sinks,
+        params.scale * _LOG2_E, (params.softcap or 1.0) * _LOG2_E, rows,
+        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        parts.stride(0), parts.stride(2), parts.stride(3),
+        **constants(
+            heads // kv_heads, head_dim, tile, splits, query.dtype, params,
+            windowed=ranges.begins is not None, interpreted=not query.is_cuda,
+        ),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _join(parts, sums, out)
     return out
 
 
@@ -139,34 +151,6 @@ def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
         parts, sums, out, rows, splits,
         parts.stride(0), parts.stride(2), parts.stride(3), out.stride(1), out.stride(2),
         SIZE=_power(_MOST_SPLITS), DIM=head_dim, WIDTH=_power(head_dim), num_warps=4,
-    )  # fmt: skip
-
-
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    params: AttentionParams,
-    ranges: KeyRanges,
-    out: torch.Tensor,
-    sums: torch.Tensor | None,
-    tile: Tile,
-    splits: int,
-) -> None:
-    _, heads, rows, head_dim = query.shape
-    kv_heads, at = key.shape[1], ranges.limits
-    blocks = -(-rows * (heads // kv_heads) // tile.rows)
-    kernel()[(blocks, kv_heads, splits)](
-        query, key, value, out, out if sums is None else sums, at,
-        at if ranges.begins is None else ranges.begins, at if params.sinks is None else params.sinks,
-        params.scale * _LOG2_E, (params.softcap or 1.0) * _LOG2_E, rows,
-        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-        out.stride(0), out.stride(2), out.stride(3),
-        **constants(
-            heads // kv_heads, head_dim, tile, splits, query.dtype, params,
-            windowed=ranges.begins is not None, interpreted=not query.is_cuda,
-        ),
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

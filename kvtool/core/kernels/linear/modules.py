@@ -109,9 +109,6 @@ class PackedLinear(SmallBatchLinear):
             kept = _scratch.numbers = torch.empty(size, dtype=dtype)
         return dequantize_rows(self.matrix, first, last, kept)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.matrix.kind}"
-
 
 class PackedEmbedding(torch.nn.Embedding):
     """An embedding whose rows are packed: those asked for are unpacked, rounded to bfloat16.
@@ -133,6 +130,3 @@ class PackedEmbedding(torch.nn.Embedding):
         rows = take_rows(self.matrix, input.reshape(-1))
         out = torch.empty(rows.rows, rows.columns, dtype=self.weight.dtype)
         return dequantize_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.matrix.kind}"
