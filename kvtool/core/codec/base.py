@@ -67,15 +67,12 @@ def no_profiles(digest: bytes) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A layer of a chunk as stored."""
-
     payload: Payload
     shape: Shape
     dtype: str  # of the tensors before encoding
     base: Encoded | None = None  # the coarser level that this one refines
 
     def chain(self) -> Iterator[Encoded]:
-        """Yield this record, the one that it refines, and so on."""
         record: Encoded | None = self
         while record is not None:
             yield record
@@ -108,8 +105,6 @@ class Codec(Protocol):
 
 
 class SelfContained(Codec):
-    """A codec whose records refine no others and are decoded one by one, in main memory."""
-
     def __init__(self, level: str) -> None:
         self.level = level
 
@@ -119,5 +114,4 @@ class SelfContained(Codec):
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Raises DamagedError."""
         raise NotImplementedError

@@ -47,7 +47,6 @@ class CacheGen(SelfContained):
     """A level of the paper's scheme; `cachegen-1` has the finest steps."""
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
-        """Raises KvtoolError: a number is not finite."""
         return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
@@ -194,7 +193,6 @@ def _costs() -> npt.NDArray[np.float64]:
 
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
-    """Raises DamagedError: parts do not fit the shape."""
     if Predictor.TRANSFORM in record.predictors:
         raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(record, channels_of([shape]))

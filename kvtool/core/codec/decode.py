@@ -130,8 +130,6 @@ class HostBuffer:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """Coefficients on a device, int16 `[rows, stride]`; its work is queued on the device's current stream."""
-
     tensor: torch.Tensor
 
     def decode(self, streams: Sequence[Streams]) -> None:
@@ -190,7 +188,6 @@ def _chosen(layer: int, items: Sequence[Parsed], starts: Sequence[int], refines:
 
 
 def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Streams:
-    """Raises DamagedError: records do not fit the profile."""
     records = [record for record, _ in items]
     coded = profile.coded(NESTED[records[0].level - 1], layer)
     columns = coded.fine if refines else coded.alone

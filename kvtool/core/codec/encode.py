@@ -99,7 +99,6 @@ def encode_nested(
 
 
 def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> list[LayerKV]:
-    """Check all that a kernel relies upon to stay inside keys and values; returns them as it takes them."""
     keys, layout = kvs[0][0], profile.layout
     if any(side.shape[1] != keys.shape[1] or side.dtype != keys.dtype for kv in kvs for side in kv):
         raise ValueError("keys and values of all layers have as many tokens and one format")
@@ -179,7 +178,6 @@ class _Slab:
         return coder.encode(*jobs), [marked for _, marked in found]
 
     def _refined(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
-        """Encode what the coarser level lacks: such streams know no escapes."""
         columns = [of.fine for of in coded if of.fine is not None]
         found = finer_symbols(self._of(level), self._of(coarser(level) or ""), columns)
         jobs = [coder.Encoding(symbols, of, contexts) for (symbols, contexts), of in zip(found, columns, strict=True)]

@@ -133,15 +133,12 @@ def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
 
 
 def coarsened(numbers: I16, levels: int = 1) -> I16:
-    """Return numbers of a level whose steps are 3 ** levels times as wide, as `encode.wider` makes them."""
     for _ in range(levels):
         numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
     return numbers
 
 
 class _Counts:
-    """Counts of each column's numbers: by level, and given the coarser level's number."""
-
     def __init__(self, layers: int, layout: Layout) -> None:
         self._layout = layout
         self._alone = np.zeros((len(NESTED), layers, layout.stride, ALPHABET), np.int32)

@@ -22,8 +22,6 @@ MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level: what all but its codec have to know."""
-
     name: str
     codec: str = ""  # `.module:class` of this package; called with the name, it makes a `Codec` (base.py)
     lossless: bool = False  # decoding gives back the encoded bits. A lossy level's records state their error
@@ -88,13 +86,11 @@ def level_of(name: str) -> Level:
 
 
 def known(names: Iterable[str | None]) -> list[str]:
-    """The known levels among these, the finest first."""
     among = {*names}
     return [name for name in LEVELS if name in among]
 
 
 def exact(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The lossless levels among these, the largest first."""
     return [name for name in known(names) if LEVELS[name].lossless]
 
 
@@ -131,12 +127,10 @@ def shown_loss(loss: float | None, allowed: float) -> str:
 
 
 def enough_loss(loss: float) -> str:
-    """The `--max-loss` that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 
 def coarser(level: str) -> str | None:
-    """The level that a record of this one may refine; None: this is the coarsest."""
     at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)
     return NESTED[at] if at < len(NESTED) else None
 

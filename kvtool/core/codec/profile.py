@@ -178,12 +178,10 @@ class Profile:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes: blake2b-128 of its file."""
         return digest_of(self.data)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Profile:
-        """Raises DamagedError."""
         whole = bytes(data)
         try:
             parts, metadata = _load(whole)

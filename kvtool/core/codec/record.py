@@ -64,7 +64,6 @@ class Escapes:
         ]
 
     def has_places(self, count: int) -> bool:
-        """Raises DamagedError: a place is outside of so many numbers."""
         if len(self.places) and int(self.places[-1]) >= count:
             raise DamagedError("a compressed record with an escape outside of it")
         return bool(len(self.places))

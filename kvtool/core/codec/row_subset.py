@@ -51,7 +51,6 @@ class RowSubset(Codec):
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Only the stored rows. Raises DamagedError."""
         return self._inner.decode([self._of_inner(item)[0] for item in items], layer, profiles, device)
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
@@ -74,7 +73,6 @@ class RowSubset(Codec):
 
 
 def tail_of(rows: Sequence[int], tokens: int) -> bytes:
-    """The bytes after the inner level's payload; rows are the stored ones, ascending."""
     bits = np.zeros(tokens, np.uint8)
     bits[list(rows)] = 1
     return np.packbits(bits, bitorder="little").tobytes() + _TAIL.pack(tokens, len(rows), _MAGIC)
@@ -90,7 +88,7 @@ def inner_of(item: Encoded) -> Encoded:
 
 
 def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
-    """The inner payload, the bits, and the numbers of tokens and of rows. Raises DamagedError."""
+    """The inner payload, the bits, and the numbers of tokens and of rows."""
     view = memoryview(payload)
     if len(view) < _TAIL.size:
         raise DamagedError("a record of some of a chunk's rows does not say of which")

@@ -258,8 +258,6 @@ class Weights:
 
     @classmethod
     def forward(cls, profile: Profile, layer: int, tile: Tile) -> Weights:
-        """Raises DamagedError: the profile's transform has no inverse."""
-
         def make() -> Weights:
             means = profile.means[layer].reshape(-1, profile.layout.size)
             return cls.of(list(profile.forward(layer).flatten(0, 1)), means, tile)
@@ -268,8 +266,6 @@ class Weights:
 
     @classmethod
     def backward(cls, profile: Profile, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
-        """Of the columns that a level codes, rounded to `dtype`."""
-
         def make() -> Weights:
             bases, means = (part.flatten(0, 1) for part in profile.backward(layer, level, dtype))
             widths = profile.coded(level, layer).widths
@@ -300,7 +296,6 @@ def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
 
 
 def multiplies_pairs(dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply bfloat16 as such: the CPU can, and has nothing faster for torch."""
     able = dtype == torch.bfloat16 and multiplies_bfloat16(best_isa()) and is_fast(NAMES[dtype])
     return able and "amxbf16" not in cpu_features()
 

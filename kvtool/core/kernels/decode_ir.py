@@ -81,7 +81,6 @@ class Operation:
 
 
 def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.ndarray:
-    """Write a program as int64 `[operations, WORDS]`; `codes`: each compiled function by its name."""
     program = np.zeros((len(operations), WORDS), np.int64)
     for row, operation in zip(program, operations, strict=True):
         row[0], row[1] = codes[operation.code].address, operation.barrier
@@ -129,8 +128,6 @@ Write = Callable[[Value, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes and formats that the code of heads is made for."""
-
     dim: int  # numbers of a head
     group: int  # query heads that share a head of keys
     normed: bool  # whether queries and keys are normed head by head
@@ -373,8 +370,6 @@ def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], V
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Shapes and kinds that the code of one model is made for."""
-
     heads: Heads
     kinds: frozenset[str]  # of its products (`multiply`)
     rotaries: frozenset[int]  # how many numbers of a head are rotated, of every layer that differs in that

@@ -70,7 +70,6 @@ def _check(
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
 ) -> None:
-    """Check all that the kernel relies upon to stay inside its arrays, but the places themselves."""
     _, kv_heads, _, head_dim = key_buffer.shape
     if key_buffer.shape != value_buffer.shape or key_buffer.stride(3) != 1 or value_buffer.stride(3) != 1:
         raise ValueError("buffers are [1, kv_heads, capacity, head_dim], heads of adjacent numbers")
@@ -102,7 +101,6 @@ def _place(
     value_head_out: tl.tensor, value_row_out: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some rows of one head: those of queries first, then of keys, then of values."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     real = row < rows

@@ -45,7 +45,6 @@ class CosSin:
         return CosSin(self.cos / norm, -self.sin / norm)
 
     def fits(self, rows: int) -> bool:
-        """Whether machine code, which checks no bounds, may read so many rows."""
         cos, sin = self.cos, self.sin
         return (
             cos.dtype == sin.dtype == torch.float32
@@ -60,7 +59,6 @@ class CosSin:
         )
 
     def transposed(self) -> CosSin:
-        """The transposed rotation, which gradients take."""
         return CosSin(self.cos, -self.sin)
 
 
@@ -103,7 +101,6 @@ class CopyWithRope:
 
     @property
     def fits(self) -> bool:
-        """Whether there is machine code for it, which checks no bounds."""
         to, numbers = self.to, self.numbers
         return (
             to.shape == numbers.shape
@@ -168,7 +165,6 @@ def _function(isa: Isa, stored: str, kept: str) -> Function:
 
 
 def rotation_module(stored: str, kept: str, isa: Isa) -> str:
-    """LLVM IR of `void rotate(jobs, number)`: numbers stored in one format go to places of the same or a wider one."""
     k = FunctionBuilder("rotate", isa, JOBS)
     k.keeps_nan = True
     with _JOB.each(k) as job, k.loop(job.rows, may_be_empty=True) as row:

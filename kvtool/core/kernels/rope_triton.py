@@ -56,7 +56,6 @@ def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def described(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
-    """The table of a layer's segments, `[segments, FIELDS]`, to be brought to the device."""
     rows = [
         (*(number for side in (piece.keys, piece.values) for number in (side.address, side.head, side.row)),
          piece.start, piece.tokens)
@@ -101,7 +100,6 @@ def _check(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    """Check all that the kernel relies upon to stay inside the buffers and the table of positions."""
     if keys.ndim != 4 or len(keys) != 1 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError("buffers of keys and values are [1, kv_heads, capacity, head_dim], both of one dtype")
     if keys.stride() != values.stride() or keys.stride(3) != 1:

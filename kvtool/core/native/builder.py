@@ -66,7 +66,6 @@ class Value:
 
     @property
     def lanes(self) -> int:
-        """0: it is a number."""
         return _parts(self.type)[0]
 
     @property
@@ -78,7 +77,6 @@ class Value:
         return f"{self.type} {self.name}"
 
     def like(self, other: Operand) -> Value:
-        """Check that a value has this one's type, or make a constant of that type."""
         if not isinstance(other, Value):
             return self.k.constant(self.type, other)
         if other.type != self.type:
@@ -116,7 +114,6 @@ class Value:
         return self.k.emit_value(self.type, f"fneg {self.typed}") if self.element in _REAL else 0 - self
 
     def compare(self, how: str, other: Operand) -> Value:
-        """Compare by a predicate of LLVM's `icmp` or `fcmp`, such as "slt" or "uno"."""
         kind = "fcmp" if self.element in _REAL else "icmp"
         return self.k.emit_value(vector(self.lanes, "i1"), f"{kind} {how} {self.typed}, {self.like(other)}")
 
@@ -215,7 +212,6 @@ def widen(value: Value, form: str) -> Value:
 
 
 def narrow(value: Value, form: str) -> Value:
-    """Round float32 to a format as it is stored, to the nearest, ties to even."""
     if form == "float32":
         return value
     is_half = form == "float16"
@@ -315,7 +311,6 @@ class FunctionBuilder:
         return Value(self, kind, "poison")
 
     def alloca(self, kind: str, count: Value | int = 1) -> Value:
-        """Memory that begins with a line of the cache."""
         size = "" if count == 1 else f" i64 {count},"
         return self.emit_value("ptr", f"alloca {kind},{size} align 64", kind)
 
@@ -336,7 +331,6 @@ class FunctionBuilder:
         return self.call(f"llvm.{'s' if signed else 'u'}min.i64", "i64", first, first.like(second))
 
     def atomic_add(self, pointer: Value, number: Value | int, order: str = "monotonic") -> Value:
-        """Returns what the number was."""
         return self.emit_value("i64", f"atomicrmw add ptr {pointer}, i64 {number} {order}")
 
     # ---- blocks ----

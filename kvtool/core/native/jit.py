@@ -86,7 +86,6 @@ def compile_once(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def kernel(kind: Kind) -> Function:
-    """`function(jobs, number of jobs)` for the best instruction set here, compiled at its first use."""
     return kernel_for(best_isa(), kind)
 
 
@@ -121,7 +120,6 @@ def kept_code(key: str) -> bytes | None:
 
 
 def keep_code(key: str, code: bytes) -> None:
-    """Where that is not possible the code is made anew next time."""
     folder = _folder(make=True)
     if folder is None or len(code) + _DIGEST > _MOST_BYTES:
         return

@@ -88,7 +88,6 @@ class Jobs:
         self.words = np.ascontiguousarray(self.words[some])
 
     def run(self, kernel: Callable[[int, int], None]) -> None:
-        """One call, in which other threads have Python to themselves."""
         if len(self.words):
             kernel(address(self.words), len(self.words))
 

@@ -20,7 +20,6 @@ _GELU = (0.7978845608028654, 0.044715)  # √(2/π)
 
 
 def fma(left: Value, right: Value | float, onto: Value | float) -> Value:
-    """left · right + onto; rounded once for vectors, if the CPU can."""
     if left.lanes == 1:
         return left * right + onto
     kind = f"v{left.lanes}f32" if left.lanes else "f32"
@@ -124,7 +123,6 @@ def totals(vectors: Sequence[Value]) -> Value:
 
 
 def bits_of(mask: Value) -> Value:
-    """A mask as i64: its first lane is the lowest bit."""
     return mask.k.emit_value(f"i{mask.lanes}", f"bitcast {mask.typed} to i{mask.lanes}").to("i64")
 
 
@@ -151,7 +149,6 @@ def each_bit(bits: Value, number: Value, work: Callable[[Value, Value], None]) -
 
 
 def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:
-    """A constant `[256][8]` of lane numbers: what to permute eight lanes by, for every mask of eight."""
     texts = ("<8 x i8> <" + ", ".join(f"i8 {lane}" for lane in row) + ">" for row in rows)
     return f"@{name} = private constant [256 x <8 x i8>] [{', '.join(texts)}], align 64"
 
@@ -185,8 +182,6 @@ Step: TypeAlias = Callable[[int, Value, Sequence[Value]], Sequence[Value]]
 
 
 class Split(NamedTuple):
-    """A count in whole steps of some width, and what is left."""
-
     whole: Value
     rest: Value | None
 

@@ -98,7 +98,6 @@ def use_pool(threads: int) -> Iterator[ThreadPool | None]:
 
 
 def _taken(helpers: int) -> ThreadPool | None:
-    """None if no thread can start: the caller works without help."""
     with contextlib.suppress(IndexError):
         while (pool := _idle.pop()).helpers != helpers:
             pool.end()
@@ -311,7 +310,6 @@ def _worker(isa: Isa) -> FunctionBuilder:
 
 
 def barrier(isa: Isa) -> FunctionBuilder:
-    """`barrier(memory, threads)` returns when so many threads have called it."""
     k = FunctionBuilder("barrier", isa, "i64* memory, i64 threads")
     arrived, phase, yields = (k.args.memory.at(line * _WORDS) for line in range(3))
     looks = k.alloca("i64")

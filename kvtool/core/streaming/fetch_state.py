@@ -22,8 +22,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A level that a chunk can be decoded at."""
-
     level: str
     loss: float  # nats a token of the answer; 0 for `raw` and `lossless`
     parts: tuple[Part, ...]  # all that must be there: coarser levels that a nested one refines, and its own
@@ -58,7 +56,6 @@ class Ladder:
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:
-        """Bytes that a rung still needs."""
         return sum(part.size for part in rung.absent(held))
 
     def reached(self, held: Set[str]) -> int:
@@ -130,8 +127,6 @@ def make_estimator(name: str) -> Estimator:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A request to the shared store: these parts of one chunk, which is then held at `level`."""
-
     chunk: int
     level: str
     parts: tuple[Part, ...]

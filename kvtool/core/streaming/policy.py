@@ -180,11 +180,9 @@ class Adaptive(Policy):
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[Ladder]:
-        """Chunks that are held at no level yet, but may be fetched."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _to_come(self) -> list[Ladder]:
-        """Missing chunks that only the link will deliver."""
         return self._open()
 
     def _open_decode(self) -> float:

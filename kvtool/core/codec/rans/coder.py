@@ -27,7 +27,6 @@ _NOTHING = np.zeros(1, np.uint16)
 
 
 def compile_ahead(dtype: str) -> None:
-    """Compile the decoders to numbers of this format before they are needed."""
     for form in kernels_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
             kernel(Decode(form))
@@ -159,7 +158,6 @@ def decode(*jobs: Decoding) -> None:
 
 
 def _check_decoding(job: Decoding) -> None:
-    """Check all that a kernel relies upon to stay inside its arrays."""
     out, held, count = job.out, HELD.get(job.form), len(job.streams)
     if out.ndim != 2 or out.dtype != held or not out.flags.behaved or (out.size and out.strides[1] != out.itemsize):
         raise ValueError(f"output is {job.form}, [rows, stride], rows contiguous, aligned, and can be written")

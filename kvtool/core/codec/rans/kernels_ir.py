@@ -275,7 +275,6 @@ def _backwards(pointer: Value, index: Value, width: int) -> Value:
 
 
 def _look_up(table: Value, indices: Value) -> Value:
-    """Look up `table[indices]`, lane by lane: no slower than a gather, and much faster on some CPUs."""
     found = indices.k.poison(indices.type)
     for lane in range(indices.lanes):
         found = found.with_lane(lane, table.load(indices.lane(lane).to("i64")))

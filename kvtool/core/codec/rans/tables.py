@@ -71,7 +71,6 @@ class TableSet:
 
     @cached_property
     def cumulative(self) -> U16:
-        """Sum the frequencies of smaller symbols, uint16 `[tables, 256]`."""
         sums = np.cumsum(self.frequencies, 1, dtype=np.int64)
         return (sums - self.frequencies).astype(np.uint16)
 
@@ -178,7 +177,6 @@ class Columns:
 
     @cached_property
     def limits(self) -> tuple[I16, I16]:
-        """The least number of each column's table, and the count of its numbers: int16 `[columns]`."""
         low, high = self.tables.bounds
         return low[self.ids], (high - low + np.int16(1))[self.ids]
 
@@ -229,6 +227,5 @@ class Stream:
 
 
 def check_ids(ids: U16, tables: TableSet, most_context: int) -> None:
-    """Raises DamagedError: a column names a table which is not there."""
     if len(ids) % LANES or (len(ids) and int(ids.max()) + most_context >= len(tables)):
         raise DamagedError("a column that names no table")

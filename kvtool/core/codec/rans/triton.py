@@ -32,8 +32,6 @@ _slots: weakref.WeakKeyDictionary[TableSet, dict[torch.device, torch.Tensor]] = 
 
 @dataclass(frozen=True, slots=True)
 class CudaDecoding:
-    """A stream and the place of its numbers."""
-
     stream: Stream
     columns: Columns
     rows: int
@@ -65,7 +63,6 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
 
 
 def _check(job: CudaDecoding, device: torch.device) -> None:
-    """Check everything that the kernel relies upon to stay inside its arrays, beyond what `Columns` checks."""
     if job.rows * len(job.columns) >= 1 << 31 or len(job.stream.words) >= 1 << 31:
         raise ValueError("a stream of more symbols than an int32 counts")
     if job.out.dtype != torch.int16 or job.out.device != device or job.out.ndim != 2:
@@ -77,7 +74,6 @@ def _check(job: CudaDecoding, device: torch.device) -> None:
 
 
 def _described(jobs: Sequence[CudaDecoding], device: torch.device) -> torch.Tensor:
-    """Upload at once the jobs' descriptors, int64 `[jobs, 10]`, and after them everything that they point to."""
     rows = np.zeros((len(jobs), _FIELDS), np.int64)
     parts: list[npt.NDArray[Any]] = [rows]
     starts, at = [0], _aligned(rows.nbytes)

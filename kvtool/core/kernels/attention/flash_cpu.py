@@ -63,7 +63,6 @@ def attend_packed(
 
 
 def compile_ahead(dtype: torch.dtype) -> None:
-    """Compile in a thread what attends to numbers of this format, before it is needed."""
     tiling = tiling_here(dtype)
     if tiling is not None:
         threading.Thread(target=kernel, args=(tiling,), name="kvtool-attention").start()
@@ -140,7 +139,6 @@ class Kernel:
     def _check(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Spans, leads: KV | None
     ) -> None:
-        """Refuse what the machine code, which knows no bounds, would read outside of."""
         given = 0 if leads is None else leads[0].shape[1]
         call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
         if query.shape[2] != key.shape[2] or key.shape[:2] != value.shape[:2] or shape_mismatch(call):

@@ -79,7 +79,6 @@ class Tiling:
 
     @property
     def kept(self) -> str:
-        """LLVM's name of the numbers of a tile of keys or values."""
         return "i16" if self.pairs else "float"
 
     @property
@@ -338,7 +337,6 @@ def _pairs(tiling: Tiling) -> FunctionBuilder:
 
 
 def _queries(tiling: Tiling) -> FunctionBuilder:
-    """Rows of a row block become lanes, `[steps, row_block]` of 32 bits."""
     k = tiling.function("queries", "ptr* addresses, i64 steps, float* to")
     stored = "float" if tiling.pairs else tiling.stored
     with k.loop(tiling.row_block // _SIDE) as lanes:
@@ -352,7 +350,6 @@ def _queries(tiling: Tiling) -> FunctionBuilder:
 
 
 def _results(tiling: Tiling) -> FunctionBuilder:
-    """Lanes of a row block, over their sums, become rows as stored."""
     k = tiling.function("results", "float* from, float* sums, i64 columns, ptr* addresses")
     k.keeps_nan = True
     with k.loop(tiling.row_block // _SIDE) as lanes:

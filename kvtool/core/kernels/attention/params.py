@@ -124,8 +124,6 @@ def _are_whole(numbers: torch.Tensor) -> bool:
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention without its numbers, by which a backend accepts or declines it."""
-
     device: str
     dtype: torch.dtype  # of queries
     heads: int = 8

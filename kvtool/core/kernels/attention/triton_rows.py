@@ -124,7 +124,6 @@ def attend(
 def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> None:
-    """Check all that the kernel relies upon to stay inside its arrays, but the positions' own size."""
     at = ranges.limits
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4 or len(query) != 1 or len(key) != 1:
         raise ValueError("queries, keys and values are [1, heads, rows, head_dim], those of one length")
@@ -203,7 +202,6 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Where torch does not report a block's bytes, what every GPU has."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", 0)) or 100 * 1024
 

@@ -115,7 +115,6 @@ class LayerKernels:
 
 @compile_once
 def layer_kernels(isa: Isa, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> LayerKernels:
-    """Compile the kernels of a format and activation at their first use. Raises RuntimeError: they cannot be."""
     functions = compiled(layer_module(isa, FORMATS[dtype], activation, rounding), isa, *JOBS)
     angles = torch.float32 if rounding.rope_in_float32 else dtype
     return LayerKernels(dict(zip(JOBS, functions, strict=True)), dtype, angles)

@@ -229,7 +229,6 @@ def codes(layout: Layout, data: Value, block: Value) -> list[Value]:
 
 
 def whole_codes(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """As `codes`, but i32."""
     first = data.at(block * (4 * layout.bits))
     parts: list[Value] = []
     at = done = 0
@@ -391,7 +390,6 @@ SMALL_GEMM_JOB = Job(
 
 
 def tile_rows(isa: Isa) -> int:
-    """The least rows of X that there must be: a tile has a sum for each lane of a register."""
     return isa.width // OUTPUTS
 
 

@@ -63,12 +63,10 @@ def multiplies_row(isa: Isa, layout: Layout) -> bool:
 
 
 def scratch_bytes(isa: Isa, layout: Layout, columns: int) -> int:
-    """Codes, scales and mins of as many rows as there are lanes, for one thread."""
     return isa.width * columns + 2 * 4 * isa.width * (columns // layout.group)
 
 
 def quantize(isa: Isa, group: int) -> FunctionBuilder:
-    """Make `quantize_GROUP(job)`: q, a scale and scale · Σ q for each group of columns of X."""
     k = FunctionBuilder(f"quantize_{group}", isa, "i64* job")
     job = QUANTIZE_JOB.load(k, k.args.job)
     groups = job.columns // group
@@ -227,7 +225,6 @@ HALF = BLOCK // 2
 
 
 def blocks_at_once(isa: Isa) -> int:
-    """Blocks whose first halves fill a register."""
     return 4 * isa.width // HALF
 
 
@@ -294,7 +291,6 @@ def _add_blocks(
 
 
 def _byte_halves(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """The first 16 columns of each of some blocks, and the last 16, as codes without a sign."""
     k, size = data.k, 4 * layout.bits
     at_once = blocks_at_once(k.isa)
     first, halves, at, done = data.at(block * size), list[Value](), 0, 0

@@ -33,7 +33,6 @@ class SmallBatchLinear(torch.nn.Linear):
         raise NotImplementedError
 
     def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows of a prompt, contiguous or not, in the way that is fast for so many."""
         count = rows.numel() // self.in_features
         if not self.in_team(count, rows.dtype):
             return self(rows)  # type: ignore[no-any-return]
@@ -102,7 +101,6 @@ class PackedLinear(SmallBatchLinear):
         return out
 
     def _unpacked(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weight, in memory of this thread that the next layer writes over."""
         size = (last - first) * self.in_features
         kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
         if kept is None or kept.numel() < size or kept.dtype != dtype:

@@ -26,7 +26,6 @@ _KEPT = "128"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the CPU has its own layout for this weight (oneDNN, bfloat16)."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -65,7 +64,6 @@ class ReorderedLinear(SmallBatchLinear):
     panels: OneDnnBlockedWeight | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As torch would, bit for bit."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.reordered, self.bias, "none", [], "")
         return out
 
@@ -176,7 +174,6 @@ def panels_module() -> str:
 
 
 def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
-    """The last tile begins where it ends with the last row."""
     size = job.columns * OUTPUTS
     weights = job.weights.at(panel * size)
     next_panel, output = weights.at(size), panel * OUTPUTS

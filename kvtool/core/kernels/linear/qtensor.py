@@ -37,7 +37,6 @@ class Layout:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Bits of each plane that codes are split into, the lowest first."""
         return _PLANES[self.bits]
 
     @property
@@ -137,7 +136,6 @@ def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
 
 
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes, uint8 `[rows, columns]` (of eight bits: int8), as the `data` of a matrix."""
     if bits == 8:
         return codes.view(torch.uint8)
     spans, parts, done = codes.view(-1, BLOCK), [], 0

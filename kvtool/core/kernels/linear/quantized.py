@@ -94,7 +94,7 @@ def _parts(matrix: QuantizedTensor) -> dict[str, int]:
 
 
 def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = None) -> int | None:
-    """The least rows of a format that `small_batch_gemm` takes for a matrix; None: no code for it."""
+    """The least rows that `small_batch_gemm` takes for a matrix; None: no code for it."""
     isa = isa or best_isa()
     if dtype not in COMPUTED or matrix.rows % OUTPUTS:
         return None
@@ -211,7 +211,6 @@ def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: i
 
 @compile_once
 def _compiled(kind: str, isa: Isa) -> dict[str, Function]:
-    """ "product", and unpacking to "float32" and "bfloat16"."""
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)

@@ -63,7 +63,6 @@ class StaticStep:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the cache still has the buffers that this was made for, and one more row fits."""
         same = all(one is other for one, other in zip(memory_of(self._cache), self._memory, strict=True))
         return same and self._cache.buffers[0].length < self._capacity
 

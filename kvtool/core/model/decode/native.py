@@ -208,7 +208,6 @@ def prepare_compiled_model(decoder: Decoder) -> None:
 
 
 def compiled_model(decoder: Decoder) -> CompiledModel | str:
-    """The reason, where a model has no compiled code."""
     return _future(decoder, lambda make: make()).result()
 
 

@@ -108,7 +108,6 @@ class WeightSource:
         raise UnsupportedArchitecture("its weights are in oneDNN's own layout, and the checkpoint has other ones")
 
     def _mapped(self, module: Any) -> torch.Tensor | None:
-        """None: the file does not have it in bfloat16."""
         name = f"{self._names.get(id(module), '')}.weight"
         path = self._files.get(name)
         if path is None:
@@ -249,7 +248,6 @@ class _Layout:
             self._axpby(buffers.logits, buffers.logits, spec.head.rows, spec.logits, 0.0)
 
     def _entry(self, norm: NormSpec | None) -> Place:
-        """The input of attention or an MLP, normed if it has a norm before it."""
         if norm is None:
             return self._buffers.hidden
         self._norm(norm, self._buffers.hidden, self._buffers.normed)
@@ -391,7 +389,6 @@ class Step:
             self._write(kind, "blocks", blocks)
 
     def place(self, angles: Sequence[Mapping[str | None, tuple[int, int]]], rotations: Sequence[str | None]) -> None:
-        """Write where cos and sin of each sequence's position are, for the rotation that each layer has."""
         for number, side in enumerate(("cos", "sin")):
             addresses = np.array([[of[rotation][number] for of in angles] for rotation in rotations])
             for operation in ("queries", "keys"):
