@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 import unicodedata
 from fnmatch import fnmatch
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtool
 from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.commands import LazyGroup
 from kvtool.cli.help import PAGES as TOPICS
@@ -45,6 +47,11 @@ def test_every_link_resolves(page: Path) -> None:
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(path), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_links_of_packaged_pages_stay_in_the_package(page: Path) -> None:
+    assert [link for link in links(page) if not (page.parent / link).resolve().is_relative_to(DOCS)] == []
 
 
 def test_every_topic_is_a_page_and_every_page_a_topic() -> None:
@@ -109,3 +116,24 @@ def test_options_in_examples_exist(page: Path) -> None:
         if words[0] in COMMANDS:
             named = {word.split("=")[0] for word in words if word.startswith("--")}
             assert named <= flags_of(words), f"{page.name}: kvtool {example}"
+
+
+def test_the_python_page_names_what_exists() -> None:
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"\bcache\.([a-z_]+)\(", text)} <= {*dir(kvtool.Cache)}
+    assert {*re.findall(r"\bkvtool\.([A-Za-z]+)\(", text)} <= {*kvtool.__all__}
+    assert {*re.findall(r"`kvtool ([a-z]+)", text)} <= {*COMMANDS}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.usefixtures("unpacked")
+def test_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "old.md").write_text("An old note.", encoding="utf-8")
+    shutil.copy(ROOT / "samples/corpus/places/kellhaven-observatory.md", "docs")
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for example in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(example, names)

@@ -23,11 +23,11 @@ _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
-    """Show the sources of an answer, the best first; with `passages` their text. With -v also in the order of the
-    prompt."""
+    """Show the sources of an answer, the best first; with `passages` their text. With -v both, and also the chunks in
+    the order of the prompt."""
     if not passages:
         out.status(source_line(chunks))
-    for chunk in _best_first(chunks) if passages else ():
+    for chunk in _best_first(chunks) if passages or out.verbosity > 0 else ():
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
@@ -132,10 +132,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     )
     if cut := facts.get("cut"):
         say = out.status if "shift" in facts else out.detail
-        say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best, no new words (--min-score)")
-    if spared := facts.get("records_spared"):
-        read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
-        out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
+        say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best (search.min_score)")
     if forward := facts.get("resolved", {}).get("forward"):
         out.detail(f"layers: {forward}")
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
@@ -154,7 +151,7 @@ def show_end(out: Out, facts: Facts) -> None:
     if facts["finish"] == "length":
         out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
     elif facts["finish"] == "repeat":
-        out.status("… ended where the answer repeats itself: --no-stop-repeats lets it go on")
+        out.status("… ended where the answer repeats itself: --set sampling.stop_repeats=no lets it go on")
 
 
 def show_decision(out: Out, facts: Facts) -> None:

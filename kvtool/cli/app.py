@@ -78,6 +78,14 @@ _STORE = {"store": "List, check, shrink, protect and share what is stored."}
 COMMANDS = {name: line for rows in SHOWN.values() for name, line in rows.items() if " " not in name} | _STORE
 _GROUPS = ("store", "inspect")  # whose commands are missed without the group's name
 _COMPLETE = "_KVTOOL_COMPLETE"  # set by a shell's completion script
+_OTHER_NAMES = {  # what other programs call them
+    "list": "store ls",
+    **dict.fromkeys(("add", "index"), "ingest"),
+    **dict.fromkeys(("ask", "answer"), "query"),
+    **dict.fromkeys(("remove", "delete"), "store rm"),
+    "models": "help models",
+    "version": "--version",
+}
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
@@ -121,11 +129,12 @@ class Root(LazyGroup):
         formatter.write_text("`kvtool COMMAND --help` shows the options of a command, `kvtool help` the documentation.")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the named command; the error for a command of a group, such as `stats`, names the group."""
+        """Find the named command; the error for another name, or for a command of a group, shows how it is called."""
         if args and args[0] not in COMMANDS:
             group = group_of(args[0])
-            if group is not None:
-                raise UsageError(f"No such command '{args[0]}'.", f"it is `kvtool {group} {args[0]}`")
+            other = f"{group} {args[0]}" if group is not None else _OTHER_NAMES.get(args[0])
+            if other is not None:
+                raise UsageError(f"No such command '{args[0]}'.", f"it is `kvtool {other}`")
         return super().resolve_command(ctx, args)
 
 

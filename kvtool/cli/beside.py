@@ -30,7 +30,7 @@ from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
 _MODEL = ("model", "device", "dtype")
 
 
-def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
+def answered_beside(run: Run, request: Request) -> bool:
     """Have a question answered by another process of this store and user; False: none does.
 
     Raises
@@ -50,7 +50,7 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
                 if options.is_streamed(run.out.on_terminal):
                     run.out.print(event, end="")
             else:
-                _show(run, event, passages)
+                _show(run, event)
     except Declined as declined:
         _say_why_not(run, f"the server of this store was not used: {declined.why}")
         return False
@@ -77,13 +77,13 @@ def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, An
     }
 
 
-def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
+def _show(run: Run, answer: Mapping[str, Any]) -> None:
     for text, hint in answer["warnings"]:
         run.out.warning(text, hint)
     facts = answer["facts"]
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, answer["steps"], answer["stepper"])
-    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
+    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]])
 
 
 # ---- an engine that stays ----
@@ -103,7 +103,7 @@ def check_kept(run: Run, is_plain: bool) -> None:
     if not is_plain or _is_looked_into(run.get(QueryOptions)):
         raise UsageError(
             "--keep-alive is for one question that the engine answers itself",
-            "leave out --batch, --compare, --explain, --audit, --token-ids, --timeline and --no-server",
+            "leave out --batch, --compare, --explain, --audit and --token-ids, unset KVTOOL_TIMELINE and KVTOOL_SERVER",
         )
 
 

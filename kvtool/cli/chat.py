@@ -352,8 +352,8 @@ class Chat:
 
     # ---- commands ----
 
-    def _set(self, **changes: object) -> None:
-        options = QueryOptions.of(vars(self._talk.options) | changes)
+    def _set(self, **changes: Any) -> None:
+        options = replace(self._talk.options, **changes)
         options.check_of(self._session.identity)
         self._talk.options = options
 
@@ -463,10 +463,8 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "cite", "verify", "system", "stop_repeats", "temperature", "seed", "top_p"),
-        *("frequency_penalty", "presence_penalty", "force", "top_k", "min_score", "source"),
-        *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
-        *("state_cache_size", "max_loss", "load_timeout"),
+        *("max_tokens", "cite", "verify", "system", "temperature", "seed", "force", "top_k", "source"),
+        *("retriever", "embedder", "fusion", "ratio", "link_tokens", "link", "shift", "level", "set"),
     ),
     StoreOptions,
     RemoteOptions,

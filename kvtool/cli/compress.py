@@ -138,5 +138,5 @@ def _tell_of_losses(run: Run, report: CompressReport) -> None:
         if (loss := _loss(level)) > allowed:
             run.out.status(
                 f"level {level.level} loses more than the {allowed:g} nats a token that questions allow: "
-                f"`--level {level.level}` or `--max-loss {enough_loss(loss)}` reads it"
+                f"`--level {level.level}` or `--set load.max_loss={enough_loss(loss)}` reads it"
             )

@@ -26,8 +26,7 @@ PAGES = {  # by folder of kvtool/docs
         "agents": "MCP: offer the store to chat programs, editors and agents.",
         "evaluation": "Measure which fusion mode and how many passages suit your questions.",
         "cron": "Keep a store up to date from cron or systemd.",
-        "upkeep": "Keep a store small: budget, prune, rm, pin, compact.",
-        "listing": "List documents and chunks, and sort them.",
+        "upkeep": "List what a store holds, and keep it small: ls, budget, prune, rm, pin, compact.",
         "packs": "Export a store, or a part of it, to one file, and import it.",
         "shared-stores": "Stores that several machines share, in Redis, S3 or a folder.",
         "many-machines": "Ingest one corpus on several machines or GPUs.",
@@ -54,6 +53,7 @@ PAGES = {  # by folder of kvtool/docs
     },
 }
 TOPICS = {name: line for pages in PAGES.values() for name, line in pages.items()}
+_ALSO_CALLED = {"modes": "concepts", "parameters": "concepts"}
 _PAGE_LINK = re.compile(r"\[([^]]+)\]\((?:\.\./[a-z]+/)?([a-z-]+)\.md(?:#[^)]*)?\)")
 
 
@@ -82,6 +82,7 @@ def show_help(
         out.result({"topic": " ".join(topic), "text": text}, lambda: out.print(text))
         return
     name = " ".join(topic).strip().lower().removesuffix(".md")
+    name = _ALSO_CALLED.get(name, name)
     if name not in TOPICS:
         raise UsageError(f"there is no page {' '.join(topic)!r}", _in_a_group(topic[0]) or _near(name))
     text = page(name)

@@ -25,9 +25,7 @@ app = new_app()
 @app.command()
 @takes(
     AgentOptions,
-    QueryOptions.some(
-        *("top_k", "min_score", "retriever", "embedder", "fusion", "ratio", "level", "max_tokens", "system")
-    ),
+    QueryOptions.some(*("top_k", "retriever", "embedder", "fusion", "ratio", "level", "set", "max_tokens", "system")),
     ModelOptions,
     StoreOptions,
     examples=("mcp --store notes", "mcp --root ~/notes", "mcp --http --port 8722"),

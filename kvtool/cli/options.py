@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ SETTINGS: tuple[type[Options], ...] = (
 )
 
 # What every command takes, so that a script can add it to all of them; it is shown where it means something.
-_ANYWHERE: tuple[type[Options], ...] = (StoreOptions, LockOptions, ModelOptions)
+ANYWHERE: tuple[type[Options], ...] = (StoreOptions, LockOptions, RemoteOptions, ModelOptions)
 
 
 _DEVICE = "device"  # the option of commands that may run the model
@@ -108,7 +107,7 @@ class Run:
     @property
     def max_loss(self) -> float:
         """Nats a token that questions may lose."""
-        return self.resolved.get(QueryOptions, "max_loss").max_loss
+        return self.resolved.get(QueryOptions, "set").max_loss
 
     @property
     def lock_wait(self) -> float:
@@ -131,7 +130,7 @@ def takes(
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(function, eval_str=True)
-        unused = {name: option for name, option in _chosen(_ANYWHERE).items() if name not in {*chosen, *own.parameters}}
+        unused = {name: option for name, option in _chosen(ANYWHERE).items() if name not in {*chosen, *own.parameters}}
 
         @functools.wraps(function)
         def command(**values: Any) -> R:
@@ -139,7 +138,7 @@ def takes(
             out = _out(**{name: values.pop(name) for name in EVERYWHERE if name in values})
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
             run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
-            for trouble, hint in troubles():
+            for trouble, hint in (*run.resolved.warnings, *troubles()):
                 out.warning(trouble, hint)
             if _DEVICE in chosen:
                 check_switches()
@@ -187,7 +186,7 @@ def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Param
     shown = typer.Option(
         option.flag,
         *option.synonyms,
-        help=f"{option.help}{_facts(option)}",
+        help=described_option(option),
         show_default=False,
         metavar=None if option.kind is bool else option.metavar,
         autocompletion=_completion(option),
@@ -201,12 +200,12 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _facts(option: Option) -> str:
-    """Return the end of an option's line in the help: its default, and whether it can be repeated."""
+def described_option(option: Option) -> str:
+    """Return an option's line in the help, with its default, and whether it can be repeated."""
     default = option.default_text
     facts = [f"default: {default}"] if default else []
     facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it is obvious
-    return f"  [{'; '.join(facts)}]" if facts else ""
+    return f"{option.help}  [{'; '.join(facts)}]" if facts else option.help
 
 
 def _completion(option: Option) -> Callable[[str], list[str]] | None:
@@ -223,7 +222,7 @@ def _out(*, json: bool, jsonl: bool, quiet: bool, verbose: int) -> Out:
 
 
 class ManyValues(Command):
-    """A command whose repeatable options take several values at once: `--chunks A B C`.
+    """A command whose repeatable options take several values at once: `--chunks A B C`; those of `NAME=VALUE` take one.
 
     Where such a run of words is all that could hold the command's argument, its last word is that.
     """
@@ -249,7 +248,7 @@ class ManyValues(Command):
                 if option is not None and not is_flag(option):
                     out += args[at : at + 1]
                     at += 1
-                    run = word if option.multiple else ""
+                    run = word if option.multiple and "=" not in str(option.metavar) else ""
             elif run:
                 out += [run, word]
                 last = len(out) - 1
@@ -261,17 +260,16 @@ class ManyValues(Command):
 
 
 class Question(ManyValues):
-    """A command whose argument is one question: without quotation marks, the error shows the quoted question."""
+    """A command whose argument is one question: several words are joined."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
         further = super().parse_args(ctx, args)
-        if further and not ctx.resilient_parsing:
-            (first,) = (ctx.params[each.name] for each in self.params if each.param_type_name == "argument")
-            asked = " ".join([first, *further])
-            quoted = shlex.quote(asked) if set(asked) & set('"$`\\!') else f'"{asked}"'
-            raise UsageError("the question is several words", f"put it in quotation marks: {ctx.command_path} {quoted}")
-        return further
+        if further:
+            (name,) = (each.name for each in self.params if each.param_type_name == "argument")
+            ctx.params[name] = " ".join([ctx.params[name], *further])
+        ctx.args = []
+        return []
 
 
 def is_flag(option: Any) -> bool:

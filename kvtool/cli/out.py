@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["human", "json", "jsonl"]
 _VERBOSE = re.compile("-v+|--verbose")
-SCHEMA = 2  # of every JSON object
+SCHEMA = 1  # of every JSON object
 
 
 class OutputClosed(SystemExit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request, marked, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.serve.options import KeepOptions
+from kvtool.serve.options import KeepOptions, ServeOptions
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
@@ -173,6 +174,7 @@ def _times(row: dict[str, Any]) -> tuple[int, int]:
 
 
 app = new_app()
+TIMELINE = "KVTOOL_TIMELINE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,34 +184,12 @@ class QueryFlags(Options, settings=False):
     batch: Path | None = option(
         None, 'Answer a file of questions, one {"question": …} a line.', group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
-    show_sources: bool = option(False, "Show the text of the passages used.", group=ANSWER)
-    memory_cache: int = option(
-        10**9,
-        "Memory that keeps loaded chunks during --batch.",
-        group=ANSWER,
-        unit="size",
-        lowest=0,
-        instead="1GB",
-    )
-    server: bool = option(
-        True,
-        "Use a running `kvtool serve` of this store, which has loaded the model.",
-        group=ANSWER,
-        flag="--server/--no-server",
-    )
     compare: str | None = option(None, "Compare fusion modes with full recompute.", group=INSIDE, metavar="a,b,c")
-    timeline: Path | None = option(
-        None,
-        "Write the duration of each step (Chrome's trace format).",
-        group=INSIDE,
-        metavar="FILE",
-        unit="path",
-    )
 
 
 @app.command(cls=Question)
 @takes(
-    QueryOptions,
+    QueryOptions.without("source", "embedder"),
     ChunkChoice,
     QueryFlags,
     KeepOptions,
@@ -218,8 +198,7 @@ class QueryFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
-    common="fusion ratio top_k source documents chunks max_tokens system batch "
-    "compare explain show_sources keep_alive store model",
+    common="fusion ratio top_k documents chunks max_tokens system batch compare explain set keep_alive store model",
 )
 def query(
     run: Run,
@@ -239,18 +218,17 @@ def query(
     if question is None and flags.batch is None and _is_piped():
         question = _piped(run)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
-    if flags.timeline is not None:
-        _check_writable(flags.timeline)
+    profile = _timeline_file()
     if modes is not None:
         _check_comparable(options)
-    is_plain = flags.server and flags.batch is None and modes is None and flags.timeline is None
+    is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None and profile is None
     check_kept(run, is_plain)
-    if is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
+    if is_plain and answered_beside(run, requests[0]):
         return None
     if flags.batch is None and modes is None:
         # One answer leaves too little garbage to look at all that is imported and loaded for it: 0.6 s of a processor.
         gc.disable()  # until the end of the process, which comes then; see cli/app.py
-    with open_any_store(run) as store, _timed(flags.timeline) as timeline:
+    with open_any_store(run) as store, _timed(profile) as timeline:
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
 
@@ -262,7 +240,7 @@ def query(
         session.finder = finder
         if flags.batch is not None:
             if modes is None and is_found:  # modes that are compared each load for themselves
-                session.cache_chunks(flags.memory_cache)
+                session.cache_chunks(run.get(ServeOptions).memory_cache)
             return Batch(run, session, options, modes).run(requests)
         if modes is not None:
             _compare(run, session, requests[0], options, modes)
@@ -278,9 +256,15 @@ def _check_comparable(options: QueryOptions) -> None:
         raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
 
 
-def _check_writable(profile: Path) -> None:
+def _timeline_file() -> Path | None:
+    """Return the file of `KVTOOL_TIMELINE`, into which the times of a question are written. Raises UsageError."""
+    named = os.environ.get(TIMELINE)
+    if not named:
+        return None
+    profile = Path(named).expanduser()
     if profile.is_dir() or not profile.absolute().parent.is_dir():
-        raise UsageError(f"the timeline cannot be written to {str(profile)!r}", "name a file in a folder that exists")
+        raise UsageError(f"the timeline cannot be written to {named!r}", "name a file in a folder that exists")
+    return profile
 
 
 @contextmanager
@@ -410,7 +394,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
     if reply.explained:
         show_explained(run.out, reply)
-    show_sources(run.out, reply.chunks, passages=run.get(QueryFlags).show_sources)
+    show_sources(run.out, reply.chunks)
     if options.audit:
         _audit(run, session, reply, options)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.commands import Described, LazyGroup, described, everywhere
+from kvtool.cli.options import ANYWHERE, described_option
+from kvtool.core.options.option import Option, options_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "reference.md"
 _HEAD = """\
@@ -23,7 +25,12 @@ underscores), the default. Terms: [concepts](../guide/concepts.md); what `--json
 
 def reference() -> str:
     """The whole page, in Markdown."""
-    pieces = [_HEAD, *_table("Options of every command", [Described(row) for row in everywhere()])]
+    shared = [each for source in ANYWHERE for each in options_of(source).values() if each.flag]
+    rows = [
+        Described((f"{each.flag.replace('/', ' / ')} {each.metavar}".rstrip(), described_option(each)), each)
+        for each in shared
+    ]
+    pieces = [_HEAD, *_table("Options of every command", [*(Described(row) for row in everywhere()), *rows])]
     for path, command, context in each_command():
         pieces += [f"## {path}\n", *_body(command, path, context)]
     return "\n".join(pieces)
@@ -53,7 +60,14 @@ def _body(command: Any, path: str, context: Any) -> Iterator[str]:
     examples = [f"kvtool {line}" for line in getattr(command, "examples", ())]
     yield "\n".join(f"    {line}".rstrip() for line in (f"{path} {usage}", *examples)) + "\n"
     for heading, rows in described(command, context).items():
-        yield from _table(heading, rows)
+        own = [row for row in rows if row.option is None or not _is_shared(row.option)]
+        if own:
+            yield from _table(heading, own)
+
+
+def _is_shared(option: Option) -> bool:
+    """Return True for an option that every command takes, such as `--store`: it is described once."""
+    return any(option == each for source in ANYWHERE for each in options_of(source).values())
 
 
 def _table(heading: str, rows: Iterable[Described]) -> Iterator[str]:

@@ -21,11 +21,11 @@ _SHOWN = 240  # characters of a passage in a terminal
 
 @app.command(cls=ManyValues)
 @takes(
-    QueryOptions.some("top_k", "min_score", "source", "retriever", "embedder", "offline"),
+    QueryOptions.some("top_k", "source", "retriever", "embedder", "offline", "set"),
     StoreOptions,
     RemoteOptions,
     LockOptions,
-    examples=("search founded observatory", "search opening hours --top-k 20 --min-score 0"),
+    examples=("search founded observatory", "search opening hours --top-k 20 --set search.min_score=0"),
 )
 def search(
     run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
@@ -53,5 +53,5 @@ def search(
     run.out.result(facts | ({"corrections": [*found.corrections]} if found.corrections else {}), human=show)
     if found.cut:
         run.out.status(
-            f"{counted(found.cut, 'passage')} more would help a question no further; --min-score 0 shows all"
+            f"{counted(found.cut, 'passage')} more would help a question no further; --set search.min_score=0 shows all"
         )

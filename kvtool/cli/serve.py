@@ -53,7 +53,7 @@ class ServeFlags(Options, settings=False):
 @takes(
     ServeOptions,
     ServeFlags,
-    QueryOptions.some("fusion", "ratio", "top_k", "min_score", "level", "max_tokens", "system"),
+    QueryOptions.some("fusion", "ratio", "top_k", "level", "set", "max_tokens", "system"),
     StoreOptions,
     ModelOptions,
     LockOptions,

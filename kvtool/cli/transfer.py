@@ -162,14 +162,14 @@ def import_(run: Run, sources: Sources) -> int | None:
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.pack.import_ import merge
+    from kvtool.core.pack.import_ import import_sources
     from kvtool.core.session.identity import store_identity
     from kvtool.reports.glance import computed_by, makers
 
     options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)
     with JobView(run.out) as view:
-        reports = merge(
+        reports = import_sources(
             run.folder,
             sources,
             trust=trust,

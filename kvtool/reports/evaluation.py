@@ -92,7 +92,7 @@ def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
     """Return what results depend on in addition to the runs. Results under equal facts can be compared."""
-    batch = json.dumps([_asked(request) for request in requests], ensure_ascii=False)
+    batch = json.dumps([asdict(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,
         "model": identity.fingerprint,
@@ -104,12 +104,8 @@ def evaluation_facts(
         "min_score": options.min_score,
         "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
         "max_tokens": options.max_tokens,
+        **({"set": [*options.set]} if options.set else {}),
     }
-
-
-def _asked(request: Request) -> dict[str, Any]:
-    """Return the fields that results depend on. Fields that older journals lack count only if they are set."""
-    return {name: value for name, value in asdict(request).items() if value or name not in ("sources", "made_by")}
 
 
 def by_run(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, list[Mapping[str, Row]]]:

@@ -14,6 +14,7 @@ from kvtool.reports.report import Report, ReportContext, ReportResult, Shown
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.common.machine import Arithmetic
     from kvtool.core.session.identity import StoreIdentity
 
 
@@ -44,8 +45,8 @@ def glance(context: ReportContext) -> ReportResult:
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
     """Count by what computed the documents' chunks, or the state checkpoints of a recurrent model: `dtype`, `device`,
-    both None where it was not noted, and `chunks`; most first."""
-    made = Counter(info.arithmetic for info in store.stretches().values()) if identity.keeps_states else {}
+    both None for chunks without KV, and `chunks`; most first."""
+    made: Mapping[Arithmetic | None, int] = Counter(info.arithmetic for info in store.stretches().values())
     made = made or store.arithmetics(chunk for chunk in store.chunk_ids() if chunk != identity.prefix_id)
     counts = sorted(made.items(), key=lambda item: (-item[1], str(item[0])))
     return [
@@ -79,9 +80,8 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         what = f"{counted(row['chunks'] - first, 'chunk')}{' and the beginning' if first else ''}"
         yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
     if (kept := value["stretches"])["count"]:
-        what = counted(kept["count"] - kept["alone"], "state checkpoint")
-        unused = f", and states of {counted(kept['alone'], 'chunk')}, which nothing uses" if kept["alone"] else ""
-        yield f"prompts  {what} of answered prompts{unused}, {kept['bytes'] / 1e6:,.1f} MB"
+        what = counted(kept["count"], "state checkpoint")
+        yield f"prompts  {what} of answered prompts, {kept['bytes'] / 1e6:,.1f} MB"
     if (kept := value["unfinished"])["files"]:
         what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
         yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest continues from there"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import UsageError, did_you_mean
@@ -16,7 +16,7 @@ from kvtool.core.evaluate.measures import Row, run_name, score
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan
-from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, selector_for
+from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, parameters_of_mode, selector_for
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
@@ -58,10 +58,12 @@ class RunSpec:
 
     def options(self, base: QueryOptions) -> QueryOptions:
         """Put this run's mode, amount and changes into the options `base`."""
-        changed: dict[str, Any] = dict(self.changes)
+        own = options_of(QueryOptions)
+        changed = {name: value for name, value in self.changes if name in own}
         if self.amount is not None:
             changed[self.knob] = self.amount
-        return replace(base, fusion=self.mode, **changed)
+        of_mode = (f"{self.mode}.{name}={value}" for name, value in self.changes if name not in own)
+        return replace(base, fusion=self.mode, set=(*base.set, *of_mode), **changed)
 
 
 def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
@@ -126,13 +128,13 @@ def _knob(mode: str) -> Option | None:
 
 
 def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
-    """Read `option=value`: a parameter of the mode that is an option of a query, other than its knob."""
+    """Read `option=value`: a parameter of the mode, other than its knob."""
     name, _, value = (part.strip() for part in text.partition("="))
-    known = [field.name for field in fields(cast(Any, SELECTORS[mode])) if field.name != SELECTORS[mode].knob]
+    known = {each: option for each, option in parameters_of_mode(mode).items() if each != SELECTORS[mode].knob}
     if name not in known:
         hint = did_you_mean(name, known) or (f"known: {', '.join(known)}" if known else "leave it out")
         raise UsageError(f"{where}: {mode} has no option {name!r}", hint)
-    return name, options_of(QueryOptions)[name].parse(value, where)
+    return name, options_of(QueryOptions).get(name, known[name]).parse(value, where)
 
 
 # ---- one question ----

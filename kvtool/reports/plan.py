@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
-_ASKED = (*RETRIEVAL, "level", "max_loss", "ratio", "link_tokens", "defer", "defer_first")
+_ASKED = (*RETRIEVAL, "level", "ratio", "link_tokens", "defer")
 
 _WITHOUT_WORDS = "no word: by its title or by vectors"
 
@@ -120,7 +120,7 @@ def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOpti
     from kvtool.core.query.auto import spans_of
 
     selectors = {mode: selector_for(options, mode) for mode in MODES}
-    prompt = PromptRows(spans_of(session, plan, [*selectors.values()]), speeds)
+    prompt = PromptRows(spans_of(session, plan), speeds)
     return {mode: 1e3 * selector.expected_seconds(prompt) for mode, selector in selectors.items()}
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtool.reports.paired_run import RunSpec
     from kvtool.reports.summary import Rows
 
-ASKED = (*RETRIEVAL, "level", "max_loss")
+ASKED = (*RETRIEVAL, "level")
 _AGREEMENT = ("top1_agrees", "answer_equal")
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
-RETRIEVAL = ("top_k", "min_score", "retriever", "embedder", "order")  # options of a query by which chunks are found
+RETRIEVAL = ("top_k", "retriever", "embedder", "set")  # options of a query by which chunks are found
 NO_CONTEXT = "none"  # the run of an evaluation that answers without any chunk
 QUESTIONS = "Questions"  # heading in a report's help
 _TIMES = ("since", "until", "last_used")  # facts that are seconds since 1970

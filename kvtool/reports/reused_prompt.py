@@ -38,7 +38,6 @@ class Chosen(Selector):
     """Recomputes the rows that it was given, bool `[plan.length]`."""
 
     name: ClassVar[str] = "chosen"
-    reads_all: ClassVar[bool] = True
     rows_chosen: torch.Tensor
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:

@@ -71,7 +71,7 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
 
 def overview(rows: Rows, base: str = "") -> dict[str, Any]:
     """Make the JSON of `inspect quality`; `base` is the run with which other runs' KL is compared."""
-    levels = (level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ()))
+    levels = (level for of_question in rows.values() for row in of_question.values() for level in row["levels"])
     return {
         "questions": len(rows),
         "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),

@@ -16,7 +16,7 @@ ANY_ORIGIN = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class KeepOptions(Options, sections=("query",)):
-    """The option of an engine that stays after a question."""
+    """Options of an engine that stays after a question, and of a server's."""
 
     keep_alive: float = option(
         300.0,
@@ -27,6 +27,9 @@ class KeepOptions(Options, sections=("query",)):
         highest=7 * 86400,
         own=True,
         instead="5m on a terminal",
+    )
+    server: bool = option(
+        True, "Ask a running `kvtool serve` of the store, which has loaded the model.", group="Answer", flag=None
     )
 
 

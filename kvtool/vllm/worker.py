@@ -170,10 +170,6 @@ class Feeder:
                 raise ModelError("the store's records do not fit the model", "use a store of this model")
             selector = selector_for(wanted.options, wanted.options.mode())
             fused = fuse(session.decoder, plan, selector, session.source, patience=wanted.options.load_timeout)
-        for buffer, hidden in zip(fused.cache.buffers, fused.read_set.skipped, strict=True):
-            for segment in hidden:  # no row sees them, but a backend may load them with those next to them
-                buffer.keys[:, :, segment.start : segment.stop] = 0
-                buffer.values[:, :, segment.start : segment.stop] = 0
         device = session.decoder.device
         places = torch.arange(wanted.first, wanted.stop, device=device)
         blocks = torch.tensor(wanted.blocks, device=device)

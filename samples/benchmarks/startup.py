@@ -66,11 +66,10 @@ def run(given: argparse.Namespace, tree: Path) -> Once:
     """Ask once. Raises CalledProcessError where the command fails."""
     with tempfile.TemporaryDirectory() as folder:
         spans = Path(folder) / "spans.json"
-        words = [sys.executable, "-m", "kvtool", *command(given), "--timeline", str(spans)]
+        words = [sys.executable, "-m", "kvtool", *command(given)]
+        variables = environment(tree) | {"KVTOOL_TIMELINE": str(spans)}
         started = time.perf_counter()
-        child = subprocess.Popen(
-            words, env=environment(tree), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        child = subprocess.Popen(words, env=variables, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         assert child.stderr is not None
         said = child.stderr.read()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

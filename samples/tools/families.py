@@ -4,7 +4,7 @@
     python samples/tools/families.py --check    says whether they are as they would be written
 
 A family is a tiny model with random weights of the real configuration class (`tests/families.py`, `tests/wrappers.py`),
-over which the laws run. It is built and asked what its layers are; nothing of the page is written by hand.
+over which the laws run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,16 +22,12 @@ sys.path.insert(0, str(ROOT))
 
 from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
 from kvtool.core.common.collecting import quiet  # noqa: E402
-from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
-from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
-from kvtool.core.fusion.selectors.union import Union  # noqa: E402
 from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
 from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
-from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
+from kvtool.core.query.explain import backends_of  # noqa: E402
 from kvtool.core.session.gate import check_invariants  # noqa: E402
-from samples.tools.layer_bytes import kept, prompt, read  # noqa: E402
 from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
@@ -41,46 +35,32 @@ from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
 PAGE, README = ROOT / "kvtool" / "docs" / "reference" / "models.md", ROOT / "README.md"
 _NUMBER = re.compile(r"\[\d+ families\]")
-PROMPT, CHUNK, QUESTION_ROWS = 4096, 512, 32  # tokens
+PROMPT, QUESTION_ROWS = 4096, 32  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
-_HEAD = (
-    "# Model families\n"
-    "\n"
-    "kvtool accepts a model by its configuration and its layers, not by its name. A family that is not listed"
-    " here is tried, and refused with a reason if it cannot work. The tests check the "
-    "[laws](../internals/design.md#laws) "
-    "on a tiny random model of each configuration class; `samples/tools/families.py` writes this page from "
-    "them.\n"
-    "\n"
-    "- **KV**: size of one token of the tiny model in a store, in bytes of bfloat16. 512 means plain keys and"
-    " values: two heads of 16 in four layers.\n"
-    f"- **`reuse`**, **`union`**: bytes that these modes (`union` with 15 %) read of a prompt of {PROMPT:,} "
-    f"tokens in chunks of {CHUNK}, and their share of the prompt. A windowed layer is read as far back as a "
-    "row sees; the window is an eighth of the prompt here. `union` may choose any row, so it reads all. "
-    "States are not counted. [Layers](../../../samples/results/scale.md) has the numbers of real models.\n"
-    "- **tested**: *in full* with every mode in float32 and bfloat16, for families with a kind of layer of "
-    "their own; otherwise with the modes that differ in their computation.\n"
-    "- **GGUF**: architecture name of the GGUF files that kvtool reads with packed weights. –: kvtool refuses"
-    " GGUF files of this family, because `transformers` does not read them.\n"
-)
-_ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
-_TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
-_PATHS = (
-    "## What machine code computes on a CPU\n"
-    "\n"
-    "Results for the same tiny models in float32 on a CPU with AVX2. A reason means that the model's own "
-    "layers, or torch, compute that part. `kvtool query --explain` reports the same for your model.\n"
-    "\n"
-    "- **Fused layers** compute a prompt's rows: everything between a layer's products and its attention, in "
-    "a few calls. Experts are computed by their own module.\n"
-    "- **Native decoding** computes a whole token in one call.\n"
-    "- **Native attention** computes the attention of a question's 32 rows over a prompt of 4,096 tokens.\n"
-    "\n"
-    "| family | fused layers | native decoding | native attention |\n"
-    "| --- | --- | --- | --- |"
-)
-_LEFT = """## Refused models, and what they would need
+_HEAD = """# Model families
+
+kvtool accepts a model by its configuration and its layers, not by its name. A family that is not listed here is \
+tried, and refused with a reason if it cannot work. The tests check the [laws](../internals/design.md#laws) on a tiny \
+random model of each configuration class; `samples/tools/families.py` in the repository writes this page from them.
+
+kvtool reads safetensors of all families, and GGUF files with packed weights of these architectures: {gguf}.
+
+Families in **bold** are tested with every mode in float32 and bfloat16, the others with the modes that differ in \
+their computation. Families in *italics* are the text models of vision models.
+
+| layers | modes | families |
+| --- | --- | --- |"""
+_PATHS = f"""
+## What machine code computes on a CPU
+
+On a CPU with AVX2, in float32, machine code computes the layers of a prompt, decoding, and the attention of \
+{QUESTION_ROWS} rows over {PROMPT:,} tokens. The exceptions are computed by the model's own modules or torch. \
+`kvtool query --explain` reports the same for your model.
+
+| exception | reason | families |
+| --- | --- | --- |"""
+_LEFT = """
+## Refused models, and what they would need
 
 | refused | would need |
 | --- | --- |"""
@@ -99,7 +79,7 @@ _REFUSED = (
         "the same transformation of keys and values when they are loaded",
     ),
     (
-        "attention by code of its own (Falcon, GPT-J, CodeGen, GPT-NeoX Japanese)",
+        "attention outside the common interface of `transformers` (Falcon, GPT-J, CodeGen, GPT-NeoX Japanese)",
         "kvtool's rows and masks in that code",
     ),
     (
@@ -111,7 +91,7 @@ _REFUSED = (
         "a forward that can; `full` works",
     ),
     (
-        "states in a cache of a family's own (MiniMax), attention shared between layers (Zamba 2), a state in every "
+        "states in a custom cache (MiniMax), attention shared between layers (Zamba 2), a state in every "
         "layer (Mamba, RWKV), states combined with sliding windows or sparse attention",
         "a layer type of the prompt cache for each of these",
     ),
@@ -144,65 +124,65 @@ def readme() -> str:
 
 def page() -> str:
     """The whole page, in Markdown."""
+    gguf = ", ".join(f"`{name}`" for name in sorted({model.architecture for model in IN_GGUF.values()}))
     with quiet():
-        layers, paths = zip(*rows(), strict=True)
-    left = (f"| {what} | {need} |" for what, need in _REFUSED)
-    return "\n".join([_HEAD, _TABLE, *layers, "", _PATHS, *paths, "", _LEFT, *left, ""])
+        decoders = {name: decoder_of(tiny_model(name)) for name in FAMILIES | HYBRIDS}
+        decoders |= {name: decoder_of(text_model(name)) for name in WRAPPERS | HYBRID_WRAPPERS}
+        tables = (
+            (_HEAD.format(gguf=gguf), _families(decoders)),
+            (_PATHS, _exceptions(decoders)),
+            (_LEFT, (f"| {what} | {need} |" for what, need in _REFUSED)),
+        )
+        return "\n".join(line for head, lines in tables for line in (head, *lines)) + "\n"
 
 
-def rows() -> Iterator[tuple[str, str]]:
-    """A row of each table for each family, those with kinds of layers of their own first."""
-    for name in FAMILIES:
-        decoder = decoder_of(tiny_model(name))
-        yield row(name), path(name, decoder)
-    for name, config in WRAPPERS.items():
-        decoder = decoder_of(text_model(name))
-        yield _row(name, config(), decoder, ALL, "its text model"), path(name, decoder)
-    for name, config in HYBRIDS.items():
-        decoder = decoder_of(tiny_model(name))
-        yield _row(name, config(), decoder, exactly(decoder), "yes"), path(name, decoder)
-    for name, config in HYBRID_WRAPPERS.items():
-        decoder = decoder_of(text_model(name))
-        yield _row(name, config(), decoder, exactly(decoder), "its text model"), path(name, decoder)
+def _families(decoders: dict[str, Decoder]) -> Iterator[str]:
+    """Yield a table row for each combination of layers and modes."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, config in (FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS).items():
+        decoder = decoders[name]
+        modes = exactly(decoder) if decoder.keeps_states else ALL
+        mark = "**" if name in KINDS else "*" if name in WRAPPERS | HYBRID_WRAPPERS else ""
+        family = f"{mark}{name}{mark} (`{type(config()).__name__}`)"
+        names.setdefault((layers_of(decoder), modes), []).append(family)
+    for (layers, modes), families in names.items():
+        yield f"| {layers} | {modes} | {', '.join(families)} |"
 
 
-def path(name: str, decoder: Decoder) -> str:
-    """Return a table row of what machine code computes of a family on a CPU with AVX2, and why not the rest."""
+def _exceptions(decoders: dict[str, Decoder]) -> Iterator[str]:
+    """Yield a table row for each part that machine code does not compute of some families."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name in FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS:
+        for exception in exceptions_of(decoders[name]):
+            names.setdefault(exception, []).append(name)
+    for (part, reason), families in sorted(names.items()):
+        yield f"| {part} | {reason} | {', '.join(families)} |"
+
+
+def exceptions_of(decoder: Decoder) -> set[tuple[str, str]]:
+    """Return the parts that machine code does not compute on a CPU with AVX2, each with the reason."""
     _, cache = decoder.prefill(PREFIX, reserve=1)
     backend = decode_backend(decoder, cache)
     backend.step(PREFIX[0])
-    fused = decoder.unfused or "yes"
-    attended = {_attended(one) for one in backends_of(decoder, QUESTION_ROWS, PROMPT)}
-    return f"| {name} | {fused} | {backend.why or 'yes'} | {'; '.join(sorted(attended))} |"
+    layers, decoding = _without_class(decoder.unfused), _without_class(backend.why)
+    same = layers == decoding
+    parts = {"layers, decoding": layers} if same else {"layers": layers, "decoding": decoding}
+    chosen = [layer.chosen for layer in backends_of(decoder, QUESTION_ROWS, PROMPT)]
+    attention = {
+        ("attention", f"{dict(one.declined)[flash_cpu.name]}: {one.serves.name}")
+        for one in chosen
+        if one.serves is not flash_cpu
+    }
+    return {(part, reason) for part, reason in parts.items() if reason} | attention
 
 
-def _attended(layers: LayerBackends) -> str:
-    reasons = dict(layers.chosen.declined)
-    return "yes" if layers.chosen.serves is flash_cpu else f"{reasons[flash_cpu.name]}: {layers.chosen.serves.name}"
+def _without_class(reason: str) -> str:
+    return re.sub(r"^[A-Z]\w+ (?=has )", "", reason or "")
 
 
 def exactly(decoder: Decoder) -> str:
     """Return the modes of a recurrent model; the gate decides whether it can continue from a saved state."""
     return EXACT if check_invariants(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
-
-
-def row(name: str) -> str:
-    """The row of a family of text models that all modes are for."""
-    return _row(name, FAMILIES[name](), decoder_of(tiny_model(name)), ALL, "in full" if name in KINDS else "yes")
-
-
-def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> str:
-    return _ROW.format(
-        name=name,
-        config=type(config).__name__,
-        layers=layers_of(decoder),
-        kv=kept(decoder),
-        reuse=_read(decoder, Reuse()) if modes == ALL else "–",
-        union=_read(decoder, Union(0.15)) if modes == ALL else "–",
-        modes=modes,
-        tested=tested,
-        gguf=f"`{IN_GGUF[name].architecture}`" if name in IN_GGUF else "–",
-    )
 
 
 def layers_of(decoder: Decoder) -> str:
@@ -243,14 +223,6 @@ def _shapes(decoder: Decoder) -> Iterator[str]:
     text = text_config(decoder.config)
     if any(getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "num_local_experts")):
         yield "experts"
-
-
-def _read(decoder: Decoder, selector: Selector) -> str:
-    """Return the bytes and share of the prompt that a mode reads, with windows of an eighth of it; without states."""
-    own = [kind for kind in decoder.kinds if kind.source is None]
-    kinds = [kind if kind.window is None else replace(kind, window=PROMPT // 8) for kind in own]
-    some, whole = read(kinds, prompt(PROMPT, CHUNK), selector), PROMPT * kept(decoder)
-    return f"{some / 1e6:.2f} MB, {some / whole:.0%}".replace("%", " %")
 
 
 if __name__ == "__main__":

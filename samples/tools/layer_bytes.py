@@ -1,11 +1,11 @@
-"""What kinds of layers store and read: KV bytes a token, and the records that a prompt's passes read.
+"""What kinds of layers store: KV bytes a token.
 
-    python samples/tools/layer_bytes.py [--context 4096] [--chunk-tokens 512] [SHAPE …]
+    python samples/tools/layer_bytes.py [--context 4096] [SHAPE …]
     python samples/tools/layer_bytes.py --write     puts the table of all shapes into samples/results/scale.md
 
 Each shape of `samples.benchmarks.bench` is built with its own layers, heads and windows, and a body (hidden size, MLP,
-experts, vocabulary) that is small: what is kept of a token does not depend on it. What is read is what the engine asks
-its store for, over a plan of a prompt (`fusion/loader.py`); bytes are those of raw records of 16-bit numbers.
+experts, vocabulary) that is small: what is kept of a token does not depend on it. Bytes are those of raw records of
+16-bit numbers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtool.core.cache.identity import ids_digest
 from kvtool.core.checkpoint.load import Loaded
-from kvtool.core.fusion.loader import ReadSet
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.kinds import LayerKind
 from samples.benchmarks.bench.shapes import SHAPES, shape_config
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "scale.md"
-VOCABULARY, QUESTION = 512, 32
+VOCABULARY = 512
 SMALL: dict[str, int] = {
     **{"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCABULARY, "moe_intermediate_size": 16},
     **{"num_local_experts": 2, "num_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "top_k_experts": 1},
@@ -40,8 +33,8 @@ SMALL: dict[str, int] = {
 LEFT_OUT = ("tiny", "gpt-oss-20b-6")  # which no one publishes
 BYTES = 2  # of a number in a raw record
 ALL = "all"
-HEAD = """| shape | layers | bytes a token | MB of the prompt | `reuse` reads | `union` 15 % reads | modes |
-| --- | --- | --- | --- | --- | --- | --- |"""
+HEAD = """| shape | layers | bytes a token | MB of the prompt | modes |
+| --- | --- | --- | --- | --- |"""
 _TABLE = re.compile(r"\| shape \| layers \|.*?\n(?=\n)", re.DOTALL)
 
 
@@ -59,56 +52,38 @@ def small(name: str) -> Decoder:
     return Decoder(Loaded(model, None, files, "cpu", "float32", name, 0.0))
 
 
-def prompt(context: int, chunk: int) -> Plan:
-    """Return the plan of a prefix and chunks of `chunk` tokens, all stored, and a question."""
-    texts = [tuple(range(start, start + chunk)) for start in range(0, context, chunk)]
-    first, *others = (Candidate(ids, ids_digest(ids), ids_digest(()), "raw") for ids in texts)
-    return build_plan(first, others, range(QUESTION))
-
-
 def kept(decoder: Decoder) -> int:
     """Bytes that raw records have of a token; states left aside."""
     return BYTES * sum(shape.numbers for shape in decoder.shapes)
 
 
-def read(kinds: Sequence[LayerKind], plan: Plan, selector: Selector) -> int:
-    """Bytes of the records that a pass over layers that keep something reads."""
-    reach = ReadSet.of(plan, selector, [kind.window for kind in kinds])
-    tokens = [sum(len(segment.ids) for segment in layer) for layer in reach.read]
-    return sum(BYTES * kind.shape.numbers * count for kind, count in zip(kinds, tokens, strict=True))
-
-
-def row(name: str, context: int, chunk: int) -> str:
+def row(name: str, context: int) -> str:
     """A shape's line of the table."""
-    decoder, plan = small(name), prompt(context, chunk)
+    decoder = small(name)
     windows = [kind.window for kind in decoder.kinds]
     seen = sorted({window for window in windows if window})
     kinds = f"{sum(not window for window in windows)} full"
     kinds += "".join(f", {windows.count(window)} of {window}" for window in seen)
     kinds += ", latents" if decoder.shapes[0].joint else ""
     token = kept(decoder)
-    whole = token * len(plan.mask("hit", "exact").nonzero())
-    own = decoder.kinds[: decoder.stored_layers]
-    shares = [read(own, plan, selector) / whole for selector in (Reuse(), Union(0.15))]
     assert not decoder.keeps_states, f"the chunks of {name} are not fused: say which modes it has"
-    cells = [name, kinds, f"{token:,}", f"{whole / 1e6:.1f}", *(f"{share:.2f}" for share in shares), ALL]
+    cells = [name, kinds, f"{token:,}", f"{token * context / 1e6:.1f}", ALL]
     return f"| {' | '.join(cells)} |"
 
 
-def table(shapes: Sequence[str], context: int, chunk: int) -> Iterator[str]:
+def table(shapes: Sequence[str], context: int) -> Iterator[str]:
     yield HEAD
     for name in shapes:
-        yield row(name, context, chunk)
+        yield row(name, context)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=[name for name in SHAPES if name not in LEFT_OUT])
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--write", action="store_true", help="put the table into samples/results/scale.md")
     options = parser.parse_args(arguments)
-    lines = table(options.shapes, options.context, options.chunk_tokens)
+    lines = table(options.shapes, options.context)
     if options.write:
         whole = "\n".join(lines) + "\n"
         PAGE.write_text(_TABLE.sub(lambda _: whole, PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A plan on paper: what very many chunks take of bytes, objects, requests, dollars and GPU hours.
+"""A plan on paper: what very many chunks take of bytes, requests, dollars and GPU hours.
 
     python samples/tools/plan_of_scale.py [--chunks 1e9] [--store-chunks 1e6] [--usd-per-gb-month 0.023] ...
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 
 from kvtool.core.remote.catalogue_io import count_for
 from kvtool.core.remote.send import PACK_BYTES
@@ -31,11 +31,14 @@ class Model:
     bits: dict[str, float]
 
 
-_QWEN = {"raw": 16.0, "1": 3.62, "2": 2.19, "3": 1.11, "4": 0.49}
 MODELS = (
     Model("SmolLM2-135M", 30 * 2 * 3 * 64, 0.135e9, {"raw": 16.0, "1": 3.91, "2": 2.40, "3": 1.20, "4": 0.47}),
-    Model("Qwen2.5-0.5B", 24 * 2 * 2 * 64, 0.49e9, _QWEN),
-    Model("Mistral-7B (8 KV heads)", 32 * 2 * 8 * 128, 7.25e9, _QWEN),
+    Model(
+        "Mistral-7B (8 KV heads)",
+        32 * 2 * 8 * 128,
+        7.25e9,
+        {"raw": 16.0, "1": 3.62, "2": 2.19, "3": 1.11, "4": 0.49},  # of Qwen2.5-Coder-0.5B
+    ),
     Model("DeepSeek-V2-Lite (latents)", 27 * 576, 2.4e9, {"raw": 16.0}),
 )
 
@@ -55,9 +58,7 @@ def main() -> None:
         ("--asked-chunks", 5, "of a question"),
         ("--changed-chunks", 10, "of a push of one changed document"),
         ("--usd-per-gb-month", 0.023, "stored"),
-        ("--usd-per-1000-puts", 0.005, "and lists"),
         ("--usd-per-1000-gets", 0.0004, ""),
-        ("--usd-per-gb-out", 0.09, "to elsewhere than the bucket's region"),
         ("--usd-per-gpu-hour", 3.0, "of an H100"),
         ("--tflops", 989.0, "of the GPU, dense bfloat16"),
         ("--utilisation", 0.4, "of them in a prefill"),
@@ -78,9 +79,7 @@ class Plan:
     asked_chunks: float
     changed_chunks: float
     usd_per_gb_month: float
-    usd_per_1000_puts: float
     usd_per_1000_gets: float
-    usd_per_gb_out: float
     usd_per_gpu_hour: float
     tflops: float
     utilisation: float
@@ -88,10 +87,6 @@ class Plan:
     def size(self, model: Model, level: str) -> float:
         """Bytes of a chunk's records."""
         return model.numbers * model.bits[level] / 8 * self.chunk_tokens
-
-    def objects(self, model: Model, level: str) -> float:
-        """Packs for all chunks."""
-        return self.chunks / max(1, floor(PACK_BYTES / self.size(model, level)))
 
     def gpu_hours(self, model: Model, chunks: float) -> float:
         """Return the GPU hours of a prefill, at two operations a parameter and token."""
@@ -103,21 +98,15 @@ class Plan:
         rows = []
         for model in MODELS:
             for level in model.bits:
-                size, objects = self.size(model, level), self.objects(model, level)
+                size = self.size(model, level)
                 month = size * self.chunks / GB * self.usd_per_gb_month
-                once = objects / 1000 * self.usd_per_1000_puts
-                out = size * self.asked_chunks / GB * self.usd_per_gb_out
                 again = self.usd_per_gpu_hour * self.gpu_hours(model, 1)
                 rows.append(
-                    f"| {model.name} | {level} | {size / 1e6:.2g} | {size * self.chunks / 1e12:,.0f} | {objects:.1e} "
-                    f"| {once:,.0f} | {month:,.0f} | {month / self.chunks / again:,.1f} "
-                    f"| {size * self.asked_chunks / 1e6:.3g} | {out:.2g} |"
+                    f"| {model.name} | {level} | {size / 1e6:.2g} | {size * self.chunks / 1e12:,.0f} | {month:,.0f} "
+                    f"| {month / self.chunks / again:,.1f} | {size * self.asked_chunks / 1e6:.3g} |"
                 )
-        head = (
-            "| model | level | MB a chunk | TB | objects | $ to put them | $ a month | prefills that a month costs "
-            "| MB a question | $ of it elsewhere |"
-        )
-        return "\n".join((head, "| --- " * 10 + "|", *rows))
+        head = "| model | level | MB a chunk | TB | $ a month | prefills that a month costs | MB a question |"
+        return "\n".join((head, "| --- " * 7 + "|", *rows))
 
     def by_model(self) -> str:
         """The prefill of all of it."""

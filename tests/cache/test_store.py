@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import stat
@@ -16,12 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.core.cache import access_log, environment, layout, tables, writer
+from kvtool.core.cache import access_log, environment, layout, writer
 from kvtool.core.cache import reader as module
 from kvtool.core.cache.access_log import HALF_LIFE
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.integrity import verify
-from kvtool.core.cache.record import Kind, encode_record, unseal
+from kvtool.core.cache.record import encode_record
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile, Tree
@@ -228,26 +227,6 @@ def test_edit_remove_collect(tmp_path: Path) -> None:
         assert verify(store) == []
 
 
-def test_a_change_by_an_older_kvtool_counts_as_one_of_documents(tmp_path: Path) -> None:
-    """Count a change of documents without the second number, unknown there: the index must not stay as it is."""
-    with Store.open(make_store(tmp_path / "store")) as store:
-        with store.writer() as writer:
-            writer.collect()
-            writer.drop_level([id_of("f1.0")], "raw")
-        before, revision = store.documents_revision(), store.revision()
-        assert before < revision
-        older = tables.seal_number(tables.REVISION_KEY, revision + 1)
-        store.environment.write(lambda one: one.put(tables.META + tables.REVISION_KEY, older), 0)
-        assert store.documents_revision() == store.revision() == revision + 1
-        with store.writer() as writer:
-            writer.drop_level([id_of("f1.1")], "raw")
-        assert (store.documents_revision(), store.revision()) == (revision + 1, revision + 2)
-        with store.snapshot() as snapshot:  # its verify takes all but the first for JSON, and would drop what is none
-            rows = dict(snapshot.items(tables.META))
-        for key in rows.keys() - {tables.REVISION_KEY, tables.STORE_KEY}:
-            assert isinstance(json.loads(bytes(unseal(key, Kind.MANIFEST, rows[key]))), dict)
-
-
 def test_a_file_that_gives_fewer_documents(tmp_path: Path) -> None:
     with Store.create_or_open(tmp_path / "store") as store, store.writer() as writer:
         ref = put(writer, "a")
@@ -366,11 +345,9 @@ def test_every_use_warms_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         clock.now += HALF_LIFE
         store.note_access([late])
         assert store.warmth()[often] < store.warmth()[late]
-        with store.writer() as pen:
-            pen.warm({often: 2e9, late: 1.0})
-        assert store.warmth()[often] == 2e9
         assert store.last_used() == {often: 10**9, late: int(clock.now)}
         with store.writer() as pen:
+            pen.fold_access()
             pen.drop_chunks([often])
         assert [*store.warmth()] == [late]
 

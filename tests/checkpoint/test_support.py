@@ -11,11 +11,9 @@ import transformers as t
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
-from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states, kept_layers
-from kvtool.core.checkpoint.text_submodel import text_config
+from kvtool.core.checkpoint.support import check_supported, context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rope
-from kvtool.core.model.kinds import stated_windows
 from kvtool.core.session.gate import check_invariants
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
@@ -85,15 +83,8 @@ def test_a_window_that_a_family_does_not_know_is_none() -> None:
     model = filled(t.AutoModelForCausalLM.from_config(t.LlamaConfig(**SHAPE, sliding_window=20)))
     decoder = decoder_of(model)
     assert {kind.window for kind in decoder.kinds} == {None}
-    assert stated_windows(model.config, len(decoder.windows)) == decoder.windows
     assert model.config.sliding_window == 20
     assert check_invariants(decoder, "", PREFIX, CHUNKS).passed
-
-
-@pytest.mark.parametrize("name", [name for name, config in FAMILIES.items() if not keeps_states(text_config(config()))])
-def test_windows_are_told_without_building_the_model(name: str) -> None:
-    decoder = decoder_of(tiny_model(name))
-    assert stated_windows(text_config(FAMILIES[name]()), kept_layers(text_config(FAMILIES[name]()))) == decoder.windows
 
 
 def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "query": ("query", QUESTION, *here, *SHORT, "--token-ids", "--explain", "--json"),
             "search": ("search", *QUESTION.split(), *here, "--json"),
             "query (auto)": ("query", QUESTION, *here, *SHORT, "--fusion", "auto", "--json"),
-            "query (deferred)": ("query", QUESTION, *here, *SHORT, "--defer", "--defer-threshold", "1", "--json"),
+            "query (deferred)": ("query", QUESTION, *here, *SHORT, "--defer", "--set", "defer.threshold=1", "--json"),
             "query (events)": ("query", QUESTION, *here, *SHORT, "--jsonl"),
             "query --compare": ("query", QUESTION, *here, *SHORT, "--compare", "reuse", "--json"),
             "query (batch)": ("query", "--batch", batch, *here, *SHORT, "--audit", "1"),

@@ -139,7 +139,7 @@ def test_an_argument_and_settings_reach_the_command(monkeypatch: pytest.MonkeyPa
     install(monkeypatch, probe)
     monkeypatch.setenv("KVTOOL_LEVEL", "2")
     assert main(["probe", "왜?", "--top-k", "3", "--tag", "a", "--tag", "b", "--quiet"]) == EXIT_PARTIAL
-    assert json.loads(capsys.readouterr().out) == {"schema": 2, "q": "왜?", "tag": ["a", "b"], "k": 3, "level": "2"}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "q": "왜?", "tag": ["a", "b"], "k": 3, "level": "2"}
 
 
 def test_two_keys_with_one_flag_belong_to_two_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -152,7 +152,7 @@ def test_two_keys_with_one_flag_belong_to_two_commands(monkeypatch: pytest.Monke
     assert capsys.readouterr().out == "300 256\n"
 
 
-def test_an_older_flag_goes_on_and_is_not_shown(capsys: Capture) -> None:
+def test_a_synonym_is_not_shown(capsys: Capture) -> None:
     assert main(["ingest", "--help-all"]) == 0
     shown = capsys.readouterr().out
     assert "--max-chunk-tokens" in shown
@@ -272,7 +272,7 @@ def test_a_usage_error_is_json_where_json_was_asked(capsys: Capture) -> None:
     assert main(["config", "show", "--json", "--device", "gpu"]) == 2
     seen = capsys.readouterr()
     told = json.loads(seen.out)
-    assert told["schema"] == 2
+    assert told["schema"] == 1
     assert told["error"]["exit_code"] == 2
     assert seen.err.startswith(f"error: {told['error']['message']}\n")
 
@@ -282,10 +282,24 @@ def test_did_you_mean_a_command(capsys: Capture) -> None:
     assert "Did you mean 'ingest'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["store rm", "store ls", "inspect audit"])
-def test_a_command_without_its_group_is_told_with_it(words: str, capsys: Capture) -> None:
-    assert main([words.split()[1]]) == 2
-    assert f"hint: it is `kvtool {words}`" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [
+        *(("rm", "store rm"), ("ls", "store ls"), ("audit", "inspect audit")),
+        *(("list", "store ls"), ("add", "ingest"), ("ask", "query"), ("delete", "store rm")),
+        *(("models", "help models"), ("version", "--version")),
+    ],
+)
+def test_another_name_of_a_command_is_told_with_its_own(word: str, command: str, capsys: Capture) -> None:
+    assert main([word]) == 2
+    assert f"hint: it is `kvtool {command}`" in capsys.readouterr().err
+    assert main([*command.split()[:1], "--help"]) == 0
+
+
+def test_an_unknown_variable_is_a_warning(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_TOPK", "3")
+    assert main(["config", "show"]) == 0
+    assert "warning: unknown variable KVTOOL_TOPK in the environment" in capsys.readouterr().err
 
 
 # The world outside

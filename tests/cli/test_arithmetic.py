@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvtool.core.cache import tables
-from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.checkpoint import hub
-from kvtool.core.checkpoint.files import TOKENIZER_FILES, ModelFiles, file_digest, read_config, weight_files
-from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.model import attention
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prefill import ChunkKV
@@ -199,7 +191,7 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     for part, features in (("1/2", FAST), ("2/2", PLAIN)):
         monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
         kvtool("ingest", corpus, "--store", tmp_path / part[0], "--shard", part, "--model", model, *CHUNKS).fine()
-    merged = kvtool("store", "merge", tmp_path / "1", tmp_path / "2", *everything, "--mine", "--json").fine()
+    merged = kvtool("store", "import", tmp_path / "1", tmp_path / "2", *everything, "--mine", "--json").fine()
     assert {row["dtype"] for row in merged.json["computed_by"]} == {"bfloat16", "float32"}
     assert "in float32 on cpu" in merged.err
     assert listing(tmp_path / "all") == listing(elsewhere)
@@ -209,7 +201,7 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     assert changed["documents"]["changed"] == 1
     assert 1 <= changed["chunks"]["computed"] <= 2
     kvtool("ingest", path, "--store", tmp_path / "32", "--model", model, *CHUNKS, "--store-dtype", "float32").fine()
-    refused = kvtool("store", "merge", tmp_path / "32", "--store", elsewhere)
+    refused = kvtool("store", "import", tmp_path / "32", "--store", elsewhere)
     refused.failed(12, "made with another dtype", "into a store of its own: --store")
 
 
@@ -277,47 +269,6 @@ def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, m
 
 
 # ---- a store from before ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_store_of_before_is_read_as_it_is(elsewhere: Path, model: Path, tmp_path: Path) -> None:
-    """Its fingerprint named what it computed in, which was what it kept; it noted nothing of its chunks, and its
-    verdict had another name."""
-    files = resolve(str(model))
-    with Store.open(elsewhere) as store:
-        assert store_identity(store).fingerprint == fingerprint_of_before(files, "bfloat16")
-        infos = {chunk: store.chunk_info(chunk) for chunk in store.chunk_ids()}
-        with store.writer() as writer:
-            rows = [
-                (tables.CHUNKS, chunk, seal(chunk, Kind.CHUNK, replace(info, arithmetic=None).to_bytes()))
-                for chunk, info in infos.items()
-                if info is not None
-            ]
-            writer._commit(rows)
-    (verdict,) = (elsewhere / "gate").iterdir()
-    verdict.rename(verdict.with_name(f"{fingerprint_of_before(files, 'bfloat16')}.json"))
-    assert kvtool("store", "verify", "--store", elsewhere, "--json").fine().json["damaged"] == []
-    found = asked(elsewhere, "--fusion", "reuse")
-    assert {chunk["status"] for chunk in found["chunks"]} == {"hit"}
-    assert found["tokens"]["recomputed"] == 0
-    again = kvtool("ingest", tmp_path / "corpus", "--store", elsewhere, "--json").fine().json
-    assert again["chunks"]["computed"] == 0
-    shown = kvtool("inspect", "--store", elsewhere, "--json").fine().json
-    assert shown["computed_by"] == [{"dtype": None, "device": None, "chunks": shown["chunks"]}]
-
-
-def fingerprint_of_before(files: ModelFiles, dtype: str) -> str:
-    """Return the fingerprint of the time when a store kept the dtype that it computed in."""
-    config = {key: value for key, value in read_config(files.folder).items() if key not in hub._VOLATILE}
-    names = [name for name in TOKENIZER_FILES if (files.folder / name).is_file()]
-    parts = {
-        "version": 1,
-        "config": config,
-        "weights": {path.name: file_digest(path) for path in weight_files(files.folder)},
-        "tokenizer": {name: file_digest(files.folder / name) for name in names},
-        "dtype": dtype,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---- further questions -----------------------------------------------------------------------------------------------

@@ -56,7 +56,6 @@ def test_1_failed(store: Path, form: Any) -> None:
         ("query",),
         ("query", ""),
         ("query", " \n "),
-        ("query", QUESTION, "and", "more"),
         ("query", QUESTION, "--device", "cuda:99"),
         ("query", QUESTION, "--dtype", "int4"),
         ("ingest",),

@@ -356,7 +356,7 @@ def test_2_more_is_lost_than_is_allowed(plain: Path, form: Any) -> None:
 def test_what_questions_may_lose_is_what_dropping_may(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("compress", "--store", plain, "--level", "3", "--drop-raw")
     kvtool(*at).failed(2, "of at most 0.01")
-    monkeypatch.setenv("KVTOOL_MAX_LOSS", "0.05")
+    monkeypatch.setenv("KVTOOL_SET", "load.max_loss=0.05")
     done = kvtool(*at).fine()
     assert "loss 0.0200 of at most 0.05" in done.out
     assert "questions allow" not in done.err
@@ -443,7 +443,7 @@ def test_jsonl(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
     *events, summary = done.lines
     assert {event["type"] for event in events} == {"status"}
-    assert all(event["schema"] == 2 for event in done.lines)
+    assert all(event["schema"] == 1 for event in done.lines)
     assert summary["type"] == "summary"
     check_report(summary, plain, before)
     (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines

@@ -60,7 +60,7 @@ def test_an_answer_cites_its_places(
     ending: str, cited: str, asked: tuple[Path, list[documents.Asked]], store: Path
 ) -> None:
     one = next(one for one in asked[1] if one.file.endswith(ending))
-    done = _ask(one.question, store, "--show-sources")
+    done = _ask(one.question, store, "-v")
     assert f"{asked[0] / one.file}{cited}" in done.err
     assert one.answers[0] in done.err
     reply = _ask(one.question, store, "--json").json

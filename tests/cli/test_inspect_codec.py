@@ -139,7 +139,8 @@ def test_a_lossless_record_is_exact(fitted: Path, batch: Path) -> None:
 def test_a_level_that_was_measured_to_lose_nothing_is_not_taken_for_exact(fitted: Path, batch: Path) -> None:
     with Store.open(fitted) as store, store.writer() as writer:
         losses = {level: {"kl_answer": 0.0} for level in NESTED}
-        writer.set_codec_state(store.codec_state() | {"losses": losses})
+        state = store.codec_state()
+        writer.set_codec_state(state | {"losses": {state["profile"]: losses}})
     inspect(fitted, "--batch", batch, "--scheme", "int8", "--limit", "1").fine()
 
 

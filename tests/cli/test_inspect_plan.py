@@ -110,7 +110,7 @@ def test_what_cannot_be_planned(store: Path, tmp_path: Path) -> None:
 
 
 def test_settings_that_a_plan_has_no_flag_for_are_not_in_its_way(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = plan(store, "--min-score", "0", "--json").fine().json
+    whole = plan(store, "--set", "search.min_score=0", "--json").fine().json
     for name, value in {"FUSION": "auto", "SLO_MS": "100", "SYSTEM": str(store / "none.txt")}.items():
         monkeypatch.setenv(f"KVTOOL_{name}", value)
     assert plan(store, "--defer", "--json").fine().json["tokens"] == whole["tokens"]

@@ -93,7 +93,7 @@ def test_chunks_join_to_their_document(store: Path, corpus: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_query(mode: str, store: Path) -> None:
-    asked = ("query", QUESTION, "--store", store, "--fusion", mode, "--min-score", "0", *SHORT, "--json")
+    asked = ("query", QUESTION, "--store", store, "--fusion", mode, "--set", "search.min_score=0", *SHORT, "--json")
     row = kvtool(*asked).fine().json
     check_reply(row)
     assert row["fusion"] == mode
@@ -111,7 +111,7 @@ def test_counts_of_recomputed_tokens(store: Path) -> None:
     """epic: Σ min(k, tokens) over what is not exact; blend: ⌈r·N⌉; reuse: none; full: all that is cached."""
     import math
 
-    args = ("query", QUESTION, "--store", store, "--min-score", "0", *SHORT, "--json")
+    args = ("query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
     epic = kvtool(*args, "--fusion", "epic", "--link-tokens", "20").fine().json
     lengths = [chunk["tokens"] for chunk in epic["chunks"] if chunk["status"] == "hit"]
     assert len(lengths) == 5
@@ -199,7 +199,7 @@ def test_batch(store: Path, tmp_path: Path) -> None:
     *rows, summary = kvtool("query", "--batch", batch, "--store", store, *SHORT).fine().lines
     assert [row.get("id") for row in rows] == ["a", "2", None]
     for row, retrieved in zip(rows, (True, False, False), strict=True):
-        assert row["schema"] == 2
+        assert row["schema"] == 1
         check_reply(row, retrieved)
     asked = chunks_of(store, "mill1.md") + chunks_of(store, "mill0.md")
     assert [chunk["id"] for chunk in rows[1]["chunks"]] == asked
@@ -331,7 +331,7 @@ def test_jsonl(store: Path, tmp_path: Path) -> None:
     args = (tmp_path / "new.txt", tmp_path / "odd.txt", "--store", store, "--jsonl")
     events = kvtool("ingest", *args).fine(3).lines
     assert {event["type"] for event in events} <= {"status", "warning", "error", "summary"}
-    assert all(event["schema"] == 2 for event in events)
+    assert all(event["schema"] == 1 for event in events)
     assert events[-1]["type"] == "summary"
     assert events[-1]["documents"]["added"] == 1
     assert any(event["type"] == "warning" and "odd.txt" in event["message"] for event in events)

@@ -111,7 +111,7 @@ def test_json_is_one_object_even_of_an_error(make: Make) -> None:
     out, stdout, stderr = make("json")
     speak(out)
     assert json.loads(stdout.text) == {
-        "schema": 2,
+        "schema": 1,
         "error": {"message": "record 3", "hint": "verify", "exit_code": 13},
     }
     assert stderr.text.endswith("error: record 3\nhint: verify\n")
@@ -123,12 +123,12 @@ def test_jsonl_is_one_event_a_line(make: Make) -> None:
     out.result({"chunks": 2}, human=lambda: None)
     events = [json.loads(line) for line in stdout.text.splitlines()]
     assert [event["type"] for event in events] == ["status", "status", "warning", "error", "summary"]
-    assert all(event["schema"] == 2 for event in events)
-    assert events[-1] == {"schema": 2, "type": "summary", "chunks": 2}
+    assert all(event["schema"] == 1 for event in events)
+    assert events[-1] == {"schema": 1, "type": "summary", "chunks": 2}
 
 
 def test_result_in_every_mode(make: Make) -> None:
-    for mode, expected in (("human", "drawn\n"), ("json", '{"schema": 2, "n": 1}\n')):
+    for mode, expected in (("human", "drawn\n"), ("json", '{"schema": 1, "n": 1}\n')):
         out, stdout, _ = make(mode)
         out.result({"n": 1}, human=lambda out=out: out.print("drawn"))  # type: ignore[misc]
         assert stdout.text == expected
@@ -178,7 +178,7 @@ def test_json_cannot_steer_the_terminal_that_shows_it(make: Make) -> None:
         out.result(value, human=lambda: None)
         line = stdout.text.removesuffix("\n")
         assert not {chr(code) for code in steering} & set(line)
-        assert json.loads(line) == value | {"schema": 2}
+        assert json.loads(line) == value | {"schema": 1}
         assert ("관측소" in line) == (encoding == "utf-8")
 
 

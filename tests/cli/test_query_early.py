@@ -32,7 +32,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ((NOTHING,), 1, "no chunk matches"),
         ((QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
         ((QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
-        ((QUESTION, "--source", "zz*"), 2, "no document matches"),
+        ((QUESTION, "--set", "search.source=zz*"), 2, "no document matches"),
         ((QUESTION, "--retriever", "dense"), 2, "embedding model"),
         ((NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
     ],
@@ -74,7 +74,7 @@ def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert done.code == 1
     assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
-    assert rows[2] == {"schema": 2, "type": "summary", "count": 0, "failed": 2}
+    assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
 
 
 def test_a_batch_goes_on_behind_what_is_not_found(store: Path, tmp_path: Path) -> None:

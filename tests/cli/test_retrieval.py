@@ -38,22 +38,22 @@ def test_where_an_answer_comes_from(store: Path) -> None:
 
 
 def test_only_some_documents(store: Path) -> None:
-    found = ask(store, "--source", "mill0.md", "--source", "*2.md")["chunks"]
+    found = ask(store, "--set", "search.source=mill0.md", "--set", "search.source=*2.md")["chunks"]
     assert {Path(chunk["source"]).name for chunk in found} <= {"mill0.md", "mill2.md"}
-    done = kvtool("query", QUESTION, "--store", store, "--source", "*.zip")
+    done = kvtool("query", QUESTION, "--store", store, "--set", "search.source=*.zip")
     done.failed(2, "no document matches *.zip")
 
 
 @pytest.mark.slow
 def test_orders(store: Path) -> None:
-    best = [chunk["id"] for chunk in ask(store, "--order", "relevance")["chunks"]]
-    for more in ((), ("--order", "best-last")):
+    best = [chunk["id"] for chunk in ask(store, "--set", "search.order=relevance")["chunks"]]
+    for more in ((), ("--set", "search.order=best-last")):
         assert [chunk["id"] for chunk in ask(store, *more)["chunks"]] == best[::-1]
-    chunks = ask(store, "--order", "document")["chunks"]
+    chunks = ask(store, "--set", "search.order=document")["chunks"]
     assert sorted(chunk["id"] for chunk in chunks) == sorted(best)
     for one, other in itertools.pairwise(chunks):
         assert one["source"] != other["source"] or one["start"] < other["start"]
-    given = ask(store, "--order", "best-last", "--chunks", *best[:2])["chunks"]
+    given = ask(store, "--set", "search.order=best-last", "--chunks", *best[:2])["chunks"]
     assert [chunk["id"] for chunk in given] == best[:2]  # named chunks keep their order
 
 
@@ -75,7 +75,7 @@ def test_the_plan_says_what_came_without_a_word(tiny: Path, tmp_path: Path) -> N
     (tmp_path / "docs" / "two.md").write_text("# Notes\n\nBeetles eat bark.\n", encoding="utf-8")
     store = tmp_path / "store"
     kvtool("ingest", tmp_path / "docs", "--store", store, "--model", tiny, *CHUNKS).fine()
-    asked = ("inspect", "plan", "Who was the miller?", "--min-score", "0")
+    asked = ("inspect", "plan", "Who was the miller?", "--set", "search.min_score=0")
     found = kvtool(*asked, "--store", store).fine().out.splitlines()
     (row,) = [line for line in found if "two.md" in line]
     assert row.rstrip().endswith("no word: by its title or by vectors")

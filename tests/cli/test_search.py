@@ -18,11 +18,13 @@ def test_it_finds_what_a_question_is_answered_from(store: Path) -> None:
 
 
 def test_it_is_read_by_a_person_and_says_what_was_cut(store: Path) -> None:
-    everything = kvtool("search", *QUESTION.split(), "--store", store, "--min-score", "0", "--json").fine().json
-    shown = kvtool("search", *QUESTION.split(), "--store", store, "--min-score", "1").fine()
+    everything = (
+        kvtool("search", *QUESTION.split(), "--store", store, "--set", "search.min_score=0", "--json").fine().json
+    )
+    shown = kvtool("search", *QUESTION.split(), "--store", store, "--set", "search.min_score=1").fine()
     assert shown.out.startswith("1.")
     assert shown.out.count("\n\n") < len(everything["chunks"])
-    assert "--min-score 0 shows all" in shown.err
+    assert "--set search.min_score=0 shows all" in shown.err
 
 
 def test_a_typo_is_corrected_and_reported(store: Path) -> None:

@@ -55,4 +55,4 @@ def test_the_question_of_the_readme_is_answered_from_the_passage_that_answers_it
     assert "founded by Ilse Varnholt" in reply["answer"]
     assert [Path(chunk["source"]).name for chunk in reply["chunks"]] == ["kellhaven-observatory.md"]
     assert reply["cut"] == 3
-    assert json.loads(run("query", "Who founded the observatory?", "--min-score", "0", "--json"))["cut"] == 0
+    assert json.loads(run("query", "Who founded the observatory?", "--set", "search.min_score=0", "--json"))["cut"] == 0

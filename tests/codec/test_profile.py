@@ -18,7 +18,7 @@ from kvtool.core.codec.fit import TABLES, WHOLE_LAYER, coarsened, default_groups
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Layout, Profile
 from kvtool.core.codec.rans.tables import BLOCK, ESCAPE, ZERO
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.codec.synthetic import LAYERS, STEP, fitted, model, profile
 
 KINDS = [(2, 24, 1), (2, 24, 2), (2, 32, 1), (2, 32, 2)]  # C = 48 and C = 64
@@ -180,7 +180,7 @@ def refused_or_another(data: bytes) -> bool:
     """Whether it is refused; if not, it must have another name than the sound one, so no record names it."""
     try:
         read = Profile.from_bytes(data)
-    except DamagedError:
+    except (DamagedError, StoreFormatError):
         return True
     assert data == SOUND or read.digest != profile(2, 24).digest
     for layer in range(read.layers):
@@ -293,7 +293,6 @@ def test_numbers_that_cannot_be(name: str, place: tuple[int, ...], value: float)
     [
         {},
         {"kvtool_profile": "1"},
-        {"kvtool_profile": "2", "about": "{}"},
         {"about": "{}"},
         {"kvtool_profile": "1", "about": "{"},
         {"kvtool_profile": "1", "about": "[1]"},
@@ -305,6 +304,12 @@ def test_numbers_that_cannot_be(name: str, place: tuple[int, ...], value: float)
 def test_metadata_that_is_not_ours(metadata: dict[str, str]) -> None:
     with pytest.raises(DamagedError):
         Profile.from_bytes(rewritten({}, metadata))
+
+
+def test_another_format() -> None:
+    with pytest.raises(StoreFormatError, match="format 2, this kvtool reads format 1") as caught:
+        Profile.from_bytes(rewritten({}, {"kvtool_profile": "2", "about": "{}"}))
+    assert (caught.value.exit_code, "compress --fit" in caught.value.hint) == (12, True)
 
 
 def test_a_header_that_is_no_object() -> None:

@@ -13,7 +13,6 @@ import torch
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.record import Record
 from kvtool.core.common.types import Events
@@ -22,7 +21,6 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.records.encode import sealed
 from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import MeasuredLosses, ProfileCache, store_identity
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
@@ -158,19 +156,6 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
     data = encode_record(bytes.fromhex(chunk), header, [changed])
     with Store.open(path) as store:
         store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
-
-
-def without_profile(path: Path, level: str) -> None:
-    """Put records at a level 1 to 4 that name no profile, as earlier versions made them of a store that had none."""
-    codec = CacheGen(f"cachegen-{level}")
-    with Store.open(path) as store, store.writer() as writer:
-        for chunk in map(bytes.fromhex, chunks_in(path)):
-            kvs = read_chunk(store, chunk, "raw", LAYERS).layers
-            records = codec.encode_layers(kvs)
-            info = store.chunk_info(chunk)
-            assert info is not None
-            layers = [sealed(chunk, kvs[layer], level, layer, parts) for layer, parts in enumerate(records)]
-            writer.put_chunk(chunk, info, level, layers)
 
 
 # ---- stores ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED, NO_PROFILE
+from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.common.types import Events
 from kvtool.core.compress import loss
 from kvtool.core.compress.job import check_levels
@@ -44,7 +44,6 @@ from tests.compress.making import (
     rows,
     run,
     state_of,
-    without_profile,
 )
 from tests.families import save_tiny
 
@@ -84,19 +83,6 @@ def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -
     for chunk in chunks_in(plain):
         assert {*levels, "raw"} == {*levels_in(plain)[chunk]}
         assert all(error_of(plain, chunk, level) < 0.9 for level in levels)
-
-
-@pytest.mark.slow
-def test_records_of_an_earlier_version_without_a_profile_are_read_and_made_anew(plain: Path) -> None:
-    without_profile(plain, "2")
-    chunks = chunks_in(plain)
-    assert {coded.profile for coded in coded_in(plain, "2").values()} == {NO_PROFILE}
-    assert all(error_of(plain, chunk, "2") < 0.5 for chunk in chunks)
-    assert damages(plain) == []
-    assert run(plain, "3").encoded == len(chunks)
-    assert {*levels_in(plain)[chunks[0]]} == {"2", "3", "raw"}
-    assert {coded.profile.hex() for coded in coded_in(plain, "2").values()} == {state_of(plain)["profile"]}
-    assert damages(plain) == []
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
@@ -221,20 +207,6 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
         for row in kvtool("inspect", "--store", fitted, "--json").fine().json["levels"]
         if "kl_answer" in row
     } == {"2": LOSSES["2"]}
-
-
-@pytest.mark.slow
-def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
-    fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As kvtool kept them before."""
-    with Store.open(fitted) as store, store.writer() as writer:
-        writer.set_codec_state(store.codec_state() | {"losses": {"2": {"kl_answer": 0.25}}})
-    one, other, *_ = chunks_in(fitted)
-    assert losses_of(fitted, one) == {"2": 0.25}
-    fixed_losses(monkeypatch)
-    refit(fitted, "2", questions=1, chunks=(other,))
-    assert (losses_of(fitted, one), losses_of(fitted, other)) == ({"2": 0.25}, {"2": LOSSES["2"]})
 
 
 # ---- profiles ----------------------------------------------------------------------------------------------------

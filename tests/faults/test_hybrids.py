@@ -1,4 +1,4 @@
-"""Models that keep states, in trouble: older stores, concurrent processes, full disks, prunes, merges, talks.
+"""Models that keep states, in trouble: concurrent processes, full disks, prunes, merges, talks.
 
 Kills are among the commands of `harness/works.py`; what is wrong under a right digest is in
 `tests/query/test_hostile_stretches.py`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from tests.serve.conftest import KEY, serving
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
 FAMILIES = ("qwen3-next", "qwen3.5", "bamba", "lfm2", "falcon-h1")
-GOLDEN = Path(__file__).with_name("golden") / "states-c25fd19.tar.xz"
 
 
 def ingest(folder: Path, store: Path, *more: object) -> Done:
@@ -67,70 +65,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "store", tmp_path / "store"))
-
-
-# ---- of an older version -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A store, its model and its documents, of before what computed a stretch was noted (`golden/make_states.py`), with
-    states of single chunks."""
-    with tarfile.open(GOLDEN) as packed:
-        packed.extractall(tmp_path / "old", filter="data")
-    return tmp_path / "old"
-
-
-def test_a_store_of_an_older_version_is_read(old: Path) -> None:
-    where = ("--store", old / "store", "--model", old / "model")
-    kvtool("store", "verify", "--store", old / "store").fine()
-    question = ("query", "Who built it?", *where, *SHORT, "--json")
-    before = stretches(old / "store")
-    _, prefix = kvtool(*question, "--documents", "mill.md", "--compare", "prefix").fine().json["runs"]
-    assert prefix["answer_equal"]
-    assert abs(prefix["kl_answer"]) < 1e-6
-    row = kvtool(*question, "--documents", "mill.md", "--token-ids").fine().json
-    assert statuses(row) == {"exact"}
-    assert row["tokens"]["fresh"] == len(row["segments"]["question"])
-    assert stretches(old / "store") == before  # nothing was computed again
-    kvtool("store", "verify", "--store", old / "store").fine()
-
-
-def test_its_states_of_single_chunks_are_passed_over_by_name(old: Path) -> None:
-    where = ("--store", old / "store", "--model", old / "model", *SHORT, "--documents", "oven.md")
-    asked = kvtool("query", "Who built it?", *where, "--json").fine()
-    assert asked.json["fusion"] == "prefix"
-    assert "states of 9 chunks, which an earlier kvtool computed separately, are not used any more" in asked.err
-    assert "`kvtool store compact`" in asked.err
-    assert statuses(asked.json) == {"miss"}
-    _, prefix = kvtool("query", "Who built it?", *where, "--compare", "prefix", "--json").fine().json["runs"]
-    assert prefix["answer_equal"]
-    assert abs(prefix["kl_answer"]) < 1e-6
-    kvtool("query", "Who built it?", *where, "--fusion", "reuse").failed(2, "recurrent state", "`--fusion prefix`")
-    assert "states of 9 chunks, which nothing uses" in kvtool("inspect", "--store", old / "store").fine().out
-
-
-def test_a_compaction_drops_them_and_nothing_else(old: Path, tmp_path: Path) -> None:
-    store = old / "store"
-    with Store.open(store) as opened:
-        kept = {stretch for stretch, info in opened.stretches().items() if not info.alone}
-    kvtool("store", "export", tmp_path / "one.kvpack", "--store", store).fine()
-    kvtool("store", "import", tmp_path / "one.kvpack", "--store", tmp_path / "there", "--mine").fine()
-    kvtool("store", "compact", "--store", store).fine()
-    for place in (store, tmp_path / "there"):
-        with Store.open(place) as opened:
-            assert opened.stretches().keys() == kept
-        assert damages(place) == []
-    question = ("query", "Who built it?", "--store", store, "--model", old / "model", *SHORT, "--json")
-    done = kvtool(*question, "--documents", "mill.md").fine()
-    assert statuses(done.json) == {"exact"}
-    assert "not used any more" not in done.err
-
-
-def test_an_ingest_goes_on_from_it(old: Path) -> None:
-    again = kvtool("ingest", old / "corpus", "--store", old / "store", "--model", old / "model", "--json").fine().json
-    assert again["chunks"]["computed"] == 0  # the documents are elsewhere now, and unchanged
-    assert damages(old / "store") == []
 
 
 # ---- at the same time --------------------------------------------------------------------------------------------
@@ -282,7 +216,7 @@ def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) ->
     for number, part in enumerate(parts, 1):
         ingest(family, part, *exactly, "--shard", f"{number}/2").fine()
     truth = {mode: ask(whole, FIRST, mode).json for mode in ("prefix", "full")}
-    kvtool("store", "merge", *parts, "--store", family / "merged", "--mine").fine()
+    kvtool("store", "import", *parts, "--store", family / "merged", "--mine").fine()
     kvtool("store", "export", family / "one.kvpack", "--store", family / "merged").fine()
     kvtool("store", "import", family / "one.kvpack", "--store", family / "taken", "--mine").fine()
     for place in (family / "merged", family / "taken"):
@@ -321,7 +255,7 @@ def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp
     before = stretches(store)
     refused = kvtool("store", "import", tmp_path / "one.kvpack", "--store", store)
     assert refused.code == 12, refused.err
-    merged = kvtool("store", "merge", store, there, "--store", tmp_path / "merged")
+    merged = kvtool("store", "import", store, there, "--store", tmp_path / "merged")
     assert merged.code == 12, merged.err
     assert stretches(store) == before
     wrong = kvtool(*asked(store, FIRST, "prefix"), "--model", other)

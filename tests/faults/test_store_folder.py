@@ -95,7 +95,7 @@ def test_an_empty_data_file_is_not_a_new_store(tmp_path: Path) -> None:
     assert data.read_bytes() == b""
 
 
-def test_newer_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store")
     text = json.loads((path / "store.json").read_text())
     (path / "store.json").write_text(json.dumps({**text, "format": 99}))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvtool.core.cache.backend import Ahead, KVRead
+from kvtool.core.cache.backend import KVRead
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.record import Allocator, KVHeader, aligned, encode_record
 from kvtool.core.codec.base import NAMES
@@ -103,7 +103,6 @@ class Records:
         layer: int,
         before: Callable[[int], None] = lambda number: None,
         room: Allocator = aligned,
-        ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
         found = []
         for number, chunk_id in enumerate(chunk_ids):

@@ -163,7 +163,7 @@ def test_recomputed_rows_see_what_stands(llama: Case, links: int) -> None:
     assert fused.tokens.recomputed == sum(min(links, len(ids)) for ids in CHUNKS)
 
 
-@pytest.mark.parametrize("selector", [Union(0.4), Blend(0.4), Union(0.3, union_links=2)], ids=repr)
+@pytest.mark.parametrize("selector", [Union(0.4), Blend(0.4), Union(0.3, links=2)], ids=repr)
 def test_a_share_is_of_what_stands(llama: Case, selector: Selector) -> None:
     fused = fuse(llama, selector)
     context = sum(map(len, CHUNKS)) - DROPPED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
-from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
 from tests.fusion.making import BOS, PREFIX, SpySource, case, idle, lossless
@@ -58,18 +57,3 @@ def test_the_registry() -> None:
     assert SELECTORS[REFERENCE].lossless
     assert not SELECTORS[REFERENCE].uses_cache
     assert AUTO not in MODES
-
-
-@pytest.mark.parametrize("name", ["reuse", "epic", "prefix", "union", "full"])
-def test_what_windows_hide_is_not_counted(name: str) -> None:
-    """Records are read layer by layer; a token that half of the layers read costs half of one that all do."""
-    windowed, selector = case("gemma2"), SELECTORS[name]()
-    plan = windowed.plan(lead_in=PREFIX)
-    shares = ReadSet.of(plan, selector, windowed.decoder.windows).shares(plan)
-    spans = [Span.of(one, shares={name: share}) for one, share in zip(plan.segments, shares, strict=True)]
-    read = windowed.fuse(plan, selector).read_set.read
-    rows = sum(segment.stop - segment.start for layer in read for segment in layer)
-    prompt = PromptRows(spans, SPEEDS)
-    assert prompt.load(*selector.cost(prompt).reads, mode=name).seconds == pytest.approx(rows / LAYERS)
-    everything = sum(len(segment.ids) for segment in plan.cached)
-    assert (rows < LAYERS * everything) == (name != "union")

@@ -137,7 +137,7 @@ def test_each_thread_stages_one_layer(llama: Case, workers: int) -> None:
     plan = llama.plan(lead_in=BOS)
     cache = llama.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
-    with Loader(llama.decoder, [plan.cached] * len(llama.decoder.layers), cache, source, workers=workers) as loading:
+    with Loader(llama.decoder, plan.cached, cache, source, workers=workers) as loading:
         for layer in range(LAYERS):
             loading.wait(layer)
     assert sorted(source.given) == list(range(LAYERS))

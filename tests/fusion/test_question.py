@@ -48,7 +48,7 @@ def llama() -> Case:
 def ours(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
     cache = one.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
-    with Loader(one.decoder, [plan.cached] * len(one.decoder.layers), cache, one.source) as loader:
+    with Loader(one.decoder, plan.cached, cache, one.source) as loader:
         return question_attention(one.decoder, plan, cache, loader, layers, pooling)
 
 
@@ -59,9 +59,6 @@ def eager(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> to
     past = DynamicCache()
     for layer, buffer in enumerate(fused.cache.buffers):
         sides = [side[:, :, :start].clone() for side in (buffer.keys, buffer.values)]
-        for far in fused.read_set.skipped[layer]:  # never seen, and so never read
-            for side in sides:
-                side[:, :, far.start : far.stop] = 0
         past.update(*swapped(one.decoder.model, *sides), layer)
     ids = torch.tensor([plan.ids[start:]])
     positions = torch.arange(start, plan.length)[None]
@@ -223,7 +220,7 @@ def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case) -> None:
 
 def test_link_tokens_come_first(llama: Case) -> None:
     plan = llama.plan(lead_in=BOS)
-    fused = llama.fuse(plan, Union(0.15, union_links=3))
+    fused = llama.fuse(plan, Union(0.15, links=3))
     links = [at for segment in plan.chunks for at in range(segment.start, min(segment.start + 3, segment.stop))]
     assert fused.recomputed[links].all()
     assert fused.tokens.recomputed == math.ceil(0.15 * CONTEXT)

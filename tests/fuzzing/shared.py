@@ -76,7 +76,7 @@ def head(data: bytes) -> None:
 
 
 def catalogue(data: bytes) -> None:
-    """The JSON of a catalogue in any format, or of a shard."""
+    """The JSON of a catalogue or its root, or of a shard."""
     packed = _ZSTD.compress(data)
     for value in (data, packed):
         with refused():
@@ -180,7 +180,12 @@ def _descriptions() -> list[bytes]:
         file = store.file("f0")
         assert file is not None
         sealed = values.file_value(store, file)
-    return [sealed[64:-16], info_of("f0.0").to_bytes(), _json({"identity": IDENTITY}), _json({"losses": {"2": {}}})]
+    return [
+        sealed[64:-16],
+        info_of("f0.0").to_bytes(),
+        _json({"identity": IDENTITY}),
+        _json({"losses": {"00" * 16: {"2": {}}}}),
+    ]
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -29,10 +29,11 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.tables import LANES, Stream, TableSet, in_order, quantised
 from kvtool.core.codec.row_subset import rows_of
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.tables import open_unsealed, write_tables
+from kvtool.core.retrieval.tables import open_tables, write_tables
 from tests.cache.making import id_of, make_store
 from tests.codec import test_fuzz as records
 from tests.codec.rans import reference
@@ -245,7 +246,7 @@ def _entry_seeds() -> list[bytes]:
         document, file = store.document("f0"), store.file("f0")
         info = store.chunk_info(id_of("f0.0"))
         assert document is not None and file is not None and info is not None  # noqa: PT018
-        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64)
+        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64, Arithmetic("float32", "cpu"))
         long = DocumentEntry("f", "text", "word " * 400, document.chunks)
         return [one.to_bytes() for one in (document, file, info, stretch, long)]
 
@@ -272,9 +273,9 @@ def _side_seeds() -> list[bytes]:
 def index_tables(data: bytes) -> None:
     """A file of the retrieval index."""
     path = _place() / "index.tables"
-    path.write_bytes(data)
+    path.write_bytes(side_sealed(data))
     with refused():
-        open_unsealed(path)
+        open_tables(path)
     folder = _place() / "index"
     folder.mkdir(exist_ok=True)
     for name in _index_files():

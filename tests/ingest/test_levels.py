@@ -116,8 +116,8 @@ def test_the_first_documents_of_a_store_are_compressed_at_once(at: tuple[Any, ..
     assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
     kvtool("ingest", corpus, *at[2:], "--store", tmp_path / "paper", "--level", "cachegen-2").fine()
     paper = coded_in(tmp_path / "paper", "cachegen-2")
-    assert {key: (one.level, one.predictors, one.errors) for key, one in coded.items()} == {
-        key: (one.level, one.predictors, one.errors) for key, one in paper.items()
+    assert {key: (one.level, one.transformed, one.errors) for key, one in coded.items()} == {
+        key: (one.level, one.transformed, one.errors) for key, one in paper.items()
     }
 
 

@@ -138,13 +138,3 @@ def sink_counted_as_a_key(patch: pytest.MonkeyPatch) -> None:
 def wrong_rope_of_a_kind(patch: pytest.MonkeyPatch) -> None:
     """Every layer's stored keys are turned by the RoPE of the first."""
     patch.setattr(Rotary, "angles", lambda self, table, layer: table.by_name[self.names[0]])
-
-
-def a_window_is_read_too_short(patch: pytest.MonkeyPatch) -> None:
-    """Take records that only the first rows of a window overlap for out of sight."""
-    through = loader._Seen.through
-
-    def short(window: int, *more: Any) -> Any:
-        return through(max(1, window // 4), *more)
-
-    patch.setattr(loader._Seen, "through", short)

@@ -8,7 +8,6 @@ import pytest
 
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.selectors.epic import Epic
-from tests.fusion import test_against_transformers
 from tests.fusion.making import BOS, Case, new_case
 from tests.laws import mutants, test_1_recompute_everything, test_4_moved_chunk
 
@@ -17,10 +16,6 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def recomputed(case: Case) -> None:
     test_1_recompute_everything.holds(case, Epic(10_000), BOS)
-
-
-def reused(case: Case) -> None:
-    test_against_transformers.holds(case, BOS, 0)
 
 
 def moved(case: Case) -> None:
@@ -36,7 +31,6 @@ def moved(case: Case) -> None:
         ("gpt-oss", mutants.sink_counted_as_a_key, recomputed),
         ("gemma3", mutants.wrong_rope_of_a_kind, moved),
         ("cohere2", mutants.wrong_rope_of_a_kind, moved),  # of a layer that has none
-        ("gemma3", mutants.a_window_is_read_too_short, reused),
     ],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )

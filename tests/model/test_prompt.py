@@ -306,6 +306,6 @@ def test_lead_in_passage() -> None:
 
 def test_the_default_instruction_is_documented() -> None:
     """It was named nowhere: not in the page of concepts, nor in the help, nor by `inspect`."""
-    page = Path(prompt.__file__).parents[2] / "docs" / "concepts.md"
+    page = Path(prompt.__file__).parents[2] / "docs" / "guide" / "concepts.md"
     assert f"> {DEFAULT_SYSTEM}\n" in page.read_text(encoding="utf-8")
     assert DEFAULT_SYSTEM in options_of(IngestOptions)["system"].default_text

@@ -41,6 +41,8 @@ def annotation(option: Option) -> str:
         kind += " | str"
     if option.many:
         kind += f" | Iterable[{kind}]"
+    if option.table:
+        kind += " | Mapping[str, object]"
     return kind + (" | None" if option.optional else "")
 
 
@@ -50,7 +52,7 @@ def source_of(name: str, options: type[Options]) -> str:
     lines = [
         f"    {option.name}: {annotation(option)}"
         for option in options_of(options).values()
-        if (name, option.name) not in POSITIONAL and (name == "Open" or option.name not in model)
+        if option.is_keyword and (name, option.name) not in POSITIONAL and (name == "Open" or option.name not in model)
     ]
     return "\n".join(
         [f"class {name}Arguments(TypedDict, total=False):", f'    """See `{options.__name__}`."""', "", *lines]

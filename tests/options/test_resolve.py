@@ -174,13 +174,12 @@ def test_did_you_mean_key(wrong: str, right: str, tmp_path: Path) -> None:
 
 
 def test_did_you_mean_variable_flag_and_choice() -> None:
-    with pytest.raises(UsageError, match="KVTOOL_STROE") as variable:
-        resolve(environ={"KVTOOL_STROE": "x"})
+    ((text, hint),) = resolve(environ={"KVTOOL_STROE": "x"}).warnings
     with pytest.raises(UsageError, match="topk") as name:
         QueryOptions.of({"topk": 3})
     with pytest.raises(UsageError) as choice:
         resolve({"split": "semantik"})
-    assert variable.value.hint == "did you mean KVTOOL_STORE?"
+    assert (text, hint) == ("unknown variable KVTOOL_STROE in the environment", "did you mean KVTOOL_STORE?")
     assert name.value.hint == "did you mean 'top_k'?"
     assert choice.value.hint == "did you mean 'semantic'?"
 
@@ -214,18 +213,11 @@ def test_values_that_contradict_each_other() -> None:
     assert resolve(lengths).get(IngestOptions).chunk_tokens == 50
 
 
-def test_older_names_go_on(tmp_path: Path) -> None:
-    (tmp_path / "kvtool.toml").write_text("min_tokens = 9")
-    by_file = resolve(folder=tmp_path)
-    by_variable = resolve(environ={"KVTOOL_MIN_TOKENS": "9"})
-    assert by_file.get(IngestOptions).min_chunk_tokens == by_variable.get(IngestOptions).min_chunk_tokens == 9
-
-
 def test_durations_and_percentages(tmp_path: Path) -> None:
     (tmp_path / "kvtool.toml").write_text('ratio = "15%"\nlock_wait = "2m"')
-    got = resolve({"load_timeout": "500ms"}, environ={"KVTOOL_STREAM_MARGIN": "5 %"}, folder=tmp_path)
+    got = resolve(environ={"KVTOOL_AUDIT": "5 %"}, folder=tmp_path)
     asked = got.get(QueryOptions)
-    assert (asked.ratio, asked.load_timeout, asked.stream_margin) == (0.15, 0.5, 0.05)
+    assert (asked.ratio, asked.audit) == (0.15, 0.05)
     assert got.get(LockOptions).lock_wait == 120
 
 

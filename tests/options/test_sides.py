@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -23,11 +23,11 @@ WRONG: list[tuple[type[Options], str, Any, str]] = [
     (QueryOptions, "ratio", "much", "is not a number or a percentage"),
     (QueryOptions, "top_k", 0, "is less than 1"),
     (QueryOptions, "temperature", -1.0, "is not between 0 and 2"),
-    (QueryOptions, "order", "typo", "is none of relevance, best-last, document"),
+    (QueryOptions, "retriever", "typo", "is none of auto, bm25, dense, hybrid"),
     (QueryOptions, "fusion", "unoin", "is none of full, prefix"),
     (QueryOptions, "level", "9", "is none of auto, raw"),
     (QueryOptions, "level", "keep50", "is none of auto, raw, lossless, 1..4, keepNN-…"),
-    (QueryOptions, "load_timeout", "soon", "is not a length of time"),
+    (IngestOptions, "read_timeout", "soon", "is not a length of time"),
     (QueryOptions, "max_tokens", 0, "is less than 1"),
     (IngestOptions, "split", "semantik", "is none of semantic"),
     (IngestOptions, "chunk_tokens", 0, "is less than 1"),
@@ -72,7 +72,7 @@ CALLS = [
     (lambda cache: cache.query("Who?", ratio=15), "ratio: 15.0 is not between 0 and 1"),
     (lambda cache: cache.query("Who?", top_k=0), "top_k: 0 is less than 1"),
     (lambda cache: cache.query("Who?", temperature=-1), "temperature: -1.0 is not between 0 and 2"),
-    (lambda cache: cache.query("Who?", order="typo"), "order: 'typo' is none of"),
+    (lambda cache: cache.query("Who?", set={"search.order": "typo"}), "search.order: 'typo' is none of"),
     (lambda cache: cache.query("Who?", topk=3), "unknown option 'topk'"),
     (lambda cache: cache.query("Who?", device="cpu"), "device is the same for all"),
     (lambda cache: cache.ingest("docs", chunk_tokens=0), "chunk_tokens: 0 is less than 1"),
@@ -83,8 +83,8 @@ CALLS = [
     (lambda cache: cache.query(None), "question: None is not text"),
     (lambda cache: cache.query("Who?", chunks=5), "chunks: 5 is no list"),
     (lambda cache: cache.query("Who?", chunks="abcdef", documents="a.md"), "--chunks and --documents exclude"),
-    (lambda cache: cache.query("Who?", metric="l7"), "metric: 'l7' is none of v_sse"),
-    (lambda cache: cache.query("Who?", pooling="mean"), "pooling: 'mean' is none of rows"),
+    (lambda cache: cache.query("Who?", metric="l7"), "unknown option 'metric'"),
+    (lambda cache: cache.query("Who?", set={"blend.metric": "l7"}), "blend.metric: 'l7' is none of v_sse"),
     (lambda cache: cache.budget("much"), "size: 'much' is not a size"),
     (lambda cache: cache.budget(-1), "size: -1 is less than 1"),
 ]
@@ -95,14 +95,6 @@ def test_a_call_in_python_is_checked(call: Any, said: str, tmp_path: Path) -> No
     with kvtool.open(tmp_path / "s") as cache, pytest.raises(UsageError, match=re.escape(said)) as error:
         call(cache)
     assert error.value.hint
-
-
-def test_what_only_python_can_give_is_what_the_modes_know() -> None:
-    from kvtool.core.fusion.selectors.base import Pooling
-    from kvtool.core.fusion.selectors.blend import Metric
-
-    known = options_of(QueryOptions)
-    assert (known["metric"].choices, known["pooling"].choices) == (get_args(Metric), get_args(Pooling))
 
 
 def test_what_opens_is_checked_too(tmp_path: Path) -> None:

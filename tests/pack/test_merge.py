@@ -15,7 +15,7 @@ from kvtool.core.corpus.options import Shard, shard_error
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack import import_ as merging
 from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import merge
+from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.values import survey
 from tests.cli.working import (
@@ -68,17 +68,17 @@ def test_what_is_no_part_is_said(value: str) -> None:
 
 
 def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> None:
-    merge(tmp_path / "all", _all(parts), trust=MINE)
+    import_sources(tmp_path / "all", _all(parts), trust=MINE)
     assert state(tmp_path / "all") == state(parts / "whole")
     assert damages(tmp_path / "all") == []
-    merge(tmp_path / "other", _all(parts)[::-1], trust=MINE)
+    import_sources(tmp_path / "other", _all(parts)[::-1], trust=MINE)
     assert state(tmp_path / "other") == state(parts / "whole")
-    again = merge(tmp_path / "all", _all(parts), trust=MINE)
+    again = import_sources(tmp_path / "all", _all(parts), trust=MINE)
     assert [report.files.moved + report.chunks.moved + report.bytes for report in again] == [0] * PARTS
 
 
 def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tiny: Path) -> None:
-    merge(tmp_path / "all", _all(parts), trust=MINE)
+    import_sources(tmp_path / "all", _all(parts), trust=MINE)
     done = kvtool("ingest", parts / "corpus", "--store", tmp_path / "all", "--sync", "--json").fine().json
     assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
     reply = kvtool(
@@ -95,7 +95,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
         compress(source, CompressOptions(levels=("2",), fit=True, fit_prompts=2, questions=0, keep_raw=False, yes=True))
         with Store.open(source) as store:
             made |= {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()}
-    merge(tmp_path / "all", sources, trust=MINE)
+    import_sources(tmp_path / "all", sources, trust=MINE)
     with Store.open(tmp_path / "all") as store:
         assert {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()} == made
         assert store.codec_state()["profile"] in made.values()
@@ -106,7 +106,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
 def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
     first, *others = _all(parts)
     export(first, tmp_path / "first.kvpack")
-    merge(tmp_path / "all", [*others, tmp_path / "first.kvpack"], trust=MINE)
+    import_sources(tmp_path / "all", [*others, tmp_path / "first.kvpack"], trust=MINE)
     assert state(tmp_path / "all") == state(parts / "whole")
 
 
@@ -118,7 +118,7 @@ def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: 
     _ingest(tmp_path, "new", tiny)
     for order in (["old", "new"], ["new", "old"]):
         path = tmp_path / "-".join(order)
-        merge(path, [tmp_path / name for name in order], trust=MINE)
+        import_sources(path, [tmp_path / name for name in order], trust=MINE)
         with Store.open(path) as store:
             document = store.document(str(changed))
             assert document is not None
@@ -141,7 +141,7 @@ def test_a_part_without_files_is_a_store(parts: Path, tmp_path: Path, tiny: Path
     shutil.copy(parts / "corpus" / "mill0.md", tmp_path / "corpus")
     for number in range(1, PARTS + 1):
         _ingest(tmp_path, f"part-{number}", tiny, "--shard", f"{number}/{PARTS}")
-    merge(tmp_path / "all", _all(tmp_path))
+    import_sources(tmp_path / "all", _all(tmp_path))
     assert [len(chunks_of(tmp_path / "all", "mill0.md"))] == [len(chunks_of(parts / "whole", "mill0.md"))]
 
 
@@ -155,10 +155,10 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(parts / "whole", tmp_path / "broken"))
     (chunk, *_) = chunks_of(broken, "mill2.md")
     break_record(broken, chunk, 1)
-    (report,) = merge(tmp_path / "all", [broken])
+    (report,) = import_sources(tmp_path / "all", [broken])
     assert [row["what"] for row in report.damaged] == [f"chunk {chunk} at level raw"]
     assert damages(tmp_path / "all") == []
-    (report,) = merge(tmp_path / "all", [parts / "whole"])
+    (report,) = import_sources(tmp_path / "all", [parts / "whole"])
     assert report.chunks.moved == 1
     assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
 
@@ -174,7 +174,7 @@ def test_a_source_that_is_written_to_is_taken_as_it_was(
         return found
 
     monkeypatch.setattr(merging.values, "survey", surveyed)
-    (report,) = merge(tmp_path / "all", [source], trust=MINE)
+    (report,) = import_sources(tmp_path / "all", [source], trust=MINE)
     assert report.damaged == []
     assert state(tmp_path / "all") == state(parts / "whole")
 
@@ -183,19 +183,19 @@ def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny
     path, first = tmp_path / "all", _all(parts)[0]
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no store and no pack"):
-        merge(path, [first, tmp_path / "nowhere"])
+        import_sources(path, [first, tmp_path / "nowhere"])
     with pytest.raises(StoreNotFoundError) as found:
-        merge(path, [first, tmp_path / "empty"])
+        import_sources(path, [first, tmp_path / "empty"])
     assert ".kvpack" in found.value.hint  # not how to make the store that it is merged into
     assert not path.exists()
     with pytest.raises(UsageError, match="is the store to import into"):
-        merge(parts / "whole", [parts / "whole"])
+        import_sources(parts / "whole", [parts / "whole"])
     (tmp_path / "link").symlink_to(first)
     with pytest.raises(UsageError, match="would be inside of"):
-        merge(tmp_path / "link" / "inner", [first])
+        import_sources(tmp_path / "link" / "inner", [first])
     with pytest.raises(UsageError, match="is inside of the store"):
-        merge(parts, [tmp_path / "link"])
+        import_sources(parts, [tmp_path / "link"])
     assert not (first / "inner").exists()
     kvtool("ingest", parts / "corpus", "--store", tmp_path / "bos", "--model", tiny, *CHUNKS, "--lead-in", "bos").fine()
     with pytest.raises(StoreFormatError, match="lead_in"):
-        merge(tmp_path / "bos", [first])
+        import_sources(tmp_path / "bos", [first])

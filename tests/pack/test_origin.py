@@ -48,7 +48,7 @@ def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> d
     if way == "import":
         return kvtool("store", "import", scene.pack(), *into).fine().json
     if way == "merge":
-        return kvtool("store", "merge", scene.theirs, *into).fine().json["merged"][0]
+        return kvtool("store", "import", scene.theirs, *into).fine().json["merged"][0]
     url = f"file://{scene.theirs.parent / 'shared'}"
     kvtool("store", "push", url, "--store", scene.theirs).fine()
     return kvtool("store", way, url, *into).fine().json
@@ -544,7 +544,7 @@ def test_of_my_own_store_what_is_somebody_elses_stays_so(scene: Scene, tmp_path:
     """`--mine` of a store that has imported a pack vouches for its own part only."""
     other, merged = tmp_path / "other", tmp_path / "merged"
     bring(scene, "import", store=other)
-    kvtool("store", "merge", other, "--mine", "--store", merged).fine()
+    kvtool("store", "import", other, "--mine", "--store", merged).fine()
     (chunk,) = ids_of(merged, scene.own)
     with Store.open(merged) as store:
         entry, _ = of_file(store, scene.own)
@@ -716,7 +716,7 @@ def test_a_signature_can_be_required(scene: Scene, tmp_path: Path, monkeypatch: 
     kvtool("store", "push", url, "--store", scene.theirs).fine()
     monkeypatch.setenv("KVTOOL_REQUIRE_SIGNATURE", "1")
     kvtool("store", "import", pack, "--store", scene.mine).failed(12, "is not signed")
-    kvtool("store", "merge", scene.theirs, "--store", scene.mine).failed(12, "is not signed")
+    kvtool("store", "import", scene.theirs, "--store", scene.mine).failed(12, "is not signed")
     kvtool("store", "pull", url, "--store", scene.mine, "--mine").failed(12, "is not signed")
     kvtool("query", "Who?", "--store", url).failed(12, "without its signature")
     kvtool("store", "export", pack, "--force", "--store", scene.theirs, "--sign", key).fine()

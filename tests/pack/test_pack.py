@@ -23,6 +23,7 @@ from kvtool.core.errors import DamagedError, NoSpaceError, StoreNotFoundError, U
 from kvtool.core.pack import container
 from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import take
+from kvtool.core.remote import catalogue
 from kvtool.core.remote.signing import Trust
 from tests.cli.working import CHUNKS, chunks_of, damages, kvtool, listing, prefix_chunk, write_corpus
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
@@ -51,6 +52,15 @@ def packed(fitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pack(packed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(packed, tmp_path / "copy.kvpack"))
+
+
+def test_another_format_is_refused(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(catalogue, "FORMAT", 2)
+        export(fitted, tmp_path / "other.kvpack")
+    done = kvtool("store", "import", tmp_path / "other.kvpack", "--store", tmp_path / "new")
+    done.failed(12, "has format 2, this kvtool reads format 1", "export the store again")
+    assert not (tmp_path / "new").exists()
 
 
 def contents(path: Path) -> tuple[object, ...]:
@@ -94,7 +104,7 @@ def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None
 
 def test_the_page_tells_how(pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its example runs as it is written there."""
-    page = files("kvtool").joinpath("docs/packs.md").read_text(encoding="utf-8")
+    page = files("kvtool").joinpath("docs/guide/packs.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     pack.rename(pack.with_name("corpus.kvpack"))
     monkeypatch.chdir(pack.parent)

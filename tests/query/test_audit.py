@@ -111,7 +111,7 @@ def test_a_sampled_answer_is_measured_by_the_greedy_one(store: Path) -> None:
 @pytest.mark.slow
 def test_rounds_and_holes(store: Path) -> None:
     at = ("query", *AT, "--store", store, *ALL, "--documents", "mill1.md", "mill3.md")
-    kvtool(*at, "--defer", "--defer-threshold", "9").fine()
+    kvtool(*at, "--defer", "--set", "defer.threshold=9").fine()
     drop_records(store, *chunks_of(store, "mill3.md")[:1])
     for _ in range(2):  # the missing chunk is stored after the first answer
         kvtool(*at).fine()

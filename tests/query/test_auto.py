@@ -308,7 +308,8 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_fitted(make_plain(tiny, tmp_path_factory.mktemp("plain")), folder)
     with Store.open(path) as store, store.writer() as writer:
         losses = {level: {"kl_answer": loss} for level, loss in zip("1234", (0.001, 0.002, 0.3, 0.4), strict=True)}
-        writer.set_codec_state(store.codec_state() | {"losses": losses})
+        state = store.codec_state()
+        writer.set_codec_state(state | {"losses": {state["profile"]: losses}})
     return path
 
 
@@ -318,7 +319,7 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("2", (), "2", {"raw", "1", "2"}),
         ("3", (), "raw", {"raw", "1", "2"}),  # not allowed: it loses too much
-        ("3", ("--max-loss", "0.35"), "3", {"raw", "1", "2", "3"}),
+        ("3", ("--set", "load.max_loss=0.35"), "3", {"raw", "1", "2", "3"}),
         ("2", ("--level", "1"), "1", {"1"}),
         ("", (), "raw", {"raw", "1", "2"}),
     ],

@@ -24,7 +24,7 @@ from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
 
-NEVER, AT_ONCE = ("--defer-threshold", "2"), ("--defer-threshold", "0")
+NEVER, AT_ONCE = ("--set", "defer.threshold=2"), ("--set", "defer.threshold=0")
 EVERYTHING = ("--ratio", "1", "--link-tokens", "10000")
 
 
@@ -55,7 +55,7 @@ def test_a_sure_answer_loads_no_more(store: Path) -> None:
 def test_an_unsure_one_loads_everything_and_reads_it_once(store: Path) -> None:
     chunks = chunks_of(store, "mill2.md")
     plain = ask(store, "--fusion", "reuse").json
-    row = ask(store, "--fusion", "reuse", "--defer", "--defer-first", "1", *NEVER).json
+    row = ask(store, "--fusion", "reuse", "--defer", "--set", "defer.first=1", *NEVER).json
     assert [one["chunks"] for one in row["rounds"]] == [chunks[:1], chunks[1:2], chunks[2:4], chunks[4:8], chunks[8:]][
         : len(row["rounds"])
     ]
@@ -103,11 +103,13 @@ def test_a_hole_of_a_later_round(store: Path) -> None:
 @pytest.mark.slow
 def test_found_chunks_stand_by_round_in_the_order_that_is_asked_for(store: Path) -> None:
     def ids(*more: object) -> list[str]:
-        done = kvtool("query", QUESTION, "--store", store, "--min-score", "0", *SHORT, "--json", *more).fine()
+        done = kvtool(
+            "query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json", *more
+        ).fine()
         return [chunk["id"] for chunk in done.json["chunks"]]
 
-    best = ids("--order", "relevance")
-    assert ids("--defer", *NEVER, "--order", "relevance") == best
+    best = ids("--set", "search.order=relevance")
+    assert ids("--defer", *NEVER, "--set", "search.order=relevance") == best
     assert ids("--defer", *NEVER) == [*best[1::-1], *best[3:1:-1], best[4]]
 
 
@@ -155,10 +157,10 @@ def test_only_the_answer_is_streamed(session: Session, temperature: float) -> No
 
     plain = said()
     pieces.clear()
-    reply = said(defer=True, defer_threshold=2.0)
+    reply = said(defer=True, set={"defer.threshold": 2.0})
     assert "".join(pieces) == reply.generated.text == plain.generated.text
     pieces.clear()
-    early = said(defer=True, defer_threshold=0.0)
+    early = said(defer=True, set={"defer.threshold": 0.0})
     assert "".join(pieces) == early.generated.text
     assert len(early.rounds) == 1
 
@@ -219,7 +221,9 @@ def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
         return kvtool("inspect", "plan", QUESTION, "--store", store, "--top-k", "5", *more).fine()
 
     assert [chunk["round"] for chunk in plan("--defer", "--json").json["chunks"]] == [1, 1, 2, 2, 3]
-    assert [chunk["round"] for chunk in plan("--defer", "--defer-first", "4", "--json").json["chunks"]] == [1] * 4 + [2]
+    assert [chunk["round"] for chunk in plan("--defer", "--set", "defer.first=4", "--json").json["chunks"]] == [
+        1
+    ] * 4 + [2]
     assert "round" not in plan("--json").json["chunks"][0]
     assert "2 chunks first" in plan("--defer").out
 

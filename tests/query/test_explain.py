@@ -85,9 +85,10 @@ def test_a_character_is_never_cut() -> None:
     assert found.recomputed == {"deviation": 2}  # one of three bytes of a character, and the x
 
 
-def test_a_timeline(store: Path, tmp_path: Path) -> None:
+def test_a_timeline(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "t.json"
-    ask(store, "--fusion", "union", "--timeline", file)
+    monkeypatch.setenv("KVTOOL_TIMELINE", str(file))
+    ask(store, "--fusion", "union")
     events = json.loads(file.read_text())["traceEvents"]
     names = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     assert set(names) == {"MainThread", "kvtool-loader"}
@@ -107,8 +108,11 @@ def test_a_timeline(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "none/t.json"])
-def test_a_timeline_that_cannot_be_written(name: str, store: Path, tmp_path: Path) -> None:
-    done = kvtool("query", QUESTION, "--store", store, "--timeline", tmp_path / name)
+def test_a_timeline_that_cannot_be_written(
+    name: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_TIMELINE", str(tmp_path / name))
+    done = kvtool("query", QUESTION, "--store", store)
     assert done.code == 2
     assert "timeline" in done.err
 
@@ -125,7 +129,8 @@ def test_a_batch_reads_a_chunk_once(
     rows = [{"question": f"{QUESTION} {n}", "documents": ["mill2.md"]} for n in range(3)]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = ("--store", store, "--batch", tmp_path / "b.jsonl", "--fusion", "reuse", *SHORT, "--json")
-    lines = [json.loads(line) for line in kvtool("query", *args, "--memory-cache", size).fine().out.splitlines()]
+    monkeypatch.setenv("KVTOOL_SERVE_MEMORY_CACHE", size)
+    lines = [json.loads(line) for line in kvtool("query", *args).fine().out.splitlines()]
     assert len(reads) == times * len(set(reads))
     first, *others = (line["bytes_read"] for line in lines[:3])
     assert first > 0

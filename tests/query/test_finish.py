@@ -45,11 +45,13 @@ def test_a_loop_ends_where_it_begins(store: Path, says: Callable[[str], None]) -
     says(LOOP)
     done = kvtool("query", QUESTION, "--store", store, *LONG).fine()
     assert done.out.strip() == ONCE
-    assert "--no-stop-repeats" in done.err
+    assert "--set sampling.stop_repeats=no" in done.err
     row = kvtool("query", QUESTION, "--store", store, "--json", *LONG).fine().json
     assert (row["answer"], row["finish"]) == (ONCE, "repeat")
     assert row["tokens"]["generated"] == len(encode(tokenizer(), ONCE))
-    whole = kvtool("query", QUESTION, "--store", store, "--json", *LONG, "--no-stop-repeats").fine().json
+    whole = (
+        kvtool("query", QUESTION, "--store", store, "--json", *LONG, "--set", "sampling.stop_repeats=no").fine().json
+    )
     assert (whole["answer"], whole["finish"]) == (LOOP, "stop")
 
 

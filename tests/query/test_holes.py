@@ -188,7 +188,7 @@ def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.Mo
         return copies(self, table, keys, begun, room)
 
     monkeypatch.setattr(Snapshot, "copies", slowly)
-    done = ask(store, "--fusion", "reuse", "--load-timeout", "1")
+    done = ask(store, "--fusion", "reuse", "--set", "load.timeout=1")
     assert statuses(done.json)[:3] == ["hit", "miss", "hit"]
     assert done.json["chunks"][1]["reason"] == "slow: not read within 1 s"
     assert f"chunk {chunk[:12]} was computed in place: slow" in done.err

@@ -153,7 +153,8 @@ def know(path: Path, **losses: float) -> None:
     """Record measured losses of levels, given as `l1=0.5`."""
     with Store.open(path) as store, store.writer() as writer:
         rows = {name[1:]: {"kl_answer": loss} for name, loss in losses.items()}
-        writer.set_codec_state(store.codec_state() | {"losses": rows})
+        state = store.codec_state()
+        writer.set_codec_state(state | {"losses": {state["profile"]: rows}})
 
 
 def ask(path: Path, *args: object) -> Done:
@@ -225,7 +226,7 @@ def test_auto_without_anything_exact_reads_what_loses_least(fitted: Path) -> Non
     done = ask(fitted)
     assert done.json["bytes_read"] == payload_bytes(fitted, "2", "3", "4")
     assert done.err.count("read at level 2, which loses 0.2 nats a token") == 1  # of several chunks
-    assert "read at level" not in ask(fitted, "--max-loss", "0.2").err
+    assert "read at level" not in ask(fitted, "--set", "load.max_loss=0.2").err
     assert "read at level" not in ask(fitted, "--level", "2").err
 
 
@@ -263,7 +264,7 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
         levels = store.levels(bytes.fromhex(gone))
     for level in levels:
         drop(fitted, level, gone)
-    reasons = [chunk["reason"] for chunk in ask(fitted, "--max-loss", "0.02").json["chunks"]][:2]
+    reasons = [chunk["reason"] for chunk in ask(fitted, "--set", "load.max_loss=0.02").json["chunks"]][:2]
     assert reasons == ["no stored level is known to lose at most 0.02 nats a token", "not stored"]
 
 

@@ -77,7 +77,7 @@ def test_full_has_nothing_to_verify(store: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_deferred_chunks_are_verified_too(cache: package.Cache) -> None:
     """What full prefill says is of the chunks that were loaded."""
-    more: dict[str, Any] = {"defer": True, "defer_first": 1, "defer_threshold": 9.0}
+    more: dict[str, Any] = {"defer": True, "set": {"defer.first": 1, "defer.threshold": 9.0}}
     reply = cache.query(QUESTION, fusion="reuse", verify=True, **more, **ASKING)
     assert len(reply.rounds) > 1
     places = tuple(chunk.id for chunk in reply.chunks)

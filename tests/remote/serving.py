@@ -45,7 +45,7 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put every record into a value of its own, as older versions pushed them."""
+    """Put every record into a value of its own, as if it were too large for a pack."""
     monkeypatch.setattr(send, "MOST_BYTES", 0)
 
 

@@ -23,7 +23,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs, open_blobs
-from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of, unseal_head
+from kvtool.core.remote.catalogue import HEAD, Catalogue, Head, digest_of, seal_head, unseal_head
 from kvtool.core.remote.catalogue_io import open_root, read_catalogue
 from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
@@ -94,8 +94,16 @@ def packed(value: Any) -> bytes:
 
 def publish(blobs: Blobs, data: bytes) -> None:
     """Make these bytes the catalogue in force, as anybody can who may write there."""
-    head = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": digest_of(data)}).encode())
-    blobs.put({f"catalogue/{digest_of(data)}": data, HEAD: head})
+    blobs.put({f"catalogue/{digest_of(data)}": data, HEAD: seal_head(Head(digest_of(data)))})
+
+
+def publish_parts(blobs: Blobs, value: dict[str, Any]) -> None:
+    """Make the catalogue of this JSON, which is in one value, the one in force, with one shard."""
+    parts = {name: value[name] for name in ("packs", "files", "chunks")}
+    shard = packed(parts)
+    blobs.put({f"shard/{digest_of(shard)}": shard})
+    row = [digest_of(shard), len(shard), len(value["files"]), len(value["chunks"])]
+    publish(blobs, packed({name: part for name, part in value.items() if name not in parts} | {"shards": [row]}))
 
 
 def mutants(value: Any) -> Iterator[Any]:
@@ -144,7 +152,7 @@ def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
             left.append(Catalogue.unpack(packed(mutant)))
     assert len(left) < 300  # a text may be another one, a part may lack
     for number, catalogue in enumerate(random.Random(0).sample(left, 8)):
-        publish(blobs, catalogue.pack())
+        publish_parts(blobs, text_of(catalogue))
         with contextlib.suppress(DamagedError, StoreFormatError):
             pull(tmp_path / f"p{number}", blobs)
 
@@ -170,7 +178,7 @@ def test_every_part_of_a_root(blobs: Blobs, tmp_path: Path) -> None:
             read_catalogue(blobs)
     publish(blobs, packed(value | {"format": 5}))
     with pytest.raises(StoreFormatError, match="format 5"):
-        pull(tmp_path / "newer", blobs)
+        pull(tmp_path / "another", blobs)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +208,7 @@ def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "secret").write_bytes(b"secret")
     asked: list[str] = []
     monkeypatch.setattr(blobs, "get", lambda names, real=blobs.get: (asked.extend(names), real(names))[1])
-    head = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": "../../secret"}).encode())
-    blobs.put({HEAD: head})
+    blobs.put({HEAD: seal_head(Head("../../secret"))})
     with pytest.raises(DamagedError):
         read_catalogue(blobs)
     assert {*asked} == {HEAD}
@@ -213,9 +220,10 @@ def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pyt
 def replace_value(blobs: Blobs, kind: str, key: bytes, value: bytes) -> None:
     """Send another value of a file or a chunk, and publish its mark."""
     found = text_of(read_catalogue(blobs))
-    found[f"{kind}s"][key.hex()][0] = digest_of(value)
+    rows = found[f"{kind}s"]
+    rows[key.hex()] = [digest_of(value), *rows[key.hex()][1 : 3 if kind == "file" else 4]]  # in no pack
     blobs.put({f"{kind}/{key.hex()}-{digest_of(value)}": value})
-    publish(blobs, packed(found))
+    publish_parts(blobs, found)
 
 
 def damaged_by(blobs: Blobs, place: Path) -> list[str]:
@@ -331,7 +339,7 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
     found = text_of(read_catalogue(blobs))
     found["meta"]["manifest"] = digest_of(value)
     blobs.put({f"meta/manifest-{digest_of(value)}": value})
-    publish(blobs, packed(found))
+    publish_parts(blobs, found)
     with pytest.raises(DamagedError, match="description of the model"):
         pull(tmp_path / "other", blobs)
 
@@ -360,7 +368,7 @@ def check_records_of_another_shape_or_size(blobs: Blobs, tmp_path: Path) -> None
     for number, size in enumerate((1, level.size - 1, level.size + 1)):
         found["chunks"][key.hex()][2]["raw"][0] = max(size, 80 * LAYERS)
         blobs.put({name: whole})
-        publish(blobs, packed(found))
+        publish_parts(blobs, found)
         assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
 
 
@@ -369,16 +377,16 @@ def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
     key = id_of("f0.0").hex()
     size, mark, *_ = found["chunks"][key][2]["lossless"]
     for bases in ({"1": "1"}, {"1": "2", "2": "1"}, {"1": "3", "3": None}, {"lossless": "1", "1": None}, {"4": "raw"}):
-        levels = {level: [size, mark, base] for level, base in bases.items()}
-        publish(blobs, packed(found | {"chunks": {key: [*found["chunks"][key][:2], levels]}}))
+        levels = {level: [size, mark, base, None, None] for level, base in bases.items()}
+        publish_parts(blobs, found | {"chunks": {key: [*found["chunks"][key][:2], levels, False]}})
         with pytest.raises(DamagedError, match="refines"):
             read_catalogue(blobs)
     chain = {"1": "2", "2": "3", "4": None}
-    rows = {level: [size, mark, base] for level, base in chain.items()}
-    catalogue = Catalogue.unpack(packed(found | {"chunks": {key: [*found["chunks"][key][:2], rows]}}))
+    rows = {level: [size, mark, base, None, None] for level, base in chain.items()}
+    catalogue = Catalogue.unpack(packed(found | {"chunks": {key: [*found["chunks"][key][:2], rows, False]}}))
     assert list(catalogue.chunks[key].levels) == ["4"]
     assert [what for what, _ in catalogue.left_out] == [f"chunk {key} at level {level}" for level in "21"]
-    publish(blobs, catalogue.pack())
+    publish_parts(blobs, text_of(catalogue))
 
 
 def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None:

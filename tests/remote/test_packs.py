@@ -1,22 +1,19 @@
-"""Records of many chunks in one value: what is read of it, what becomes of it when chunks go, and tiers of before."""
+"""Records of many chunks in one value: what is read of it, and what becomes of it when chunks go."""
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import send, values
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, records_wanted, unseal_head
+from kvtool.core.remote.catalogue import Catalogue, records_wanted
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
@@ -35,12 +32,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def packs_in(blobs: Blobs) -> list[str]:
     return sorted(blobs.names("pack/"))
-
-
-def format_of(blobs: Blobs) -> int:
-    (head,) = blobs.get([HEAD])
-    (packed,) = blobs.get([catalogue_name(unseal_head(head or b"").catalogue)])
-    return int(json.loads(zstandard.ZstdDecompressor().decompress(packed or b""))["format"])
 
 
 def check_pulled(blobs: Blobs, place: Path, *files: str, more: int = 0) -> None:
@@ -64,7 +55,6 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
     ]
     (whole,) = blobs.get([wanted[0].pack])
     assert whole == b"".join(record for file in range(3) for n in range(2) for record in records_of(f"f{file}.{n}"))
-    assert format_of(blobs) == 4
     check_pulled(blobs, tmp_path / "pulled", "f0", "f1", "f2")
     assert push(store, blobs).bytes == 0
 
@@ -84,34 +74,6 @@ def test_several_packs_are_sent_together(
     push(store, blobs)
     assert 1 < max(sent) < sum(sent)
     assert is_whole(blobs)
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("before", [1, 3])
-def test_a_tier_of_before_is_read_and_goes_on(before: int, store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    """Read a store that kvtool 0.1 pushed in two versions: a value for every record, and packs."""
-    with zipfile.ZipFile(Path(__file__).parent / "golden" / f"format-{before}.zip") as golden:
-        blobs.put({name: golden.read(name) for name in golden.namelist()})
-    assert format_of(blobs) == before
-    check_pulled(blobs, tmp_path / "before", "f0", "f1", "f2")
-    kv = {*blobs.names("kv/"), *packs_in(blobs)}
-    report = push(store, blobs)
-    assert (format_of(blobs), report.chunks.moved) == (4, 0)  # what is there of KV stays as it is
-    assert report.files.moved == 3  # descriptions are packed
-    assert kv < {*blobs.names("kv/"), *packs_in(blobs)}
-    assert push(store, blobs).bytes == 0
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0", "f3.1"])
-    assert push(store, blobs).chunks.moved == 2
-    blobs.delete(sorted(kv)[:1])  # what is lost of it is packed
-    assert push(store, blobs).chunks.moved >= 1
-    for number in range(3):
-        with store.writer() as writer:
-            add_file(writer, "f4", [f"f4.{number}.0", f"f4.{number}.1"])
-        push(store, blobs)
-    assert (list(blobs.names("file/")), list(blobs.names("chunk/"))) == ([], [])  # when no catalogue counts on them
-    assert is_whole(blobs)
-    check_pulled(blobs, tmp_path / "again", "f0", "f1", "f2", "f3", more=1)
 
 
 def test_what_is_too_large_for_a_pack_is_sent_by_layer(

@@ -116,7 +116,6 @@ def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_
 
 
 def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path: Path) -> None:
-    """Push a store that an older kvtool mixed."""
     one = compressed(tmp_path / "one", ["1", "2"], machine=0)
     with Store.open(one) as store, Store.open(compressed(tmp_path / "other", ["2"], machine=1)) as other:
         records = [other.read_kv(CHUNK, "2", layer) for layer in range(LAYERS)]

@@ -139,6 +139,7 @@ def test_a_store_behind_a_password_does_not_hold_it(
     store: Path, looked_at: list[Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTOOL_DEBUG", "1")
+    monkeypatch.setenv("KVTOOL_TIMELINE", str(tmp_path / "trace.json"))
     (tmp_path / "redis").mkdir()
     server = RedisServer(tmp_path / "redis", "--requirepass", "zqxwva/zqxwvb@")
     try:
@@ -146,7 +147,7 @@ def test_a_store_behind_a_password_does_not_hold_it(
         for place in (url, server.url + "?password=zqxwva%2Fzqxwvb%40"):
             looked_at += [
                 kvtool("store", "push", place, "--store", store, "--json").fine(),
-                kvtool("query", QUESTION, "--store", place, "--timeline", tmp_path / "trace.json", *SHORT).fine(),
+                kvtool("query", QUESTION, "--store", place, *SHORT).fine(),
                 kvtool("query", QUESTION, "--store", place, "--json", "--explain", *SHORT).fine(),
                 kvtool("inspect", "--store", place, "--json"),
                 kvtool("store", "pull", place, "--store", store, "--jsonl", "-v").fine(),
@@ -210,7 +211,7 @@ def test_what_signs_an_address_is_shown_nowhere(work: Path, looked_at: list[Done
         "https://HERE/kv?X-Amz-Credential=zqxwva&X-Amz-Signature=zqxwvb",
     ):
         url = url.replace("HERE", "127.0.0.1:9")
-        for words in (("store", "merge", url), ("store", "import", url), ("ingest", "corpus", "--ray", url)):
+        for words in (("store", "import", url), ("ingest", "corpus", "--ray", url)):
             looked_at.append(kvtool(*words, "--store", "new", "--json"))
             assert looked_at[-1].code
     assert scrubbed("https://host/kv?sv=2&sig=a%3D: no") == "https://host/kv?sv=2&sig=***: no"

@@ -13,7 +13,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import gc
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, digest_of, unseal_head
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.folder import FolderBlobs
 from kvtool.core.remote.pull import pull
@@ -77,32 +76,6 @@ def test_what_came_back_into_force_is_not_reclaimed(
         after_first(monkeypatch, blobs, "get", meanwhile)
         push(third, blobs)
     assert len(read_catalogue(blobs).files) == 5
-    assert is_whole(blobs)
-
-
-def test_a_head_that_changes_while_a_sweep_deletes(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Change it without leases: what the head counts on by then stays, and what is gone comes back."""
-    monkeypatch.setattr(gc, "_AT_ONCE", 1)
-    push(store, blobs)
-    (first,) = blobs.get([HEAD])
-    assert first is not None
-    (packed,) = blobs.get([f"catalogue/{unseal_head(first).catalogue}"])
-    assert packed is not None
-    forget(store, "f2")
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0"])
-
-    def bring_back() -> None:
-        blobs.put({f"catalogue/{digest_of(packed)}": packed})
-        assert blobs.compare_and_swap(HEAD, blobs.get([HEAD])[0], first)
-
-    after_first(monkeypatch, blobs, "delete", bring_back)
-    assert push(store, blobs, delete=True).removed == 1
-    assert len(read_catalogue(blobs).files) == 4  # what was pushed is in force again, with what came back
-    with Store.open(new_store(tmp_path / "again")) as again:
-        push(again, blobs)
     assert is_whole(blobs)
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.integrity import repair, verify
-from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
-from kvtool.core.remote import gc, values
+from kvtool.core.remote import catalogue, catalogue_io, gc, values
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.catalogue_io import read_catalogue
@@ -189,7 +187,6 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
 def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
     with store.writer() as writer:
         writer.put_profile(bytes.fromhex(digest_of(b"a profile")), b"a profile", {"profile": digest_of(b"a profile")})
-        writer.put_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # of an earlier version
     push(store, blobs)
     names = set(blobs.names())
     assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "shard", "meta", "profile", "pack"}
@@ -376,21 +373,6 @@ def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None
     assert {id_of("g.0").hex(), id_of("f2.0").hex()} <= read_catalogue(blobs).chunks.keys()
 
 
-def test_a_head_of_the_version_before_is_read(store: Store, blobs: Blobs) -> None:
-    push(store, blobs)
-    (head,) = blobs.get([HEAD])
-    assert head is not None
-    name = unseal_head(head).catalogue
-    old = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": name}).encode())
-    assert blobs.compare_and_swap(HEAD, head, old)
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0"])
-    push(store, blobs)
-    (head,) = blobs.get([HEAD])
-    assert head is not None
-    assert unseal_head(head).before == (name,)
-
-
 # ---- files in a shared folder -----------------------------------------------------------------------------------
 
 
@@ -403,6 +385,18 @@ def folder(tmp_path: Path) -> Path:
 def in_folder(folder: Path) -> Iterator[Blobs]:
     with closing(open_blobs(f"file://{folder}")) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("part", [catalogue, catalogue_io], ids=["head", "root"])
+def test_another_format_is_refused(
+    part: ModuleType, store: Store, in_folder: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "FORMAT", 2)
+        push(store, in_folder)
+    for command in (("push", in_folder.url, "--store", store.path), ("pull", in_folder.url, "--store", store.path)):
+        kvtool("store", *command).failed(12, "has format 2, this kvtool reads format 1", "push again")
+    kvtool("inspect", "--store", in_folder.url).failed(12, "format 2", "push again")
 
 
 def test_a_link_in_a_temporary_names_place_is_not_followed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,12 +13,11 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.values import join_codec
-from kvtool.core.session.identity import losses_by_maker
 from tests.cache.making import make_store
 
 MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16
@@ -61,11 +59,11 @@ def seen(url: str) -> dict[str, Any]:
 
 
 def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: str) -> None:
-    first = {"profile": MINE, "losses": {"2": loss(0.5)}}
+    first = {"profile": MINE, "losses": {MINE: {"2": loss(0.5)}}}
     know(store, first)
     send(store, url)
     assert seen(url) == first
-    later = {"profile": THEIRS, "losses": {"3": loss(0.001)}}
+    later = {"profile": THEIRS, "losses": {THEIRS: {"3": loss(0.001)}}}
     know(store, later)
     send(store, url)
     assert seen(url) == later
@@ -77,7 +75,7 @@ def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: st
 def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Path, url: str) -> None:
     """Push a store that was never compressed, and one that was pruned of all KV."""
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
-    know(store, {"profile": digest.hex(), "losses": {"2": loss(0.001)}})
+    know(store, {"profile": digest.hex(), "losses": {digest.hex(): {"2": loss(0.001)}}})
     with store.writer() as writer:
         writer.put_profile(digest, b"profile")
     send(store, url)
@@ -88,8 +86,7 @@ def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: P
     send(store, url)
     there = seen(url)
     assert there["profile"] == digest.hex()
-    assert losses_by_maker(there)[digest.hex()] == {"2": loss(0.001)}
-    assert losses_by_maker(there).get(NONE) == losses_by_maker(own).get(NONE)
+    assert there["losses"] == {digest.hex(): {"2": loss(0.001)}} | own.get("losses", {})
     with closing(open_blobs(url)) as blobs:
         head = blobs.get([HEAD])
     send(store, url)
@@ -97,48 +94,36 @@ def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: P
         assert blobs.get([HEAD]) == head
 
 
-def test_a_store_in_front_that_was_filled_by_an_older_kvtool(store: Store, url: str) -> None:
-    """Make one that holds the catalogue, and a codec state from before."""
-    know(store, {"profile": MINE, "losses": {"2": loss(0.001)}})
-    send(store, url)
-    seen(url)
-    mark = local_place(url) / "remote" / "adopted.json"
-    mark.write_text(json.dumps({"catalogue": json.loads(mark.read_text())["catalogue"]}))
-    with Store.open(local_place(url)) as front:
-        know(front, {"profile": MINE, "losses": {}})
-    assert seen(url) == store.codec_state()
-
-
 def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, url: str, tmp_path: Path) -> None:
-    know(store, {"profile": MINE, "losses": {"1": loss(0.1), "3": loss(0.3)}})
+    know(store, {"profile": MINE, "losses": {MINE: {"1": loss(0.1), "3": loss(0.3)}}})
     send(store, url)
     place = tmp_path / "other"
     with Store.open(make_store(place)) as other:
         with other.writer() as writer:
             writer.set_manifest(store.manifest())
-        know(other, {"profile": MINE, "losses": {"1": loss(0.2)}})
+        know(other, {"profile": MINE, "losses": {MINE: {"1": loss(0.2)}}})
         with closing(open_blobs(url)) as blobs:
             pull(place, blobs, trust=OWN)
-        assert other.codec_state() == {"profile": MINE, "losses": {"1": loss(0.2), "3": loss(0.3)}}
+        assert other.codec_state() == {"profile": MINE, "losses": {MINE: {"1": loss(0.2), "3": loss(0.3)}}}
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "joined"),
     [
         ({}, {}, {}),
-        ({}, {"profile": MINE, "losses": {"2": 1}}, {"profile": MINE, "losses": {"2": 1}}),
-        ({"profile": MINE, "losses": {"2": 1}}, {}, {"profile": MINE, "losses": {"2": 1}}),
+        ({}, {"profile": MINE, "losses": {MINE: {"2": 1}}}, {"profile": MINE, "losses": {MINE: {"2": 1}}}),
+        ({"profile": MINE, "losses": {MINE: {"2": 1}}}, {}, {"profile": MINE, "losses": {MINE: {"2": 1}}}),
         (  # another profile's losses are true of its own records only
-            {"profile": MINE, "losses": {"2": 1}},
-            {"profile": THEIRS, "losses": {"2": 9, "3": 8}},
+            {"profile": MINE, "losses": {MINE: {"2": 1}}},
+            {"profile": THEIRS, "losses": {THEIRS: {"2": 9, "3": 8}}},
             {"profile": MINE, "losses": {MINE: {"2": 1}, THEIRS: {"2": 9, "3": 8}}},
         ),
         (
             {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4}}},
-            {"profile": "", "losses": {"1": 5, "4": 6}},
+            {"profile": "", "losses": {NONE: {"1": 5, "4": 6}}},
             {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4, "4": 6}}},
         ),
-        ({"profile": ""}, {"profile": "", "losses": {"1": 5}}, {"profile": "", "losses": {"1": 5}}),
+        ({"profile": ""}, {"profile": "", "losses": {NONE: {"1": 5}}}, {"profile": "", "losses": {NONE: {"1": 5}}}),
         ({"profile": MINE}, {"named": True}, {"profile": MINE, "named": True, "losses": {}}),
     ],
 )

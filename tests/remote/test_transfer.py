@@ -20,7 +20,7 @@ from kvtool.core.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from kvtool.core.pack.import_ import merge
+from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue
@@ -174,8 +174,8 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
         change(other, "f1", "newer", 6)
         change(other, "f3", "own", 1)
     path = store.path
-    merge(tmp_path / "other", [path], trust=OWN)
-    merge(path, [tmp_path / "other"], trust=OWN)
+    import_sources(tmp_path / "other", [path], trust=OWN)
+    import_sources(path, [tmp_path / "other"], trust=OWN)
     for where in (path, tmp_path / "other"):
         with Store.open(where) as one:
             texts = {entry.source: entry.text for entry in one.documents()}
@@ -188,7 +188,7 @@ def test_an_import_of_a_store_reads_no_kv_before_it_has_the_lock(
     monkeypatch.setattr(values, "survey", lambda *given: pytest.fail("the source was read"))
     path = make_store(tmp_path / "other")
     with Store.open(path) as busy, busy.writer(), pytest.raises(StoreLockedError):
-        merge(path, [store.path], trust=OWN)
+        import_sources(path, [store.path], trust=OWN)
 
 
 def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path: Path) -> None:

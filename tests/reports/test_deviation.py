@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.source import ReadStats
 from kvtool.reports.kv_deviation import (
     CHOICES,
     METRICS,
@@ -25,9 +24,7 @@ from kvtool.reports.kv_deviation import (
     top_share,
 )
 from kvtool.reports.reused_prompt import Chosen, ReusedPrompt
-from tests.families import WINDOWED
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, plain_rows, swapped
-from tests.fusion.test_read_set import MANY
 
 Weights = list[torch.Tensor]
 
@@ -154,15 +151,3 @@ def test_rows_that_were_chosen_are_those_recomputed() -> None:
     chosen = torch.zeros(subject.plan.length, dtype=torch.bool)
     chosen[subject.hits[3:9]] = True
     assert torch.equal(subject.fused(Chosen(chosen)).recomputed, chosen)
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_rows_that_no_computed_row_sees_are_looked_into_too(name: str) -> None:
-    """A pass for an answer leaves out rows that windows hide; a report compares all that is stored."""
-    one = case(name)
-    plan = one.plan(MANY, lead_in=BOS)
-    found = subject_of(one, plan).recomputing(torch.zeros(plan.length, dtype=torch.bool))
-    for layer, buffer in enumerate(found.buffers):
-        for segment in plan.cached:
-            values = one.source.read([segment], layer, ReadStats())[0][1]
-            assert torch.equal(buffer.values[0][:, segment.start : segment.stop], values.to(buffer.values.dtype))

@@ -137,8 +137,6 @@ def test_distances_by_transformers_alone(name: str) -> None:
         past = DynamicCache()
         for layer, buffer in enumerate(fused.cache.buffers):
             keys, values = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
-            for far in fused.read_set.skipped[layer]:  # never seen, and so never read
-                keys[:, :, far.start : far.stop] = values[:, :, far.start : far.stop] = 0
             past.update(*swapped(own.decoder.model, keys, values), layer)
         mine = plain_log_p(own, plan.ids[start:], script, past)
         divergence = (np.exp(full) * (full - mine)).sum(-1)

@@ -91,19 +91,6 @@ def test_pairs_are_of_the_questions_that_have_both() -> None:
     assert found["union:0.15"]["f1"].value == pytest.approx(np.mean([rows[p]["union:0.15"]["f1"] for p in range(5)]))
 
 
-def test_what_an_older_file_lacks_is_left_out() -> None:
-    rows = questions(8)
-    for of_question in rows.values():
-        del of_question["none"]
-        for one in of_question.values():
-            for name in ("contains", "levels", "top1_agrees", "answer_equal"):
-                del one[name]
-    union = by_name(rows, "reuse")["union:0.15"]
-    assert union["f1_difference"] == pytest.approx(-0.1)
-    absent = {"contains", "contains_difference", "pgr_f1", "pgr_contains", "full_right", "top1_agrees", "answer_equal"}
-    assert not absent & set(union)
-
-
 # ---- holdout ----
 
 

@@ -71,8 +71,8 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "--json",
         "--top-k",
         "3",
-        "--min-score",
-        "0",
+        "--set",
+        "search.min_score=0",
     ]
     commands = {
         "plugins": ["config", "plugins", "--json"],

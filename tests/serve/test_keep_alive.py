@@ -74,8 +74,12 @@ def answer(store: Path, *more: object) -> dict[str, Any]:
     return {name: facts[name] for name in ("answer", "finish", "fusion", "chunks", "tokens", "revision")}
 
 
-def test_the_second_question_is_answered_by_the_engine_of_the_first(store: Path) -> None:
-    alone = answer(store, "--no-server")
+def test_the_second_question_is_answered_by_the_engine_of_the_first(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("KVTOOL_SERVER", "no")
+        alone = answer(store)
     kvtool(*asked(store, *KEEP)).fine()
     kvtool(*asked(store)).fine()
     assert answer(store) == answer(store, *KEEP) == alone
@@ -243,7 +247,7 @@ def test_no_pipe_and_no_terminal_is_kept_open(store: Path) -> None:
 def test_sigterm_lets_answers_end(store: Path) -> None:
     engine = engine_of(store)
     shell = subprocess.Popen(
-        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--no-stop-repeats"),
+        command("query", QUESTION, "--store", store, "--max-tokens", "200", "--set", "sampling.stop_repeats=no"),
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -295,7 +299,7 @@ def test_nothing_stays_loaded_where_a_stream_is_no_terminal(store: Path, without
 
 
 @pytest.mark.parametrize(
-    "more", [("--json",), ("--jsonl",), ("--explain",), ("--compare", "epic"), ("--no-server",), ("--keep-alive", "0")]
+    "more", [("--json",), ("--jsonl",), ("--explain",), ("--compare", "epic"), ("--keep-alive", "0")]
 )
 def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: tuple[str, ...]) -> None:
     at_terminal(*asked(store, *more))
@@ -349,10 +353,10 @@ def test_ctrl_c_leaves_the_engine_to_the_next_question(store: Path) -> None:
     assert engine_of(store).pid == engine.pid
 
 
-@pytest.mark.parametrize(
-    "more", [("--no-server",), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"]
-)
-def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("more", [(), ("--explain",), ("--compare", "epic")], ids=["server", "explain", "compare"])
+def test_what_it_cannot_do_is_refused(store: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not more:
+        monkeypatch.setenv("KVTOOL_SERVER", "no")
     kvtool(*asked(store, *KEEP, *more)).failed(2, "--keep-alive is for one question")
     assert engines() == []
 

@@ -307,7 +307,7 @@ def test_a_server_that_is_gone_is_told_and_found_again(ready: Path, open_page: O
 def test_a_server_that_is_killed_in_an_answer(
     store: Path, open_page: Open, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVTOOL_STOP_REPEATS", "false")
+    monkeypatch.setenv("KVTOOL_SET", "sampling.stop_repeats=false")
     with running("--store", store, "--max-tokens", "1500") as (process, url):
         page = open_page(url, key=kvtool("serve", "--show-key").fine().out.strip())
         page.locator("#list li").first.wait_for()

@@ -60,17 +60,20 @@ def test_the_server_answers_with_all_options(served: Served, ready: Path) -> Non
     assert (row["fusion"], len(row["chunks"]), row["tokens"]["recomputed"]) == ("epic", 2, 6)
     auto = kvtool(*asked, *SHORT, "--fusion", "auto", "-v").fine()
     assert "auto: " in auto.err
-    rounds = kvtool(*asked, *SHORT, "--defer", "--defer-first", "1").fine()
+    rounds = kvtool(*asked, *SHORT, "--defer", "--set", "defer.first=1").fine()
     assert "round 1: 1 chunk" in rounds.err
     kvtool("query", "zzyzx", "--store", ready).failed(1, "no chunk matches")
     kvtool(*asked, "--documents", "nowhere.txt", "--json").failed(2, "nowhere.txt")
 
 
-def test_an_answer_is_the_same_with_a_server_and_without(served: Served, ready: Path) -> None:
+def test_an_answer_is_the_same_with_a_server_and_without(
+    served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ("query", QUESTION, "--store", ready, *SHORT, "--json", "--cite")
     cited = facts(kvtool(*asked))
     assert cited["citations"]
-    assert cited == facts(kvtool(*asked, "--no-server"))
+    monkeypatch.setenv("KVTOOL_SERVER", "no")
+    assert cited == facts(kvtool(*asked))
 
 
 def test_what_a_shell_asks_is_noted_and_counted_as_what_others_ask(store: Path) -> None:
@@ -129,10 +132,13 @@ def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeyp
     opened = query.open_any_store
     monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
     asked = ("query", QUESTION, "--store", ready, *SHORT)
-    for alone in (["--no-server"], ["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
+    for alone in (["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
         kvtool(*asked, *alone)
         assert here.pop()
     assert not here
+    monkeypatch.setenv("KVTOOL_SERVER", "no")
+    kvtool(*asked)
+    assert here
 
 
 def test_folders_of_models_are_those_of_the_shell(
@@ -151,12 +157,14 @@ def test_folders_of_models_are_those_of_the_shell(
     with serving(store):
         monkeypatch.chdir(here)
         base = ("query", QUESTION, "--store", store, *SHORT)
-        kvtool(*base, "--embedder", "vectors").fine()
-        kvtool(*base, "--embedder", "./vectors").fine()
-        kvtool(*base, "--embedder", static_model).fine()
+        for name in ("vectors", "./vectors", str(static_model)):
+            monkeypatch.setenv("KVTOOL_EMBEDDER", name)
+            kvtool(*base).fine()
         assert asked == [str(here / "vectors")] * 2 + [str(static_model)]
-        kvtool(*base, "--embedder", "./nowhere").failed(12, "there is no embedding model")
+        monkeypatch.setenv("KVTOOL_EMBEDDER", "./nowhere")
+        kvtool(*base).failed(12, "there is no embedding model")
         assert len(asked) == 3
+        monkeypatch.delenv("KVTOOL_EMBEDDER")
         kvtool(*base, "--model", "./network").fine()  # without the server, which was given no name
         assert len(asked) == 3
 

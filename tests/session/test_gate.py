@@ -124,7 +124,10 @@ def test_few_short_or_equal_chunks(prefix: tuple[int, ...], chunks: list[tuple[i
 
 
 def test_a_verdict_survives_json() -> None:
-    checks = (ConformanceCheck(1, "blend 100 %", 1e-6, 1e-3), ConformanceCheck(4, "keys moved by 137", 0.7, 1e-3))
+    checks = (
+        ConformanceCheck(1, "blend 100 %", 1e-6, 1e-3, "float32 on cpu"),
+        ConformanceCheck(4, "keys moved by 137", 0.7, 1e-3, "float32 on cpu"),
+    )
     verdict = ConformanceResult("fingerprint", checks)
     row = json.loads(json.dumps(verdict.to_json()))
     assert row["passed"] is False

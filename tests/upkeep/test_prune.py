@@ -18,6 +18,7 @@ from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.codec.levels import NESTED
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin, unpin
@@ -418,7 +419,8 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
         pen.fold_access()
-        pen.put_stretch(b"s" * 20, StretchInfo(0, 7, (), (0,), (), own=True, size=5), [(("state", 0), b"12345")])
+        info = StretchInfo(0, 7, (), (0,), (), True, 5, Arithmetic("float32", "cpu"))
+        pen.put_stretch(b"s" * 20, info, [(("state", 0), b"12345")])
         pen.describe({b"f" * 20: ChunkInfo((1,), b"", 0)}, Origin("elsewhere", trusted=False))
         with store.snapshot() as snapshot:
             rows = [(table, next(iter(snapshot.keys(table)))) for table in tables.TABLES if table != tables.META]

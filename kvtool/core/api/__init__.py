@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -182,22 +182,6 @@ class Cache(Held):
         told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
         with self._beside() as folder:
             return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
-
-    @alone(ImportOptions)
-    def merge(
-        self,
-        sources: Sequence[str | Path],
-        *,
-        events: Events | None = None,
-        **options: Unpack[arguments.ImportArguments],
-    ) -> list[TransferReport]:
-        """Take other stores and packs into the store, as `store import` does; `options` are of `ImportOptions`."""
-        from kvtool.core.pack.import_ import merge
-
-        wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]
-        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
-        with self._beside() as folder:
-            return merge(folder, paths, trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
 
     @alone(ForgetOptions)
     def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Removal:

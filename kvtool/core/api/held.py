@@ -61,7 +61,7 @@ def _with_keywords(plain: inspect.Signature, source: type[Options]) -> inspect.S
     written_out = [
         inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
         for option in options_of(source).values()
-        if option.name not in names and not _is_of_model(option.name)
+        if option.is_keyword and option.name not in names and not _is_of_model(option.name)
     ]
     return plain.replace(parameters=[*keep, *written_out])
 

@@ -188,7 +188,7 @@ class ServedLog:
 # ---- scores ------------------------------------------------------------------------------------------------------
 
 
-def combine_scores(one: float, other: float, half_life: float = HALF_LIFE) -> float:
+def combine_scores(one: float, other: float) -> float:
     """Return the score of the uses of both.
 
     Parameters
@@ -196,7 +196,7 @@ def combine_scores(one: float, other: float, half_life: float = HALF_LIFE) -> fl
     one, other : seconds since 1970, each of a use or the score of many; 0: never.
     """
     low, high = sorted((one, other))
-    return high + half_life * math.log2(1 + 2 ** ((low - high) / half_life)) if low > 0 else high
+    return high + HALF_LIFE * math.log2(1 + 2 ** ((low - high) / HALF_LIFE)) if low > 0 else high
 
 
 def lrfu_scores(uses: Iterable[tuple[bytes, float]]) -> dict[bytes, float]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,6 @@ from kvtool.core.cache.record import Allocator, KVHeader
 from kvtool.core.errors import KvtoolError
 
 KVRead = tuple[KVHeader, memoryview]
-Ahead = Sequence[Collection[int]] | None  # of each chunk, the layers that are read of it; None: it may be any
 
 
 class RecordReader(Protocol):
@@ -30,12 +29,11 @@ class RecordReader(Protocol):
         layer: int,
         before: Callable[[int], None] = ...,
         allocate: Allocator = ...,
-        ahead: Ahead = ...,
     ) -> list[KVRead | KvtoolError | None]:
         """Read one layer of many chunks; for each its header and payload, None, or its error.
 
         Payloads are private, writable, 64-byte aligned; `before` is called with each chunk's number before its record
-        is read; `allocate` allocates memory for large records; `ahead` lists the layers that will be read of each.
+        is read; `allocate` allocates memory for large records.
         """
         ...
 
@@ -124,10 +122,8 @@ class RemoteBackend(Protocol):
         level: str,
         layer: int,
         before: Callable[[int], None],
-        ahead: Ahead,
     ) -> None:
-        """Fetch what a read of the local store did not find, and put it into its place in `reads`. What `ahead` names
-        of later layers is requested with it."""
+        """Fetch what a read of the local store did not find, and put it into its place in `reads`."""
         ...
 
     def keep_fetched(self) -> None:

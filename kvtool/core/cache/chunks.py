@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.backend import Ahead, KVRead, RemoteBackend
+from kvtool.core.cache.backend import KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
 from kvtool.core.cache.record import (
     DIGEST_BYTES,
     HEADER_BYTES,
-    OVERHEAD_BYTES,
     Allocator,
     Kind,
     aligned,
@@ -24,7 +23,7 @@ from kvtool.core.cache.record import (
 )
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
-from kvtool.core.codec.levels import MAKER, base_level, level_of
+from kvtool.core.codec.levels import MAKER, level_of
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -134,31 +133,6 @@ class ChunkReader(StoreConnection):
         with self.snapshot() as snapshot:
             return _sizes_of(snapshot, chunk_id)
 
-    def payload_sizes(self, chunk_id: bytes, level: str) -> list[int]:
-        """Return the bytes that a read of each layer at a level takes, including the coarser levels that it refines. No
-        record is read or fetched. If a link does not state the lengths of single records, all layers count the same.
-        Empty if the level is not stored, or its sizes cannot be found out."""
-        try:
-            sizes, base = self._sizes_and_base(chunk_id, level)
-        except DamagedError:
-            return []
-        below = self.payload_sizes(chunk_id, base) if base is not None else []
-        return [size + coarser for size, coarser in zip(sizes, below or [0] * len(sizes), strict=False)]
-
-    def _sizes_and_base(self, chunk_id: bytes, level: str) -> tuple[list[int], str | None]:
-        first = tables.record_key(chunk_id, level, 0)
-        with self.snapshot() as snapshot:
-            sizes = [size - OVERHEAD_BYTES for _, size in snapshot.sizes(tables.RECORDS, first[:-2])]
-            data = snapshot.beginning(tables.RECORDS, first, HEADER_BYTES + MAKER.stop)
-        if data is not None:
-            return sizes, base_level(level, payload_part(data, slice(0, MAKER.stop)))
-        offer = self.link.offers(chunk_id).get(level) if self.link is not None else None
-        if self.link is None or offer is None:
-            return [], None
-        wanted = self.link.wanted(chunk_id, level)
-        sizes = [(one.most if one.pack else offer.size // len(wanted)) - OVERHEAD_BYTES for one in wanted]
-        return sizes, offer.base
-
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
         """Return the digest, in hex, of the profile that a level's records name; None: no records, or it is unknown.
 
@@ -205,7 +179,6 @@ class ChunkReader(StoreConnection):
         layer: int,
         before: Callable[[int], None] = lambda number: None,
         allocate: Allocator = aligned,
-        ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
         """Read one layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in
         memory. Missing records are fetched if a link offers them.
@@ -214,7 +187,6 @@ class ChunkReader(StoreConnection):
         ----------
         before : called with each chunk's number before its record is read.
         allocate : allocates memory for a record; no other code may write to it while the record is in use.
-        ahead : for each chunk the layers that will be read; only these are requested from a link. None: any layer.
 
         Returns
         -------
@@ -226,7 +198,7 @@ class ChunkReader(StoreConnection):
             copies = snapshot.copies(tables.RECORDS, wanted, before, allocate)
             reads = [read_record(*one, data) for one, data in zip(asked, copies, strict=True)]
         if self.link is not None:
-            self.link.complete(reads, chunk_ids, level, layer, before, ahead)
+            self.link.complete(reads, chunk_ids, level, layer, before)
         lacking = [number for number, read in enumerate(reads) if read is None] if self.more is not None else []
         if self.more is not None and lacking:
             found = self.more.read_layer([chunk_ids[number] for number in lacking], level, layer, allocate=allocate)

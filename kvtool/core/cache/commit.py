@@ -117,8 +117,7 @@ class Commits:
         if thinned:
             dropped = new
         revision = (tables.META, tables.REVISION_KEY, tables.seal_number(tables.REVISION_KEY, new))
-        counted = {"documents": documents, "dropped": dropped, "revision": new}
-        return [revision, meta_row(tables.DOCUMENTS_KEY, counted)]
+        return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
 
     def _next_revision(self) -> tuple[int, int, int]:
         """Return the next revision, and those at which documents changed and chunks lost something last."""

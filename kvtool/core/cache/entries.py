@@ -121,7 +121,7 @@ class ChunkInfo:
     Parameters
     ----------
     sensitivity : one little-endian float16 a token, or empty: how much the token's values depend on the text before.
-    arithmetic : what computed its KV; None: an earlier kvtool, which did not note it.
+    arithmetic : what computed its KV; None: it has none (a model that keeps states).
     """
 
     token_ids: Ids

@@ -414,8 +414,7 @@ class StoreConnection:
             inside = load_json(unseal(tables.STORE_KEY, Kind.STORE, data))
         if inside.get("uuid") != self.uuid:
             raise StoreFormatError(f"the data in {self.path} belongs to another store", layout.REBUILD)
-        if inside.get("format", 0) > layout.FORMAT:
-            raise StoreFormatError(f"the data in {self.path} has format {inside['format']}", "update kvtool")
+        layout.check_format(self.path, inside.get("format"))
 
     def _release(self) -> None:
         """Close the files; twice is fine."""

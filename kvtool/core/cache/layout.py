@@ -153,13 +153,16 @@ def _parse_store_file(root: Path, text: bytes) -> StoreFile:
         made = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
-    if made.format > FORMAT:
-        raise StoreFormatError(
-            f"the store at {root} has format {made.format}, this kvtool reads up to {FORMAT}", "update kvtool"
-        )
-    if made.format < 1:
-        raise DamagedError(f"{root / STORE_FILE} states format {made.format}", REBUILD)
+    check_format(root, made.format)
     return made
+
+
+def check_format(root: Path, number: int) -> None:
+    """Raises StoreFormatError where a store has another format than this kvtool reads."""
+    if number != FORMAT:
+        raise StoreFormatError(
+            f"the store at {root} has format {number}, this kvtool reads format {FORMAT}", "ingest into a new store"
+        )
 
 
 def write_store_file(root: Path) -> StoreFile:

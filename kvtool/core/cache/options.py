@@ -103,5 +103,5 @@ class VerifyOptions(LockOptions, settings=False, group=CHECKED):
 
     repair: bool = option(False, "Remove what is damaged; a later question recomputes it.")
     sample: str | None = option(
-        None, "Check the KV of only this share of the chunks.", metavar="1/7", check=_check_part
+        None, "Check the KV of only this share of the chunks.", metavar="1/N", check=_check_part
     )

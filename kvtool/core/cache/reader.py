@@ -16,7 +16,7 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.side_files import read_json, write_json
-from kvtool.core.cache.stretches import StretchReader, count_alone
+from kvtool.core.cache.stretches import StretchReader
 from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
@@ -133,7 +133,7 @@ class StoreReader(ChunkReader, StretchReader):
 
     def warmth(self) -> dict[bytes, float]:
         """Map each chunk id to its LRFU score, of what is stored and what is only noted so far. Chunks that were never
-        used are not in it; what older versions folded counts as used once."""
+        used are not in it."""
         self._access.flush()
         warm = lrfu_scores(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, before in self.folded_warmth().items():
@@ -142,13 +142,10 @@ class StoreReader(ChunkReader, StretchReader):
 
     def folded_warmth(self) -> dict[bytes, int]:
         """Map each chunk id to its LRFU score, as far as a writer has folded the notes into the store."""
-        warm = dict[bytes, int](self.folded_uses())
-        for chunk_id, of in self._times(tables.WARM).items():
-            warm[chunk_id] = max(warm.get(chunk_id, 0), of)
-        return warm
+        return self._times(tables.WARM)
 
     def added(self) -> dict[bytes, int]:
-        """Map each chunk id to the seconds at which it came into this store; chunks of older stores are missing."""
+        """Map each chunk id to the seconds at which it came into this store."""
         return self._times(tables.ADDED)
 
     def _times(self, table: bytes) -> dict[bytes, int]:
@@ -282,7 +279,7 @@ class StoreReader(ChunkReader, StretchReader):
             return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
 
     def profile_digests(self) -> list[bytes]:
-        """Return the digests of all codec profiles, sorted; longer ones name learned lead-ins of earlier versions."""
+        """Return the digests of all codec profiles, sorted."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.PROFILES))
 
@@ -295,24 +292,19 @@ class StoreReader(ChunkReader, StretchReader):
             return _revision_of(snapshot)
 
     def documents_revision(self) -> int:
-        """Return the revision at which documents changed last; the retrieval index is keyed by it.
-
-        An older kvtool counts changes of documents only, and does not write this counter: if the counter is of another
-        revision, the revision itself is returned.
-        """
+        """Return the revision at which documents changed last; the retrieval index is keyed by it."""
         return self._counted("documents")
 
     def dropped_revision(self) -> int:
         """Return the revision at which something was dropped last of chunks that a document may refer to: until it
-        changes, what was whole stays whole. See :meth:`documents_revision` for older stores."""
+        changes, what was whole stays whole."""
         return self._counted("dropped")
 
     def _counted(self, name: str) -> int:
         self.follow()
         with self.snapshot() as snapshot:
-            revision = _revision_of(snapshot)
             counted = _json_of(snapshot, tables.DOCUMENTS_KEY, "a counter")
-        return int(counted.get(name, revision)) if counted.get("revision") == revision else revision
+            return int(counted.get(name, _revision_of(snapshot)))
 
     def is_collected(self) -> bool:
         """Return True if chunks without a document were looked for after the last change of documents."""
@@ -329,8 +321,7 @@ class StoreReader(ChunkReader, StretchReader):
         -------
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
         ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
-        ``stretches {count, bytes, alone}`` (of answered prompts, of a model that keeps states; `alone`: how many of
-        them are of chunks that were computed without others),
+        ``stretches {count, bytes}`` (of answered prompts, of a model that keeps states),
         ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
         ``pins {sources, chunks}``, ``disk_free``.
         """
@@ -346,7 +337,7 @@ class StoreReader(ChunkReader, StretchReader):
             counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
             counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
             profiles = [size for _, size in snapshot.sizes(tables.PROFILES)]
-            parts, alone = list(snapshot.sizes(tables.STRETCHES)), count_alone(snapshot)
+            parts = list(snapshot.sizes(tables.STRETCHES))
             live = snapshot.live_bytes()
         return {
             "uuid": self.uuid,
@@ -361,7 +352,6 @@ class StoreReader(ChunkReader, StretchReader):
             "stretches": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
                 "bytes": sum(size for _, size in parts),
-                "alone": alone,
             },
             "file_bytes": self.environment.file_bytes(),
             "live_bytes": live,

@@ -42,8 +42,7 @@ class StretchInfo:
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
-    alone : it is not of a prompt, but of a single chunk, as an earlier kvtool computed some: it is not used any more.
-    arithmetic : what computed it; None: an earlier kvtool, which did not note it.
+    arithmetic : what computed it.
     """
 
     start: int
@@ -53,8 +52,7 @@ class StretchInfo:
     chunks: tuple[bytes, ...]
     own: bool
     size: int
-    alone: bool = False
-    arithmetic: Arithmetic | None = None
+    arithmetic: Arithmetic
 
     @property
     def places(self) -> list[Place]:
@@ -74,8 +72,8 @@ class StretchInfo:
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(tables.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
-            own, alone = bool(row["own"]), bool(row.get("alone", False))
-            return cls(start, tokens, rows, states, chunks, own, size, alone, _arithmetic(row.get("arithmetic")))
+            arithmetic = _arithmetic(row["arithmetic"])
+            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, arithmetic)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
@@ -87,10 +85,8 @@ def _within(number: object, most: int) -> int:
     return number
 
 
-def _arithmetic(names: Sequence[str] | None) -> Arithmetic | None:
-    """Read the arithmetic in a description. Raises ValueError."""
-    if names is None:
-        return None
+def _arithmetic(names: Sequence[str]) -> Arithmetic:
+    """Read the arithmetic in a description. Raises ValueError, TypeError."""
     dtype, device = names
     if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
         raise ValueError("no arithmetic")
@@ -171,11 +167,6 @@ class StretchReader(StoreConnection):
         return data
 
 
-def count_alone(snapshot: Snapshot) -> int:
-    """Return how many stretches are of single chunks, which are not used any more."""
-    return sum(info.alone for _, info in _described(snapshot))
-
-
 def _described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
     for key in _names(snapshot):
         with suppress(DamagedError):
@@ -203,19 +194,15 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """Return the order in which stretches are evicted: those of single chunks, which nothing uses, before those of
-    prompts; of these the least recently used first; of a prompt the last first, since it needs those before it.
+    """Return the order in which stretches are evicted: the least recently used first; of a prompt the last first, since
+    it needs those before it.
 
     Parameters
     ----------
     used : seconds of the last use, by id; none: never.
     """
 
-    def turn(stretch: bytes) -> tuple[bool, int, int]:
-        info = stretches[stretch]
-        return not info.alone, used.get(stretch, 0), -info.start
-
-    return sorted(stretches, key=turn)
+    return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
 
 
 def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:

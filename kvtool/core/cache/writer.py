@@ -371,7 +371,7 @@ class Writer:
         else:
             loose = self._loosened - kept
             loose -= {*referred(loose)} if loose else set()
-            loose |= self._drop_stretches_of(lambda info: info.alone or not loose.isdisjoint(info.chunks))
+            loose |= self._drop_stretches_of(lambda info: not loose.isdisjoint(info.chunks))
         dropped = self._drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
         if not self._store.is_collected():  # only now: after a kill the next writer does it
             self._commit([meta_row(tables.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
@@ -380,9 +380,9 @@ class Writer:
 
     def _unreferred(self, kept: set[bytes]) -> set[bytes]:
         """All chunks that neither a document nor a stretch refers to, but these; stretches that were made of any such
-        chunk are dropped, and those that nothing uses any more."""
+        chunk are dropped."""
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
-        self._drop_stretches_of(lambda info: info.alone or not wanted.issuperset(info.chunks))
+        self._drop_stretches_of(lambda info: not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
         with self._store.environment.read() as snapshot:
             return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
@@ -520,23 +520,12 @@ class Writer:
         before, scores = self._store.folded_uses(), self._store.folded_warmth()
         newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
         warmer = {chunk: round(combine_scores(scores.get(chunk, 0), one)) for chunk, one in lrfu_scores(uses).items()}
-        self._put_times({tables.USED: newer, tables.WARM: warmer})
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-
-    def warm(self, scores: Mapping[bytes, float]) -> None:
-        """Raise the LRFU scores of chunks to at least these, such as those of uses elsewhere."""
-        self.fold_access()
-        before = self._store.folded_warmth()
-        self._put_times(
-            {tables.WARM: {chunk: round(warm) for chunk, warm in scores.items() if warm > before.get(chunk, 0)}}
-        )
-
-    def _put_times(self, times: Mapping[bytes, Mapping[bytes, int]]) -> None:
-        """Put seconds by table and chunk, in one transaction."""
+        times = {tables.USED: newer, tables.WARM: warmer}
         rows = [(table, key, tables.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
         if rows:
             self._commit(rows)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
     # ---- committing ----------------------------------------------------------------------------------------------
 

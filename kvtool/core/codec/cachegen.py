@@ -31,7 +31,7 @@ from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
 from kvtool.core.codec.rans.tables import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
-from kvtool.core.codec.record import Escapes, Predictor, Record
+from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.errors import DamagedError, KvtoolError
 
 GROUP = 10
@@ -79,7 +79,7 @@ class CacheGen(SelfContained):
             marked.append(escapes)
         widths, ids = [side.widths.astype("<f4") for side in sides], [part.ids.astype(np.uint8) for part in parts]
         return Record(
-            predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
+            transformed=False,
             level=self._number,
             base=0,
             tokens=both.shape[1],
@@ -193,23 +193,22 @@ def _costs() -> npt.NDArray[np.float64]:
 
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
-    if Predictor.TRANSFORM in record.predictors:
+    if record.transformed:
         raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(record, channels_of([shape]))
     return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
 
 
 def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
-    tables = shipped()
-    columns = padded(channels)
-    floats, count = 4 * 2 * channels, len(record.streams)
-    if record.columns != columns or len(record.side) != floats + count * columns or record.base:
+    tables, columns = shipped(), padded(channels)
+    if record.columns != columns or record.base or len(record.side) != 2 * 4 * channels + 4 * columns:
         raise DamagedError("a compressed record that does not fit its channels")
-    widths = np.frombuffer(record.side[:floats], "<f4").astype(np.float32).reshape(2, channels)
-    ids = np.frombuffer(record.side[floats:], np.uint8).astype(np.uint16).reshape(count, columns)
-    if not np.isfinite(widths).all() or int(ids.max(initial=0)) >= len(tables):
+    widths = np.frombuffer(record.side, "<f4", 2 * channels).astype(np.float32).reshape(2, 1, channels)
+    ids = np.frombuffer(record.side, np.uint8, offset=widths.nbytes).astype(np.uint16).reshape(4, columns)
+    if int(ids.max(initial=0)) >= len(tables) or not np.isfinite(widths).all():
         raise DamagedError("a compressed record whose side information is no number or names no table")
-    anchors = int(is_anchor(record.tokens).sum())
+    marks = is_anchor(record.tokens)
+    anchors = int(marks.sum())
     heights = [record.tokens - anchors] * 2 + [anchors] * 2
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
@@ -221,14 +220,10 @@ def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     if len(escaped) != len(record.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")
     whole_rows.reshape(-1)[escaped] = record.escapes.marked
+    sides = list[F32]()
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
-        return _restored(record, widths, [part[:, :channels] for part in parts])
-
-
-def _restored(record: Record, widths: F32, parts: list[I16]) -> tuple[F32, F32]:
-    sides = []
-    for rows, anchors, width, step in zip(parts[:2], parts[2:], widths, record.steps, strict=True):
-        base = _spread(anchors.astype(np.float32) * width, record.tokens)
-        base[~is_anchor(record.tokens)] += rows.astype(np.float32) * np.float32(step)
-        sides.append(base)
+        for rows, anchor_rows, step, width in zip(parts[:2], parts[2:], record.steps, widths, strict=True):
+            side = _spread(anchor_rows[:, :channels].astype(np.float32) * width, record.tokens)
+            side[~marks] += rows[:, :channels].astype(np.float32) * np.float32(step)
+            sides.append(side)
     return sides[0], sides[1]

@@ -18,7 +18,7 @@ from kvtool.core.codec.profile import SIDES, Profile
 from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.tables import ESCAPE, ZERO, Columns
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
-from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
+from kvtool.core.codec.record import Escapes, Record, in_form
 from kvtool.core.common.machine import product_dtype
 from kvtool.core.errors import DamagedError
 from kvtool.core.kernels.triton_jit import has_triton
@@ -27,7 +27,6 @@ from kvtool.core.native.job import scratch
 Parsed = tuple[Record, Encoded]
 Work = tuple[int, Sequence[Parsed], Sequence[int]]  # a layer, some records of it, and the first row of each
 Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
-BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
 
 
@@ -193,7 +192,7 @@ def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequ
     columns = coded.fine if refines else coded.alone
     fits = columns is not None and all(
         record.columns == len(columns)
-        and record.predictors == BOTH
+        and record.transformed
         and record.profile == profile.digest
         and record.level == records[0].level
         and not (columns.refines and len(record.escapes.marked))
@@ -208,7 +207,7 @@ def _base_of(record: Record, item: Encoded) -> Parsed:
     if item.base is None:
         raise DamagedError("a compressed record without the level that it refines")
     base = Record.parse(item.base.payload)
-    other = record.base_check and record.base_check != check_of([item.base.payload])
+    other = record.base_check != check_of([item.base.payload])
     if other or (base.level, base.tokens) != (record.base, record.tokens):
         raise DamagedError("a compressed record that refines another one than is stored")
     return base, item.base

@@ -12,7 +12,7 @@ import torch
 from kvtool.core import codec
 from kvtool.core.codec import transform_kernels
 from kvtool.core.codec.base import LayerKV, Payload, wide_sides
-from kvtool.core.codec.decode import BOTH, sides_of
+from kvtool.core.codec.decode import sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
 from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
 from kvtool.core.codec.rans import coder, kernels_ir
@@ -134,7 +134,7 @@ class _Slab:
         flat = self._of(level).reshape(len(coded), -1)
         made = [
             Record(
-                predictors=BOTH,
+                transformed=True,
                 level=NESTED.index(level) + 1,
                 base=0 if bases is None else NESTED.index(level) + 2,
                 tokens=self._tokens,

@@ -149,7 +149,7 @@ def base_level(level: str, payload: Payload) -> str | None:
 
 
 def stated_check(payload: Payload) -> int:
-    """The `check_of` the record that is refined; 0: an older record does not state it."""
+    """Read the `check_of` the very record that is refined."""
     return int.from_bytes(payload[_CHECK], "little")
 
 

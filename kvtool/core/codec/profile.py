@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.rans.tables import BLOCK, Columns, TableSet, columns_of
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, StoreFormatError
 
 FORMAT = 1
 SIDES = 2  # K, V
@@ -182,11 +182,15 @@ class Profile:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Profile:
+        """Read a file that `data` has written. Raises DamagedError; StoreFormatError if it has another format."""
         whole = bytes(data)
         try:
             parts, metadata = _load(whole)
-            if metadata.get("kvtool_profile") != str(FORMAT):
-                raise DamagedError(f"a codec profile of another format than {FORMAT}")
+            if (number := int(metadata["kvtool_profile"])) != FORMAT:
+                raise StoreFormatError(
+                    f"the codec profile has format {number}, this kvtool reads format {FORMAT}",
+                    "make it anew with `kvtool compress --fit`",
+                )
             about = json.loads(metadata["about"])
             if not isinstance(about, dict):
                 raise ValueError("what it says about itself is no object")

@@ -1,15 +1,15 @@
 """Lossy records (`1` to `4`, `cachegen-…`): their bytes, and the checks before an unchecked kernel reads them.
 
 `kvtool help codec` has the fields of the header, little-endian without padding, in the order of `_HEADER`. After it
-follow, for each stream, its words (u16) and states (u32[64]); the side information of untransformed predictors
+follow, for each stream, its words (u16) and states (u32[64]); the side information of records without a transform
 (cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
-stream by stream, row by row. Transformed records have one stream, K's columns and then V's. Others have one for K, one
-for V, and one for the anchors of each, in this order.
+stream by stream, row by row.
+
+Transformed records have one stream, K's columns and then V's. Others have four: K, V, the anchors of K and those of V.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 from dataclasses import dataclass
@@ -26,26 +26,16 @@ from kvtool.core.codec.rans.tables import LANES, Stream
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
 
-FORMAT = 2
+FORMAT = 1
 
 _MAGIC = b"kvg" + bytes([FORMAT])
-# Magic; predictors of K and of V, level and base's level; tokens, columns of the first stream, words of 4 streams,
+# Magic; 1 if transformed, level and base's level; tokens, columns of the first stream, words of 4 streams,
 # placed escapes, marked escapes, check of the base, bytes of side information; steps and errors of K and of V; profile.
-_HEADER = struct.Struct("<4s4B10I4f16s")
-_MOST_STREAMS = 4
+_HEADER = struct.Struct("<4sH2B10I4f16s")
+_STREAMS = {True: 1, False: 4}  # by whether a record is transformed
 _STATES_BYTES = 4 * LANES
 _U8, _U16, _U32, _I16 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i2"))
 _NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
-
-
-class Predictor(enum.IntEnum):
-    """The prediction that is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
-
-    ANCHOR = 1  # the first token of each group of ten, in 8 bits (CacheGen, section 5.1)
-    TRANSFORM = 2  # the profile's mean, then its transform
-
-
-_PREDICTORS = {(int(both), int(both)): (both, both) for both in Predictor}  # of K and of V
 
 
 @dataclass(slots=True)  # see Stream
@@ -82,7 +72,7 @@ def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
 
 @dataclass(slots=True)  # see Stream
 class Record:
-    predictors: tuple[Predictor, Predictor]
+    transformed: bool  # by the profile's transform; else by the paper's scheme (cachegen.py)
     level: int
     base: int  # number of the level that it refines; 0: none
     tokens: int
@@ -93,7 +83,7 @@ class Record:
     errors: tuple[float, float] = (0.0, 0.0)
     profile: bytes = NO_PROFILE
     side: bytes = b""
-    base_check: int = 0  # `check_of` the record that it refines; 0: not stated
+    base_check: int = 0  # `check_of` the record that it refines
 
     def pack(self) -> list[Payload]:
         """As parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""
@@ -102,13 +92,13 @@ class Record:
         words = [len(stream.words) for stream in self.streams]
         header = _HEADER.pack(
             _MAGIC,
-            *self.predictors,
+            self.transformed,
             self.level,
             self.base,
             self.tokens,
             self.columns,
             *words,
-            *[0] * (_MOST_STREAMS - len(words)),
+            *[0] * (_STREAMS[False] - len(words)),
             len(self.escapes.places),
             len(self.escapes.marked),
             self.base_check,
@@ -128,20 +118,20 @@ class Record:
     def parse(cls, payload: Payload) -> Record:
         """View the parts of a record. Raises DamagedError: a length or place that no encoder writes."""
         fields = _header(payload)
-        predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
-        words, (placed, marked, check, side), numbers = fields[7:11], fields[11:15], fields[15:19]
-        if predictors is None or columns % LANES:
-            raise DamagedError("a compressed record with an unknown predictor or layout")
+        transformed, level, base, tokens, columns = fields[1:6]
+        words, (placed, marked, check, side), numbers = fields[6:10], fields[10:14], fields[14:18]
+        if transformed > 1 or columns % LANES:
+            raise DamagedError("a compressed record of an unknown kind or layout")
         if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
             raise DamagedError("a compressed record whose step or error is no number")
-        count = 1 if predictors[0] is Predictor.TRANSFORM else _MOST_STREAMS
+        count = _STREAMS[bool(transformed)]
         size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
-        if size != len(payload) or any(words[count:]) or (check and not base):
+        if size != len(payload) or any(words[count:]) or bool(check) != bool(base):
             what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
             raise DamagedError(f"a compressed record {what}")
         cut = _Cut(payload, _HEADER.size)
         return cls(
-            predictors=predictors,
+            transformed=bool(transformed),
             level=level,
             base=base,
             tokens=tokens,
@@ -151,7 +141,7 @@ class Record:
             escapes=_escapes(cut, placed, marked),
             steps=numbers[:2],
             errors=numbers[2:],
-            profile=fields[19],
+            profile=fields[18],
             base_check=check,
         )
 
@@ -160,7 +150,7 @@ def _header(payload: Payload) -> tuple[Any, ...]:
     if len(payload) < _HEADER.size:
         raise DamagedError("a compressed record without its header")
     fields = _HEADER.unpack_from(payload)
-    level, base = fields[3:5]
+    level, base = fields[2:4]
     if fields[0] != _MAGIC:
         raise DamagedError(f"a compressed record of another format than {FORMAT}")
     if not 1 <= level <= len(NESTED) or base not in (0, level + 1) or base > len(NESTED):

@@ -16,11 +16,11 @@ from kvtool.core.codec.base import (
     heads_of,
     no_profiles,
 )
-from kvtool.core.codec.decode import BOTH, Parsed, decode_layers
+from kvtool.core.codec.decode import Parsed, decode_layers
 from kvtool.core.codec.encode import encode_nested
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.record import Predictor, Record
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 
 
@@ -46,8 +46,7 @@ class TransformCodec(Codec):
         parsed = [(self._parsed(item), item) for item in items]
         together: dict[tuple[bool, bytes, str], list[int]] = {}
         for number, (record, item) in enumerate(parsed):
-            transformed = record.predictors[0] is Predictor.TRANSFORM
-            together.setdefault((transformed, record.profile, item.dtype), []).append(number)
+            together.setdefault((record.transformed, record.profile, item.dtype), []).append(number)
         out: dict[int, LayerKV] = {}
         for (transformed, digest, _), numbers in together.items():
             some = [parsed[number] for number in numbers]
@@ -61,8 +60,8 @@ class TransformCodec(Codec):
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
         parsed = [(self._parsed(item), item) for item in items]
-        alike = {(record.predictors, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
-        if len(alike) != 1 or parsed[0][0].predictors != BOTH:
+        alike = {(record.transformed, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
+        if len(alike) != 1 or not parsed[0][0].transformed:
             return super().decode_layers(items, profiles)
         profile, layers = profiles(parsed[0][0].profile), range(len(items))
         _check_fit(profile, layers, items)

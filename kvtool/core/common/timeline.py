@@ -1,4 +1,4 @@
-"""When what ran in which thread: a query's timeline, in Chrome's trace format (`query --timeline FILE`)."""
+"""When what ran in which thread: a query's timeline, in Chrome's trace format (`KVTOOL_TIMELINE=FILE kvtool query`)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.model.prompt import PromptParts, question_tokens
 from kvtool.core.records.encode import encoder_threads
 from kvtool.core.records.read import exact_level, read_chunk, read_records, stored_shape
-from kvtool.core.session.identity import ProfileCache, losses_by_maker, store_identity
+from kvtool.core.session.identity import ProfileCache, store_identity
 from kvtool.core.session.session import Session
 
 CHUNKS_AT_ONCE = 4
@@ -107,7 +107,7 @@ def keep_profile(store: Store, writer: Writer, profile: Profile) -> None:
     """Make a profile the store's current one; what was measured with another one stays known."""
     state, digest = store.codec_state(), profile.digest.hex()
     if state.get("profile") != digest:
-        state = state | {"profile": digest, "losses": losses_by_maker(state)}
+        state = state | {"profile": digest}
     elif _has(store, profile):
         return
     writer.put_profile(profile.digest, profile.data, state)

@@ -32,7 +32,7 @@ from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import KvtoolError, NoDocumentsError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.read import exact_level
-from kvtool.core.session.identity import losses_by_maker, smallest_allowed
+from kvtool.core.session.identity import smallest_allowed
 from kvtool.core.session.session import Session
 from kvtool.core.upkeep.inventory import level_bytes
 
@@ -212,8 +212,7 @@ class _Job:
     ) -> dict[str, dict[str, float]]:
         """Return the known losses of the lossy levels; missing ones are measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
-        state = self.store.codec_state()
-        rows = losses_by_maker(state)
+        rows = dict(self.store.codec_state().get("losses") or {})
         known = dict(rows.get(maker, {}))
         wanted = [level for level in lossy([*levels, *self._offered(levels)]) if level not in known]
         if wanted and self.options.questions:

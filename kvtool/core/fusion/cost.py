@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -154,7 +154,6 @@ class Span:
     level : codec level of its records; None where it is not stored.
     held : True if it is in memory, so that nothing is read.
     dropped : tokens whose rows are not stored: they are not read, and no ratio is a share of them.
-    shares : by mode, the share of layers that read it where some have windows; 1 for a mode that is not named.
     """
 
     tokens: int
@@ -162,16 +161,15 @@ class Span:
     level: str | None = None
     held: bool = False
     dropped: int = 0
-    shares: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segment: Segment, held: bool = False, shares: Mapping[str, float] | None = None) -> Span:
+    def of(cls, segment: Segment, held: bool = False) -> Span:
         """Make the span of a plan's segment."""
         if not segment.cached:
             return cls(len(segment.ids), segment.status, held=held)
         source = segment.source
         gone = len(source.ids) - len(source.rows)
-        return cls(len(source.ids), segment.status, source.level, held, gone, shares or {})
+        return cls(len(source.ids), segment.status, source.level, held, gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,6 @@ class PromptRows:
         self._rows: dict[str, int] = {}
         self._keys: dict[str, int] = {}
         self._stored: dict[str, dict[str, int]] = {}  # tokens by kind, by level
-        self._skipped: dict[tuple[str, str, str], float] = {}  # not read, by mode, kind, level
         self.layers = speeds.layers
         self.context = 0
         self.hit_chunks: list[int] = []
@@ -230,11 +227,7 @@ class PromptRows:
             there = span.tokens - span.dropped
             if cached and span.level is not None:
                 levels = self._stored.setdefault(kind, {})
-                read = 0 if span.held else there
-                levels[span.level] = levels.get(span.level, 0) + read
-                for mode, share in span.shares.items():
-                    key = mode, kind, span.level
-                    self._skipped[key] = self._skipped.get(key, 0.0) + (1.0 - share) * read
+                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else there)
                 self.context += there if number else 0
             if number and status == "hit":
                 self.hit_chunks.append(there)
@@ -246,22 +239,22 @@ class PromptRows:
         """Count the tokens of hits, which are worth recomputing."""
         return self._rows.get("hit", 0)
 
-    def load(self, *kinds: str, mode: str = "") -> Load:
-        """Estimate loading the cached segments of these kinds; a mode skips what none of its rows sees."""
+    def load(self, *kinds: str) -> Load:
+        """Estimate loading the cached segments of these kinds."""
         tokens: dict[str, float] = {}
         for kind in kinds:
             for level, count in self._stored.get(kind, {}).items():
-                tokens[level] = tokens.get(level, 0) + count - self._skipped.get((mode, kind, level), 0.0)
+                tokens[level] = tokens.get(level, 0) + count
         return self._speeds.load(tokens)
 
-    def seconds(self, cost: Cost, mode: str = "") -> float:
+    def seconds(self, cost: Cost) -> float:
         """Estimate the seconds from the planned prompt to the first token.
 
         The question's own pass skips the LM head and sums up its attention; it counts as much as any other pass.
         """
         after = self._pass(("fresh",), min(cost.after, self.hits)) if cost.after else 0.0
         first = self._pass((*_COMPUTED, *cost.computes), min(cost.overlapped, self.hits), asks=bool(after))
-        return self._speeds.overlapped(self.load(*cost.reads, mode=mode), first) + after
+        return self._speeds.overlapped(self.load(*cost.reads), first) + after
 
     def _pass(self, kinds: Sequence[str], hits: float = 0.0, asks: bool = False) -> float:
         """Estimate a pass over all rows of these kinds, and so many of the hits. `asks`: of the question, those whose

@@ -15,7 +15,7 @@ import torch
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.held_pass import HeldPass
 from kvtool.core.fusion.layerwise_selection import LayerwiseSelection, question_attention
-from kvtool.core.fusion.loader import Loader, ReadSet
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, extend_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
@@ -81,7 +81,6 @@ class Fused:
     ----------
     logits : float32 `[vocabulary]`.
     plan : what was computed; segments with unusable records are holes, and rows that are not stored have no place.
-    read_set : what was read of which layer. Rows that no window reaches are undefined in the cache.
     recomputed : cached rows that the last layer computed, bool `[length]`.
     reasons : by reason, the rows recomputed for it, bool `[length]`; no row has two.
     shifted : which reused rows were shifted, and how far.
@@ -93,7 +92,6 @@ class Fused:
     tokens: TokenCounts
     timing: FuseTiming
     bytes_read: int
-    read_set: ReadSet
     recomputed: torch.Tensor
     reasons: dict[str, torch.Tensor]
     shifted: Shifted
@@ -161,9 +159,9 @@ def fuse_into(
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(cache.unhook)  # after a failure, too: others go on from the resident rows
-        read_set = ReadSet.of(plan, selector, decoder.windows, decoder.device)
-        read_set.clear(cache)
-        loader = stack.enter_context(Loader(decoder, read_set.read, cache, source, timeline, patience=patience))
+        # A segment with more rows in the plan than in the store is computed at every layer.
+        segments = [one for one in selector.reads(plan, decoder.stored_layers) if one.kept == one.source.kept]
+        loader = stack.enter_context(Loader(decoder, segments, cache, source, timeline, patience=patience))
         held = HeldPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
         shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
@@ -183,7 +181,6 @@ def fuse_into(
         tokens=_count(plan, cached, recomputed, [count + done for count in selection.computed]),
         timing=_timing(loader, selection.select_s + asking_s, selection.shift_s, total),
         bytes_read=loader.stats.bytes_read,
-        read_set=read_set,
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
         shifted=shift.done,
@@ -369,7 +366,6 @@ def joined(before: Fused, now: Fused) -> Fused:
         ),
         timing=_sum(before.timing, now.timing),
         bytes_read=before.bytes_read + now.bytes_read,
-        read_set=before.read_set + now.read_set,
         recomputed=_spliced(before.recomputed, now.recomputed, start),
         shifted=before.shifted + now.shifted,
         reasons={name: _spliced(before.reasons.get(name, none), now.reasons.get(name, none), start) for name in names},

@@ -1,7 +1,6 @@
 """Load layers ahead of the compute: read, decode and rotate them into the prompt's buffers.
 
-A read set says which records a layer needs: no row sees further back than its window. A CPU places them at once, a GPU
-through pinned memory, in a stream of its own.
+A CPU places records at once, a GPU through pinned memory, in a stream of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
@@ -19,141 +16,12 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, Placing
-from kvtool.core.fusion.plan import Plan, Segment
-from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
-from kvtool.core.kernels.attention.dispatch import first_read
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.model.prompt_cache import PromptCache
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSet:
-    """The segments that are read, layer by layer.
-
-    Attributes
-    ----------
-    read : by layer.
-    skipped : by layer, segments that only a model without windows would read.
-    unwritten : by layer, spans of rows that are never loaded, although attention may still load them.
-    """
-
-    read: tuple[tuple[Segment, ...], ...]
-    skipped: tuple[tuple[Segment, ...], ...]
-    unwritten: tuple[tuple[slice, ...], ...]
-
-    @classmethod
-    def of(cls, plan: Plan, selector: Selector, windows: Sequence[int | None], device: str = "cpu") -> ReadSet:
-        """Find the records that a selector's pass over a plan can need, whichever rows it will choose on its way.
-
-        Parameters
-        ----------
-        windows : number of positions that a row sees at each stored layer; None: all before it.
-        """
-        layers = len(windows)
-        # A segment with more rows in the plan than in the store is computed at every layer.
-        needed = tuple(one for one in selector.reads(plan, layers) if one.kept == one.source.kept)
-        sizes = () if selector.reads_all else {*windows}
-        seen = {size: _Seen.through(size, plan, selector, layers) for size in sizes if size is not None}
-        read, skipped, unwritten = list[tuple[Segment, ...]](), list[tuple[Segment, ...]](), list[tuple[slice, ...]]()
-        for window in windows:
-            through = None if window is None else seen.get(window)
-            shown = {one.start for one in needed if through is None or through.shows(one)}
-            hidden = tuple(one for one in needed if one.start not in shown)
-            read.append(tuple(one for one in needed if one.start in shown))
-            skipped.append(hidden)
-            unwritten.append(() if through is None else tuple(through.passed(one, device) for one in hidden))
-        return cls(tuple(read), tuple(skipped), tuple(unwritten))
-
-    @classmethod
-    def whole(cls, plan: Plan, layers: int) -> ReadSet:
-        """Read all that is cached, at every layer."""
-        return cls((tuple(plan.cached),) * layers, ((),) * layers, ((),) * layers)
-
-    def __add__(self, later: ReadSet) -> ReadSet:
-        """Join the sets of two rounds over one prompt."""
-        sides = (self.read, later.read), (self.skipped, later.skipped), (self.unwritten, later.unwritten)
-        read, skipped, unwritten = (tuple(a + b for a, b in zip(*side, strict=True)) for side in sides)
-        return ReadSet(read, skipped, unwritten)
-
-    def to_json(self) -> dict[str, int]:
-        """Count the records that were read, and those that no computed row could see."""
-        return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.skipped))}
-
-    def bytes_skipped(self, sizes: Callable[[Segment], Sequence[int]]) -> int:
-        """Sum the bytes of records that no computed row could see.
-
-        Parameters
-        ----------
-        sizes : bytes of a segment's records, by layer; empty where they count for nothing.
-        """
-        skipped: dict[int, tuple[Segment, list[int]]] = {}
-        for layer, segments in enumerate(self.skipped):
-            for segment in segments:
-                skipped.setdefault(segment.start, (segment, []))[1].append(layer)
-        total = 0
-        for segment, layers in skipped.values():
-            of_segment = sizes(segment)
-            total += sum(of_segment[layer] for layer in layers if layer < len(of_segment))
-        return total
-
-    def shares(self, plan: Plan) -> list[float]:
-        """Return the share of layers that reads each segment of a plan."""
-        starts = [{one.start for one in read} for read in self.read]
-        return [sum(segment.start in read for read in starts) / len(starts) for segment in plan.segments]
-
-    def clear(self, cache: PromptCache) -> None:
-        """Zero the rows that are never loaded: 0 × NaN would poison masked attention."""
-        for buffer, spans in zip(cache.buffers, self.unwritten, strict=True):
-            for span in spans:
-                buffer.keys[:, :, span].zero_()
-                buffer.values[:, :, span].zero_()
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Places that the rows of a pass see through a window.
-
-    Attributes
-    ----------
-    places : number of seen places before each, int64 `[length + 1]`.
-    first : the first seen place.
-    """
-
-    places: torch.Tensor
-    first: int
-
-    @classmethod
-    def through(cls, window: int, plan: Plan, selector: Selector, layers: int) -> _Seen:
-        rows = _computed(plan, selector, layers).nonzero()[:, 0].tolist()
-        positions = plan.positions.tolist()
-        seen = torch.zeros(plan.length, dtype=torch.bool)
-        done = 0
-        for row in rows:
-            begin = bisect_left(positions, positions[row] - window + 1)
-            seen[max(begin, done) : row + 1] = True
-            done = row + 1
-        counts = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
-        return cls(counts, int(seen.nonzero()[0]) if bool(seen.any()) else plan.length)
-
-    def shows(self, segment: Segment) -> bool:
-        """Return True if any row of a segment is seen."""
-        return bool(self.places[segment.stop] > self.places[segment.start])
-
-    def passed(self, segment: Segment, device: str) -> slice:
-        """Return the rows of an unseen segment that attention may still load."""
-        begin = first_read(self.first, device)
-        return slice(max(segment.start, begin), max(segment.stop, begin))
-
-
-def _computed(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
-    """Return the rows that a pass may compute, bool `[length]`."""
-    if selector.asked(plan, layers) or selector.narrowing(plan, layers):
-        return plan.mask("hit", "miss", "fresh")
-    return selector.rows(plan) & plan.mask("hit", "exact") | plan.mask("miss", "fresh")
-
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the rest compute
@@ -175,7 +43,7 @@ class Loader:
 
     Parameters
     ----------
-    read : the segments that are read, by layer.
+    segments : those that are read, at every layer.
 
     Attributes
     ----------
@@ -185,7 +53,7 @@ class Loader:
     def __init__(
         self,
         decoder: Decoder,
-        read: Sequence[Sequence[Segment]],
+        segments: Sequence[Segment],
         cache: PromptCache,
         source: KVSource,
         timeline: Timeline | None = None,
@@ -194,8 +62,7 @@ class Loader:
     ) -> None:
         self.waited_s, self.is_placed = 0.0, False
         self._decoder, self._cache, self._source = decoder, cache, source
-        self._read = [sorted(segments, key=lambda segment: -segment.source.relevance) for segments in read]
-        self._segments = max(self._read, key=len)
+        self._segments = sorted(segments, key=lambda segment: -segment.source.relevance)
         self._timeline, self._patience = timeline, patience
         self._ready = [threading.Event() for _ in range(decoder.stored_layers)]
         self._placed: dict[int, tuple[Placing, int]] = {}
@@ -206,8 +73,7 @@ class Loader:
         self._made: RopeTables | None = None
         count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
         self._rotation = self._shared() if decoder.device.startswith("cuda") and self._segments else None
-        layers = _layers_of(self._read)
-        self._workers = [_Worker(_placing_for(decoder, self._segments), layers) for _ in range(count)]
+        self._workers = [_Worker(_placing_for(decoder, self._segments)) for _ in range(count)]
         names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
@@ -295,8 +161,7 @@ class Loader:
         """
         if self._rotation is None or not self._rotation.in_one_launch or not isinstance(self._source, ChunkCache):
             return False
-        even = all(len(segments) == len(self._segments) for segments in self._read)
-        layers = self._source.whole(self._segments, len(self._ready)) if even else None
+        layers = self._source.whole(self._segments, len(self._ready))
         placing = self._workers[0].placing
         if layers is None or not isinstance(placing, CudaPlacing):
             return False
@@ -340,7 +205,7 @@ class Loader:
         return self._decoder.rotary.table(positions.to(device))
 
     def _load(self, layer: int, rotation: KeyRotation, worker: _Worker) -> None:
-        segments = self._read[layer]
+        segments = self._segments
         if not segments:
             return
         started = time.perf_counter()
@@ -358,9 +223,9 @@ class Loader:
 class _Worker:
     """The state of one loading thread."""
 
-    def __init__(self, placing: Placing, layers: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, placing: Placing) -> None:
         self.placing = placing
-        self.stats = ReadStats(room=placing.room, layers=layers)
+        self.stats = ReadStats(room=placing.room)
 
 
 def _part(segment: Segment, kv: LayerKV) -> LayerKV:
@@ -369,15 +234,6 @@ def _part(segment: Segment, kv: LayerKV) -> LayerKV:
         return kv
     keys, values = (side[:, part.first : part.stop].contiguous() for side in kv)
     return keys, values
-
-
-def _layers_of(read: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:
-    """Return by the start of each segment the layers that are read of it."""
-    layers: dict[int, list[int]] = {}
-    for layer, segments in enumerate(read):
-        for segment in segments:
-            layers.setdefault(segment.start, []).append(layer)
-    return layers
 
 
 def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:

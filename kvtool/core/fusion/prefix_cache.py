@@ -23,7 +23,6 @@ from kvtool.core.codec.base import DTYPES, NAMES
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
-from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
@@ -422,7 +421,6 @@ def _fused(
         tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers), resident),
         timing=FuseTiming(took[0], 0.0, 0.0, 0.0, 0.0, 0.0, took[1], 0.0),
         bytes_read=bytes_read,
-        read_set=ReadSet.whole(plan, len(decoder.layers)),
         recomputed=none,
         reasons=selector.reasons(plan, none),
         shifted=Shifted(none, ()),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,7 +54,6 @@ class ReadStats:
     ----------
     room : allocates memory for the records of the current layer; a source that keeps any of them copies it.
     reading : the segment whose record is being read, and since when (`time.perf_counter`); None between records.
-    layers : by the start of a segment, the layers that are read of it; empty: unknown.
     """
 
     bytes_read: int = 0
@@ -62,7 +61,6 @@ class ReadStats:
     decode_s: float = 0.0
     room: Allocator = aligned
     reading: tuple[Segment, float] | None = None
-    layers: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
 class KVSource(Protocol):
@@ -117,8 +115,7 @@ class StoreSource:
         shapes = [stored_shape(self.decoder.shapes[layer], segment.source.stored_tokens) for segment in segments]
         # Only records that need no decoding are uploaded as their bytes are.
         room = stats.room if level_of(level).verbatim else aligned
-        ahead = [stats.layers[segment.start] for segment in segments] if stats.layers else None
-        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=room, ahead=ahead)
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=room)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]
@@ -192,10 +189,6 @@ class ChunkCache:
         """Return True if all of so many layers of a segment are held."""
         with self._lock:
             return len(self._held.get(_key(segment), {})) == layers
-
-    def held_layers(self, segment: Segment) -> set[int]:
-        with self._lock:
-            return {*self._held.get(_key(segment), {})}
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """Read one layer of several segments (KVSource): from memory, else from the inner source."""

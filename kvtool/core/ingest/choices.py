@@ -15,8 +15,8 @@ from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
-from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM, EARLIER_SYSTEM
-from kvtool.core.session.identity import LEARNED, LeadInIds, StoreIdentity, check_same_model, resolve_named
+from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM
+from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model, resolve_named
 
 _NO_LEAD_IN = "none"
 
@@ -80,8 +80,7 @@ class Choices:
         chunk; and token ids need not be those of the text that is shown.
         """
         check_same_model(self.files, known)
-        system = self._options.system or (EARLIER_SYSTEM if known.system == EARLIER_SYSTEM else None)  # kvtool's own
-        wanted = Choices(None, replace(self._options, model=self.files.ref, system=system), self._once).identity
+        wanted = Choices(None, replace(self._options, model=self.files.ref), self._once).identity
         differs = [name.name for name in fields(wanted) if getattr(wanted, name.name) != getattr(known, name.name)]
         if differs := [name for name in differs if name != "model"]:
             raise UsageError(
@@ -103,7 +102,7 @@ class Choices:
     def _lead_in(self) -> tuple[str, str]:
         """Decide on the lead-in's mode, and on the instruction."""
         known = self.known
-        mode = self._options.lead_in or (known.lead_in.mode if known and known.lead_in.mode != LEARNED else "warm")
+        mode = self._options.lead_in or (known.lead_in.mode if known else "warm")
         if is_lead_in_file(mode):
             mode = str(Path(mode).expanduser().absolute())
         return mode, self._options.system or (known.system if known else DEFAULT_SYSTEM)

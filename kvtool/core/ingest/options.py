@@ -100,7 +100,6 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         60.0,
         "Maximum time to read one file.",
         group=FILES,
-        metavar="SECONDS",
         unit="duration",
         lowest=1,
     )

@@ -310,16 +310,6 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
         )
 
 
-def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    """Return the windows of the first layers of a model that is not built, by its configuration; None: it has none.
-
-    A window that its family does not know (Llama) is none. Of a family that knows the setting and ignores it, the
-    layers of the built model say otherwise (`kinds_of`).
-    """
-    known = hasattr(type(config), "sliding_window")
-    return tuple(_stated_window(config, layer) if known else None for layer in range(layers))
-
-
 def _window_text(window: int | None) -> str:
     return "all tokens" if window is None else f"a window of {window}"
 

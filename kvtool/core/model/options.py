@@ -17,11 +17,6 @@ DEFAULT_SYSTEM = (
     "You are a helpful assistant. Answer from the passages in full sentences. "
     "If the passages do not contain the answer, say so."
 )
-# Stores whose manifest names no instruction were made with this one, which benchmarks still set.
-EARLIER_SYSTEM = (
-    "You answer questions from the given passages. Reply with only the answer: a name, a number, a date or a short "
-    "phrase copied from the passages, with no explanation."
-)
 _FILE_NAME = re.compile(r"[!-~]*([/\\][!-~]*|\.[A-Za-z]\w{0,4})")  # no sentence: `say.txt`, `prompts/brief`
 _MOST_BYTES = 1 << 16  # of a file with an instruction
 

@@ -145,11 +145,6 @@ class DecoderStack:
         return len(self.layers) if self.keeps_states else len(self.shapes)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return how many positions a row sees at each layer that keeps keys and values; None: all before it."""
-        return tuple(kind.window for kind in self.kinds if kind.source is None)
-
-    @property
     def shares(self) -> bool:
         """Return True if some layers keep nothing, and attend to what others keep."""
         return len(self.shapes) < len(self.kinds)

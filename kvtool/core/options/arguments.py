@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -24,7 +24,7 @@ class IngestArguments(TypedDict, total=False):
     ignore: bool
     sync: bool
     shard: str | None
-    readers: str | Iterable[str]
+    readers: str | Iterable[str] | Mapping[str, object]
     encoding: str | None
     read_timeout: float | str
     read_memory: int | str
@@ -55,54 +55,31 @@ class QueryArguments(TypedDict, total=False):
 
     max_tokens: int
     system: str | None
-    stop_repeats: bool
     temperature: float
     seed: int
-    top_p: float
     verify: bool
-    frequency_penalty: float
-    presence_penalty: float
     logit_bias: str | Iterable[str]
-    sampled_tokens: int
-    min_p: float
-    repetition_penalty: float
-    repeat_last_n: int
-    min_tokens: int
     top_logprobs: int | None
     grammar: str
     cite: bool
     clamp: bool
     force: bool
     top_k: int
-    min_score: float
     source: str | Iterable[str]
     retriever: str
     embedder: str | None
-    order: str
     fusion: str | None
     ratio: float | str
     link_tokens: int
     link: str
     shift: bool
     level: str
-    state_cache_size: int | str
-    max_loss: float
     audit: float | str
     explain: bool
     token_ids: bool
     defer: bool
-    defer_first: int
-    defer_threshold: float
     slo_ms: float | None
-    load_timeout: float | str
-    stream_predictor: str
-    stream_margin: float | str
-    check_layer: int
-    metric: str
-    from_depth: float
-    pooling: str | None
-    weighting: float
-    union_links: int
+    set: str | Iterable[str] | Mapping[str, object]
 
 
 class CompressArguments(TypedDict, total=False):

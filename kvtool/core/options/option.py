@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -37,6 +37,7 @@ def option(
     *,
     group: str = "",
     flag: str | None = "",
+    parameter: str = "",
     synonyms: tuple[str, ...] = (),
     setting: str | bool | None = None,
     metavar: str = "",
@@ -61,7 +62,8 @@ def option(
     help : one sentence.
     group : the heading of the command's help that lists it; empty: its class's.
     flag : empty: made of the name; `--this/--that` names both flags of a yes or no; None: it has none.
-    synonyms : further flags that mean the same and are not shown, such as older names.
+    parameter : its name for `--set NAME=VALUE`; unless it names a flag, too, it has no flag, variable or keyword.
+    synonyms : further flags that mean the same and are not shown.
     setting : whether a variable and a configuration file can give it, too; a text names it there, None: as its class
         says.
     metavar : what stands for its value in the help; empty: made of the type, the unit or the choices.
@@ -72,7 +74,7 @@ def option(
     read : makes the value of what a flag, a variable or a file says; Python gives the value itself.
     instead : what the help says of the default.
     several : the hint where a list of its choices is given, though it takes one.
-    table : whether its values are `key=value`, which a configuration file gives as a table of its name.
+    table : whether its values are `key=value`: a configuration file gives them as a table, Python as a mapping.
     own : whether the working folder's file cannot give it, which may be anybody's: only the user's own can.
     """
     declared = locals()
@@ -102,6 +104,7 @@ class Option:
     help: str
     group: str
     flag: str
+    parameter: str
     synonyms: tuple[str, ...]
     setting: str
     sections: tuple[str, ...]
@@ -123,6 +126,11 @@ class Option:
     def key(self) -> str:
         """Return its key, unique among the options of a command: its setting, else its flag."""
         return self.setting or self.flag
+
+    @property
+    def is_keyword(self) -> bool:
+        """Return True if Python's signatures show it: a parameter is given in `set`."""
+        return bool(self.flag) or not self.parameter
 
     @property
     def env(self) -> str:
@@ -159,6 +167,8 @@ class Option:
             return self._accept_one(value, where)
         if isinstance(value, str | Path):
             return (self._accept_one(value, where),)
+        if self.table and isinstance(value, Mapping):
+            value = [f"{name}={each}" for name, each in _flattened(value)]
         if not isinstance(value, Iterable):
             raise self._wrong(where, value, "is no list")
         return tuple(self._accept_one(one, where) for one in value)
@@ -209,6 +219,8 @@ class Option:
             return self.instead
         if self.unit == "percentage":
             return f"{self.default:.0%}"
+        if self.unit == "duration" and self.default:
+            return f"{self.default:g}s"
         if self.kind is bool and "/" in self.flag:
             yes, no = self.flag.split("/")
             return "" if self.setting else (yes if self.default else no)
@@ -233,6 +245,15 @@ class Option:
         return UsageError(f"{where}: {shown} {complaint}", guess or f"{self.help.rstrip('.')}{default}")
 
 
+def _flattened(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a table and of those inside it, by names with dots."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
 def _percentage(text: str) -> float:
     number = text.strip()
     return float(number[:-1]) / 100 if number.endswith("%") else float(number)
@@ -248,7 +269,7 @@ _UNIT_NAMES = {
     "percentage": "a number or a percentage, such as 0.15 or 15%",
     "size": "a size, such as 500MB or 20GB",
 }
-_UNIT_METAVARS = {"duration": "SECONDS|10m", "percentage": "SHARE", "size": "20GB", "path": "PATH"}
+_UNIT_METAVARS = {"duration": "DURATION", "percentage": "SHARE", "size": "SIZE", "path": "PATH"}
 _KIND_NAMES: Mapping[type, str] = {
     str: "text",
     int: "a whole number",
@@ -316,6 +337,11 @@ class Options:
         """Return some of them, for a command that does not take them all."""
         return Part(cls, names)
 
+    @classmethod
+    def without(cls, *names: str) -> Part:
+        """Return all of them but these."""
+        return Part(cls, tuple(name for name in options_of(cls) if name not in names))
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -344,22 +370,43 @@ def _read_options(source: type[Options]) -> Mapping[str, Option]:
     owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
     declared = [each for each in fields(source) if "help" in each.metadata]
     declared.sort(key=lambda each: owners[each.name] is not source)
-    return MappingProxyType({each.name: _read_option(each, hints[each.name], owners[each.name]) for each in declared})
+    return MappingProxyType(
+        {each.name: _read_option(each, hints[each.name], owners[each.name], each.metadata) for each in declared}
+    )
 
 
-def _read_option(declared: Field[Any], hint: Any, owner: type[Options]) -> Option:
+def parameters_of(kind: type, prefix: str) -> dict[str, Option]:
+    """Return the fields of any dataclass as parameters for `--set PREFIX.FIELD=VALUE`, by field.
+
+    A field may be declared by `option`, which gives its meaning and its range.
+    """
+    hints = get_type_hints(kind)
+    plain = option(None, "").metadata  # type: ignore[attr-defined]
+    return {
+        each.name: _read_option(
+            each, hints[each.name], Options, {**plain, **each.metadata, "parameter": f"{prefix}.{each.name}"}
+        )
+        for each in fields(kind)
+    }
+
+
+def _read_option(declared: Field[Any], hint: Any, owner: type[Options], metadata: Mapping[str, Any]) -> Option:
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kind = next(each for each in union if each is not NoneType)
     many = get_origin(kind) is tuple
     kind = get_args(kind)[0] if many else kind
     assert declared.default is not MISSING
-    known = dict(declared.metadata)
+    known = dict(metadata)
+    if get_origin(kind) is Literal:
+        kind, known["choices"] = str, get_args(kind)
     known["choices"], known["suggest"] = tuple(known["choices"]), tuple(known["suggest"])
     setting = owner.settings if known["setting"] is None else known["setting"]
     known["setting"] = setting if isinstance(setting, str) else declared.name if setting else ""
     known["group"] = known["group"] or owner.group
     dashed = "--" + declared.name.replace("_", "-")
     both = f"{dashed}/--no-{dashed[2:]}" if kind is bool and known["setting"] else dashed
+    if known["parameter"] and not known["flag"]:
+        known["flag"], known["setting"] = None, ""
     known["flag"] = both if known["flag"] == "" else known["flag"] or ""
     metavar = "|".join(known["choices"]) or _UNIT_METAVARS.get(known["unit"], "") or _METAVARS[kind]
     known["metavar"] = known["metavar"] or metavar

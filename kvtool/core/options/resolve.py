@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from kvtool.core.options.option import ENV_PREFIX, Option, Options, options_of
 
 PROJECT_FILE = "kvtool.toml"
 _MOST_BYTES = 2**20  # of a file of settings
+_JOINED = "set"  # the option to which a higher layer adds; of two values of one name the last counts
 
 # Variables that steer the tool itself and are no options. KVTOOL_TEST_* is left to test suites.
 RESERVED_ENV = (
@@ -24,6 +25,7 @@ RESERVED_ENV = (
     "KVTOOL_CACHE",
     "KVTOOL_CONFIG",
     "KVTOOL_DEBUG",
+    "KVTOOL_TIMELINE",
     "KVTOOL_ATTENTION",
     "KVTOOL_CPU_FEATURES",
     "KVTOOL_STEPPER",
@@ -49,10 +51,16 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Values from flags, variables and files, and the origin of each; both by `Option.key`."""
+    """Values from flags, variables and files, and the origin of each; both by `Option.key`.
+
+    Attributes
+    ----------
+    warnings : about variables that no option has, each with a hint.
+    """
 
     values: Mapping[str, Any]
     origins: Mapping[str, Origin]
+    warnings: Sequence[tuple[str, str]] = ()
 
     def get(self, source: type[O], *names: str, **others: Any) -> O:
         """Return a room's options with the values in force.
@@ -97,7 +105,7 @@ def resolve(
 
     Parameters
     ----------
-    sources : every room's options: a variable or a key in a file that none of them has is an error.
+    sources : every room's options: a key in a file that none of them has is an error, a variable gives a warning.
     flags : what the command line says, as text or in the option's own type; None means not given.
     config : the user's configuration file, in place of the usual one.
     environ : the environment, `os.environ` when None.
@@ -119,8 +127,9 @@ def resolve(
     )
     for layer in layers:  # lowest first: a higher one overwrites
         for key, value, origin in layer:
-            values[key], origins[key] = value, origin
-    return Resolved(values, origins)
+            values[key] = (*values.get(key, ()), *value) if key == _JOINED else value
+            origins[key] = origin
+    return Resolved(values, origins, tuple(_unknown_variables(names, environ)))
 
 
 class _Names:
@@ -129,17 +138,14 @@ class _Names:
     def __init__(self, sources: Iterable[type[Options]]) -> None:
         self.every: dict[str, Option] = {}
         self.tables: dict[str, dict[str, Option]] = {}
-        older: dict[str, Option] = {}
         for source in sources:
             for option in options_of(source).values():
                 if not option.setting:
                     continue
                 self.every[option.setting] = option
                 flags = [_as_key(flag) for flag in (option.flag.partition("/")[0], *option.synonyms)]
-                older |= dict.fromkeys(flags[1:], option)
                 for section in option.sections:
                     self.tables.setdefault(section, {}).update(dict.fromkeys((option.setting, *flags), option))
-        self.every = older | self.every
 
     @property
     def variables(self) -> dict[str, Option]:
@@ -160,17 +166,18 @@ def _flag_layer(flags: Mapping[Option, Any]) -> Layer:
 
 
 def _environment_layer(names: _Names, environ: Mapping[str, str]) -> Layer:
-    known = names.variables
-    for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
-        if variable in RESERVED_ENV or variable.startswith("KVTOOL_TEST_") or not environ[variable]:
-            continue
-        option = known.get(variable)
-        if option is None:
-            near = difflib.get_close_matches(variable, [*known, *RESERVED_ENV], n=1)
+    for variable, option in sorted(names.variables.items()):
+        if text := environ.get(variable):
+            yield option.key, _expanded(option, option.parse(text, variable)), Origin("environment", variable)
+
+
+def _unknown_variables(names: _Names, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    known = [*names.variables, *RESERVED_ENV]
+    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX) and environ[name]):
+        if variable not in known and not variable.startswith("KVTOOL_TEST_"):
+            near = difflib.get_close_matches(variable, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "unset it; `kvtool config show` lists every key"
-            raise UsageError(f"unknown variable {variable} in the environment", hint)
-        value = option.parse(environ[variable], variable)
-        yield option.key, _expanded(option, value), Origin("environment", variable)
+            yield f"unknown variable {variable} in the environment", hint
 
 
 def _user_layer(names: _Names, config: str | Path | None, environ: Mapping[str, str]) -> Layer:
@@ -223,8 +230,7 @@ def _named_values(table: Mapping[str, Any], names: _Names, path: Path) -> Iterat
                 yield f"{name}.{inner}", inner_value, _known(inner, names.tables[name], path)
         else:
             option = _known(name, names.every, path)
-            is_table = option.table and isinstance(value, dict)
-            yield name, [f"{key}={each}" for key, each in value.items()] if is_table else value, option
+            yield name, value, option
 
 
 def _known(name: str, known: Mapping[str, Option], path: Path) -> Option:

@@ -159,7 +159,7 @@ class _Export:
     def _stretches(self, chunks: set[bytes]) -> None:
         """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
         for stretch, info in sorted(self.store.stretches().items()):
-            if info.own and not info.alone and chunks.issuperset(info.chunks):
+            if info.own and chunks.issuperset(info.chunks):
                 with self._noting(f"stretch {stretch.hex()}"):
                     sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
                     self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
@@ -169,7 +169,7 @@ class _Export:
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
         """Write the profiles that records or new records need. Returns their digests."""
-        named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
+        named = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
         named.add(str(self.store.codec_state().get("profile", "")))
         sound: list[str] = []
         for digest in (profile.hex() for profile in self.store.profile_digests()):

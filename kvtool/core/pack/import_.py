@@ -33,7 +33,7 @@ _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 _MOST_INFO = 2**24
 
 
-def merge(
+def import_sources(
     path: Path,
     sources: Sequence[Path],
     *,
@@ -61,7 +61,7 @@ def merge(
     StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
     UntrustedError : a signature is required, and no trusted key has signed.
     DamagedError : a pack's index, or what it says of its model, is damaged: nothing of it was written.
-    StoreFormatError : a source was made with another model or other settings, or a newer kvtool wrote the pack; the
+    StoreFormatError : a source was made with another model or other settings, or a pack has another format; the
         sources before it were imported.
     NoSpaceError, StoreLockedError : what came stays.
     """
@@ -79,8 +79,8 @@ def take(
     max_size: int | None = None,
     events: Events | None = None,
 ) -> TransferReport:
-    """Import one pack, or one store. Raises as :func:`merge` does."""
-    return merge(path, [source], trust=trust, lock_wait=lock_wait, max_size=max_size, events=events)[0]
+    """Import one pack, or one store. Raises as :func:`import_sources` does."""
+    return import_sources(path, [source], trust=trust, lock_wait=lock_wait, max_size=max_size, events=events)[0]
 
 
 def _check(path: Path, source: Path) -> None:
@@ -144,7 +144,7 @@ def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs
     for stretch in [bytes.fromhex(found[1]) for name in source.names if (found := _STRETCH.fullmatch(name))]:
         try:
             info = opened_info(stretch, source.get(f"stretch/{stretch.hex()}", _MOST_INFO) or b"")
-            if not info.alone and chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
+            if chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
                 parts = [(place, _part(source, stretch, place)) for place in info.places]
                 writer.put_stretch(stretch, info, parts)
                 report.bytes += sum(len(payload) for _, payload in parts)
@@ -176,7 +176,7 @@ class PackBlobs:
     Raises
     ------
     UsageError : the file is an archive, but no pack.
-    DamagedError, StoreFormatError : its index is damaged, or a newer kvtool wrote it.
+    DamagedError, StoreFormatError : its index is damaged, or has another format.
     """
 
     def __init__(self, pack: PackReader) -> None:
@@ -210,7 +210,7 @@ class PackBlobs:
         except DamagedError as error:
             raise DamagedError(f"the index of {self.url} is damaged: nothing was taken from it", _AGAIN) from error
         except StoreFormatError as error:
-            raise StoreFormatError(f"{self.url} was written by a newer kvtool", "update kvtool") from error
+            raise StoreFormatError(f"{self.url}: {error.message}", "export the store again") from error
 
     def get(self, name: str, most: int) -> bytes | None:
         if not name.startswith("kv/"):

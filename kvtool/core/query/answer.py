@@ -20,7 +20,6 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
-from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding, stop_ids
 from kvtool.core.model.states import StateCache
@@ -339,18 +338,6 @@ def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
     }
 
 
-def _bytes_spared(begun: PreparedAnswer) -> int:
-    """Return the bytes of the records that were skipped because no row could see them; records in memory count 0."""
-    session, source = begun.session, begun.streamed.source
-
-    def sizes(segment: Segment) -> Sequence[int]:
-        held = source.held_layers(segment) if isinstance(source, ChunkCache) else set[int]()
-        read = session.store.payload_sizes(segment.source.chunk_id, segment.source.level or RAW)
-        return [0 if layer in held else size for layer, size in enumerate(read)]
-
-    return begun.outcome.fused.read_set.bytes_skipped(sizes)
-
-
 def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
     if checked is not None:
@@ -375,7 +362,6 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
         tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
         timing_ms=timing,
         bytes_read=fused.bytes_read + begun.streamed.bytes_read,
-        bytes_spared=_bytes_spared(begun),
         controller={} if choice is None else choice.decision.to_json(),
         stream=begun.streamed.rows,
         slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import known
 from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
-from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
 from kvtool.core.query.prompt import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels
@@ -57,7 +56,7 @@ def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choi
     laid_out = _at_levels(session, asked, options)
     lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
     selector = selector_for(options, WEIGHED)
-    spans = {level: spans_of(session, variant.plan, [selector, *lossless]) for level, variant in laid_out.items()}
+    spans = {level: spans_of(session, variant.plan) for level, variant in laid_out.items()}
     levels = known(span.level for variant in spans.values() for span in variant)
     chunk_ids = [segment.source.chunk_id for segment in asked.plan.cached]
     laid_out_at = time.perf_counter()
@@ -72,16 +71,9 @@ def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choi
     return Choice(asked, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
 
 
-def spans_of(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Span]:
-    """Return a prompt's segments, with what each mode reads of them where some layers look through a window; loads no
-    model."""
-    windows, shares = session.windows, [dict[str, float]() for _ in plan.segments]
-    if any(window is not None for window in windows):
-        for mode in modes:
-            for share, of_mode in zip(shares, ReadSet.of(plan, mode, windows).shares(plan), strict=True):
-                share[mode.name] = of_mode
-    pairs = zip(plan.segments, shares, strict=True)
-    return [Span.of(segment, session.holds(segment), share) for segment, share in pairs]
+def spans_of(session: Session, plan: Plan) -> list[Span]:
+    """Return a prompt's segments as the cost model counts them; loads no model."""
+    return [Span.of(segment, session.holds(segment)) for segment in plan.segments]
 
 
 def _at_levels(session: Session, asked: PromptLayout, options: QueryOptions) -> dict[str, PromptLayout]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
-from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
+from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, MODES, WEIGHED, parameters_of_mode
 from kvtool.core.model.options import NetworkOptions, embedder_option, system_option
-from kvtool.core.options.option import Options, option
+from kvtool.core.options.option import Option, Options, option, options_of
 from kvtool.core.retrieval.passages import Found, Hit
 from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
@@ -33,30 +33,41 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
         sure than `defer_threshold`; core/query/iterative.py.
-    check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
-        the mode's own.
+    set : parameters as `NAME=VALUE`. Those of this class are put into their fields, those of fusion modes stay here.
     """
 
     max_tokens: int = option(ORDINARY, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
     stop_repeats: bool = option(
-        True, "End an answer when it starts to repeat itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
+        True, "End an answer when it starts to repeat itself.", parameter="sampling.stop_repeats"
     )
     temperature: float = option(
         0.0, "Sampling temperature; 0 always takes the most likely token.", group=ANSWER, lowest=0, highest=2
     )
     seed: int = option(0, "Seed of the random numbers for sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
     top_p: float = option(
-        1.0, "Sample from the most likely tokens with this share of the probability.", group=ANSWER, lowest=0, highest=1
+        1.0,
+        "Sample from the most likely tokens with this share of the probability.",
+        parameter="sampling.top_p",
+        lowest=0,
+        highest=1,
     )
     verify: bool = option(
         False, "Show the answer at once, then check it by full prefill and correct it where it differs.", group=ANSWER
     )
     frequency_penalty: float = option(
-        0.0, "Lower a token's logit by this for each time that the answer has it.", group=ANSWER, lowest=-2, highest=2
+        0.0,
+        "Lower a token's logit by this for each time that the answer has it.",
+        parameter="sampling.frequency_penalty",
+        lowest=-2,
+        highest=2,
     )
     presence_penalty: float = option(
-        0.0, "Lower a token's logit by this once the answer has it.", group=ANSWER, lowest=-2, highest=2
+        0.0,
+        "Lower a token's logit by this once the answer has it.",
+        parameter="sampling.presence_penalty",
+        lowest=-2,
+        highest=2,
     )
     logit_bias: tuple[str, ...] = option(
         (),
@@ -68,18 +79,22 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         pattern=r"\d{1,9}=[-+]?\d{1,9}(\.\d*)?(e[-+]?\d\d?)?",
     )
     sampled_tokens: int = option(
-        0, "Sample from this number of the likeliest tokens; 0: all.", group=ANSWER, flag=None, setting=False, lowest=0
+        0, "Sample from this number of the likeliest tokens; 0: all.", parameter="sampling.top_k", lowest=0
     )
     min_p: float = option(
-        0.0, "Minimum share of the best token's chance.", group=ANSWER, flag=None, setting=False, lowest=0, highest=1
+        0.0, "Minimum share of the best token's chance.", parameter="sampling.min_p", lowest=0, highest=1
     )
     repetition_penalty: float = option(
-        1.0, "Divisor of the answer's own tokens.", group=ANSWER, flag=None, setting=False, lowest=0.01, highest=10
+        1.0,
+        "Divisor of the answer's own tokens.",
+        parameter="sampling.repetition_penalty",
+        lowest=0.01,
+        highest=10,
     )
     repeat_last_n: int = option(
-        -1, "Last tokens that the repetition penalty counts.", group=ANSWER, flag=None, setting=False, lowest=-1
+        -1, "Last tokens that the repetition penalty counts; -1: all.", parameter="sampling.repeat_last_n", lowest=-1
     )
-    min_tokens: int = option(0, "Minimum tokens of the answer.", group=ANSWER, flag=None, setting=False, lowest=0)
+    min_tokens: int = option(0, "Minimum tokens of the answer.", parameter="sampling.min_tokens", lowest=0)
     top_logprobs: int | None = option(
         None,
         "Note the log-probability of each token, and so many alternatives.",
@@ -104,12 +119,18 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     min_score: float = option(
         0.7,
         "Drop chunks that score below this share of the best and match no further word of the question; 0 drops none.",
-        group=CHUNKS,
+        parameter="search.min_score",
         lowest=0,
         highest=1,
     )
     source: tuple[str, ...] = option(
-        (), "Search only documents whose path matches.", group=CHUNKS, setting=False, metavar="GLOB"
+        (),
+        "Search only documents whose path matches.",
+        group=CHUNKS,
+        flag="--source",
+        parameter="search.source",
+        setting=False,
+        metavar="GLOB",
     )
     retriever: str = option(
         "auto",
@@ -121,7 +142,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     order: str = option(
         "best-last",
         "Order of the retrieved chunks in the prompt; with --defer, of each round.",
-        group=CHUNKS,
+        parameter="search.order",
         choices=("relevance", "best-last", "document"),
     )
 
@@ -164,7 +185,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     state_cache_size: int = option(
         4 * 10**9,
         "Disk space in the store for prompt states of recurrent models; 0 stores none.",
-        group=FUSION,
+        parameter="load.state_cache_size",
         unit="size",
         lowest=0,
         instead="4GB",
@@ -172,7 +193,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     max_loss: float = option(
         MAX_LOSS,
         "Maximum loss (KL divergence) of --level auto, in nats per token of the answer.",
-        group=FUSION,
+        parameter="load.max_loss",
         lowest=0,
     )
 
@@ -188,9 +209,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=INSIDE, setting=False)
 
     defer: bool = option(False, "Load more chunks only if the model is unsure of the answer.", group=DEFER)
-    defer_first: int = option(2, "Number of chunks that --defer loads first.", group=DEFER, lowest=1)
+    defer_first: int = option(2, "Number of chunks that --defer loads first.", parameter="defer.first", lowest=1)
     defer_threshold: float = option(
-        0.6, "Confidence in the answer at which --defer stops loading.", group=DEFER, lowest=0
+        0.6, "Confidence in the answer at which --defer stops loading.", parameter="defer.threshold", lowest=0
     )  # samples/results/quality.md
 
     slo_ms: float | None = option(
@@ -203,39 +224,48 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     load_timeout: float = option(  # seconds: what no disk takes for a megabyte unless something is wrong with it
         10.0,
         "Maximum time to read one record; after it, the chunk is recomputed.",
-        group=LINK,
-        metavar="SECONDS",
+        parameter="load.timeout",
         unit="duration",
         lowest=0.001,
     )
     stream_predictor: str = option(
-        DEFAULT_PREDICTOR, "Predictor of the bandwidth to a shared store.", group=LINK, choices=PREDICTORS
+        DEFAULT_PREDICTOR,
+        "Predictor of the bandwidth to a shared store.",
+        parameter="stream.predictor",
+        choices=PREDICTORS,
     )
     stream_margin: float = option(
         DEFAULT_MARGIN,
         "Share of the predicted bandwidth to keep in reserve.",
-        group=LINK,
+        parameter="stream.margin",
         unit="percentage",
         lowest=0,
         highest=0.99,
     )
 
-    check_layer: int = option(1, "The layer by whose deviation `blend` ranks.", flag=None, setting=False, lowest=0)
-    metric: str = option(
-        "v_sse",
-        "How `blend` measures deviation.",
-        flag=None,
-        setting=False,
-        choices=("v_sse", "k_sse", "kv_sse", "k_l1"),
+    set: tuple[str, ...] = option(
+        (),
+        "Set a parameter of a mode, of sampling, search or loading; see `kvtool help concepts`.",
+        group=INSIDE,
+        metavar="NAME=VALUE",
+        pattern=r"[^=]+=.*",
+        table=True,
     )
-    from_depth: float = option(
-        0.5, "Share of the depth from which attention counts.", flag=None, setting=False, lowest=0, highest=1
-    )
-    pooling: str | None = option(
-        None, "How a question's rows become one.", flag=None, setting=False, choices=("rows", "last", "both")
-    )
-    weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
-    union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
+
+    def __post_init__(self) -> None:
+        known = options_of(QueryOptions)
+        own = {each.parameter: each for each in known.values() if each.parameter}
+        of_modes = dict[str, str]()
+        for pair in known["set"].accept(self.set, "set"):
+            name, _, value = pair.partition("=")
+            if (mine := own.get(name)) is not None:
+                before = getattr(self, mine.name) if mine.many else ()
+                given = mine.parse(value, name)
+                object.__setattr__(self, mine.name, (*before, *given) if mine.many else given)
+            else:
+                of_modes[name] = pair
+        object.__setattr__(self, "set", tuple(of_modes.values()))
+        super().__post_init__()
 
     def mode(self, keeps_states: bool = False) -> str:
         """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
@@ -299,7 +329,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         return not self.cite and (on_terminal or not self.verify)
 
     def check(self) -> None:
-        """Refuse options that exclude each other."""
+        """Refuse unknown or wrong parameters of modes, and options that exclude each other."""
+        if self.set:
+            check_parameters(self.set)
         if self.verify and self.temperature > 0:
             raise UsageError(
                 "--verify and --temperature exclude each other: sampled answers differ in any case",
@@ -329,6 +361,35 @@ class ChunkChoice(Options, settings=False, group=CHUNKS):
         """Refuse chunks and documents at once."""
         if self.chunks and self.documents:
             raise UsageError("--chunks and --documents exclude each other", "give one of them")
+
+
+def every_parameter() -> dict[str, Option]:
+    """Return whatever `--set` can give, by name: parameters of fusion modes, then those of `QueryOptions`.
+
+    A field of a mode that an option of its own gives, such as `ratio`, is left out.
+    """
+    own = options_of(QueryOptions)
+    of_modes = [option for mode in MODES for option in parameters_of_mode(mode).values() if option.name not in own]
+    return {each.parameter: each for each in (*of_modes, *own.values()) if each.parameter}
+
+
+def shown_default(parameter: Option) -> str:
+    """Return the default of a parameter as a user would write it."""
+    return parameter.default_text or ("" if parameter.many else str(parameter.default))
+
+
+def check_parameters(pairs: Sequence[str]) -> None:
+    """Refuse `NAME=VALUE` of an unknown name, or with a wrong value. Raises UsageError."""
+    known = every_parameter()
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name in known:
+            known[name].parse(value, name)
+            continue
+        listed = f"known: {', '.join(f'{each}={shown_default(option)}' for each, option in known.items())}"
+        own = options_of(QueryOptions).get(name.rpartition(".")[2])
+        near = f"{own.flag.partition('/')[0]} gives it" if own and own.flag else did_you_mean(name, known)
+        raise UsageError(f"there is no parameter {name!r}", "; ".join(filter(None, (near, listed))))
 
 
 def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:

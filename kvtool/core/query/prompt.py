@@ -56,7 +56,7 @@ class PromptLayout:
     revision : of the store, at which all of it was looked up.
     behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
     again : retrieved chunks that are in it already.
-    cut : chunks that were found and left out because they would not help (`--min-score`).
+    cut : chunks that were found and left out because they would not help (`search.min_score`).
     corrections : as `Found` has them.
     learned : ids of the chunks that are learned passages.
     """
@@ -329,7 +329,7 @@ def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) ->
     session.warn_once(
         f"some chunks are read at level {level}, which loses {loss:.2g} nats a token: nothing that is stored of them "
         f"loses as little as {max_loss:g}",
-        f"`--max-loss {enough_loss(loss)}` accepts it; exact records and finer levels come of ingest into a new store",
+        f"`--set load.max_loss={enough_loss(loss)}` accepts it; ingest into a new store makes exact records",
     )
 
 

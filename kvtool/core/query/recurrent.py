@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import StretchInfo, least_used
-from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, encoded, fuse_prefix
 
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:
     """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
-    if count := session.unused_states:
-        session.warn_once(
-            f"states of {counted(count, 'chunk')}, which an earlier kvtool computed separately, are not used any more: "
-            "of a model that keeps a recurrent state only a prompt's beginning is reused",
-            "`kvtool store compact` gives their bytes back",
-        )
     found = find(session, plan) if selector.uses_cache else StoredPrefix((), ())
     if not options.force:
         session.check_prefix([segment.ids for segment in plan.segments[:-1]], found)
@@ -94,7 +87,9 @@ def _store(session: Session, chained: PrefixFused, limit: int) -> None:
     infos = [*(one.info for one in chained.new), *(stretches[one] for one in chained.used if one in stretches)]
     needed = sum(info.size for info in infos)
     if needed > limit:
-        raise KvtoolError(f"it takes {needed / 1e6:,.1f} MB", f"--state-cache-size {needed // 10**6 + 1}MB keeps it")
+        raise KvtoolError(
+            f"it takes {needed / 1e6:,.1f} MB", f"--set load.state_cache_size={needed // 10**6 + 1}MB keeps it"
+        )
     others = {stretch: info for stretch, info in stretches.items() if stretch not in own}
     with store.writer() as writer:
         going = least_used(others, store.last_used(), sum(info.size for info in others.values()) + needed - limit)

@@ -233,7 +233,6 @@ class Reply:
     revision : of the store: equal ones give equal answers (`kvtool help consistency`).
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
-    bytes_spared : bytes of records that were not read (not in `bytes_read`), since no computed row could see them.
     explained, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     again : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its number, from
@@ -275,7 +274,6 @@ class Reply:
     corrections: Sequence[dict[str, str]] = ()
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
-    bytes_spared: int = 0
     citations: list[Citation] | None = None
     verified: Verified | None = None
 
@@ -345,8 +343,6 @@ class Reply:
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
-            **self.fused.read_set.to_json(),
-            "bytes_spared": self.bytes_spared,
             **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
             **self.scores,
             **self.comparison,

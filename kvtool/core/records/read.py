@@ -18,7 +18,7 @@ from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.backend import Ahead, KVRead, RecordReader
+    from kvtool.core.cache.backend import KVRead, RecordReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ def read_layer(
     shapes: Sequence[Shape] | None = None,
     before: Callable[[int], None] = lambda number: None,
     allocate: Allocator = aligned,
-    ahead: Ahead = None,
 ) -> list[Encoded | Unusable]:
     """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
 
@@ -74,9 +73,8 @@ def read_layer(
     shapes : required shapes of the records; None: any.
     before : called with the number of each chunk before a record of it is read.
     allocate : allocates a record's memory, which nothing else may write to while the record is in use.
-    ahead : of each chunk, the layers that are read of it; None: any.
     """
-    read = store.read_layer(chunk_ids, level, layer, before, allocate, ahead)
+    read = store.read_layer(chunk_ids, level, layer, before, allocate)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
     for base in {base for base in refined if base is not None}:
@@ -89,7 +87,6 @@ def read_layer(
             shapes=[shapes[number] for number in numbers] if shapes else None,
             before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
             allocate=allocate,
-            ahead=[ahead[number] for number in numbers] if ahead is not None else None,
         )
         for number, coarse in zip(numbers, coarser, strict=True):
             items[number] = _refining(items[number], coarse)

@@ -10,15 +10,14 @@ blob                                    holds
 ``profile/DIGEST``                      a codec profile
 ``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
                                         or descriptions: files' entries with their documents, chunks' token ids
-``file/KEY-MARK``, ``chunk/ID-MARK``    a single such description, as older versions pushed it
-``kv/ID/LEVEL-MARK/LAYER``              a single such record: as older versions pushed it, or too large for a pack
+``kv/ID/LEVEL-MARK/LAYER``              a single such record of a level that is too large for a pack
 ======================================  ================================================================
 
 A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
 A name of any other shape is not kvtool's, and neither is a name below another `head`: such values are never deleted.
 
-A catalogue in one value has formats 1 to 3 (:meth:`Catalogue.pack`): the file of `kvtool store export` has one, and
-older versions pushed it so. A sharded one has format 4 (`catalogue_io.py`).
+The file of `kvtool store export` has its catalogue in one value (:meth:`Catalogue.pack`), and each description in a
+member of its own: ``file/KEY-MARK``, ``chunk/ID-MARK``.
 """
 
 from __future__ import annotations
@@ -36,16 +35,17 @@ import zstandard
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
-from kvtool.core.codec.levels import LEVELS, coarser, nested, whole
+from kvtool.core.codec.levels import LEVELS, coarser, nested
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import validation
 from kvtool.core.remote.signing import Proof, SigningKey, catalogue_digest, proof_of, proof_row
 from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES
 
 HEAD = "head"
-_FORMAT = 1
+FORMAT = 1  # of the head, and of a catalogue or its root
 _DIGEST = "[0-9a-f]{32}"
 _HEAD_KEY = b"remote head"
+_PUSH_AGAIN = "push again from a store that is whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,35 @@ class Head:
 
 def seal_head(head: Head) -> bytes:
     """Seal the value of `head`."""
-    value = {"format": _FORMAT, "catalogue": head.catalogue, "before": head.before}
+    value = {"format": FORMAT, "catalogue": head.catalogue, "before": head.before}
     return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps(value).encode())
 
 
 def unseal_head(data: bytes) -> Head:
-    """Inverse of :func:`seal_head`; one that knows of none before is of an older kvtool.
+    """Inverse of :func:`seal_head`.
 
     Raises
     ------
     DamagedError : it cannot be read.
-    StoreFormatError : a newer kvtool wrote it.
+    StoreFormatError : it has another format.
     """
     try:
         value = validation.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
-        if value["format"] > _FORMAT:
-            raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
-        digests = [value["catalogue"], *value.get("before", ())]
+        check_format(value["format"])
+        digests = [value["catalogue"], *value["before"]]
         if not all(isinstance(digest, str) and re.fullmatch(_DIGEST, digest) for digest in digests):
             raise ValueError("it names no catalogue")
         return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError("the shared store's head cannot be read", "push again from a store that is whole") from error
+        raise DamagedError("the shared store's head cannot be read", _PUSH_AGAIN) from error
+
+
+def check_format(number: Any) -> None:
+    """Raises StoreFormatError where a head or a catalogue has another format than this kvtool reads."""
+    if validation.count_of(number, 0, validation.INT64) != FORMAT:
+        raise StoreFormatError(
+            f"the catalogue has format {number}, this kvtool reads format {FORMAT}", "push again, to an empty place"
+        )
 
 
 # ---- entries, and the names of their values ----------------------------------------------------------------------
@@ -114,7 +121,7 @@ class Level:
     size : bytes of its records.
     mark : digest of all of them.
     base : the coarser level that it refines.
-    maker : digest, in hex, of the profile that lossy records name; None: they are not, or an older kvtool pushed them.
+    maker : digest, in hex, of the profile that lossy records name; None: they name none.
     place : of its records; None: each is a value of its own.
     seal : of a signed catalogue: BLAKE2b-256 of all records, in hex, which nobody can forge.
     """
@@ -134,7 +141,7 @@ class Chunk:
     Attributes
     ----------
     mark : of the description.
-    place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
+    place : of the description; None: it is not in a pack.
     foreign : the owner of the catalogue did not make it, but received it from another user; also of a file.
     """
 
@@ -143,16 +150,6 @@ class Chunk:
     levels: dict[str, Level]
     place: Place | None = None
     foreign: bool = False
-
-    @property
-    def makers(self) -> dict[str, str]:
-        """The profile that each level's records name, of those levels that say it."""
-        return {level: stored.maker for level, stored in self.levels.items() if stored.maker is not None}
-
-    @property
-    def seals(self) -> dict[str, str]:
-        """The digest of each level's records, of those levels that have one."""
-        return {level: stored.seal for level, stored in self.levels.items() if stored.seal is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +210,9 @@ def records_wanted(key: str, chunk: Chunk, level: str) -> list[BlobRequest]:
 _MARK = "[0-9a-f]{32}"
 _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
-_FOLDERS = f"catalogue|shard|meta|profile|file|chunk|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
+_FOLDERS = f"catalogue|shard|meta|profile|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
 _OWN = re.compile(
-    f"{HEAD}|(?:catalogue|shard|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
+    f"{HEAD}|(?:catalogue|shard|pack|profile)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}"
     f"|kv/{_ID}/[a-z0-9-]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
 )
 
@@ -231,12 +228,6 @@ def catalogue_name(digest: str) -> str:
 
 
 # ---- the catalogue in one value ----------------------------------------------------------------------------------
-
-FORMAT = 3  # of one in one value
-_PLAIN_FORMAT = 1  # of one without packs and without levels that leave rows out, which every kvtool reads
-_PARTIAL_FORMAT = 2  # without packs
-_PUSH_AGAIN = "push again from a store that is whole"
-_PROFILE_BYTES = (16, 20)  # of a codec profile, of a learned lead-in of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +253,7 @@ class Catalogue:
 
     def pack(self, key: SigningKey | None = None) -> bytes:
         """Serialise it in canonical form, in one value. Signed by a key, or as it was when it was read."""
-        value = {"format": self._format(), **self.facts(), **rows_of(self.files, self.chunks)}
+        value = {"format": FORMAT, **self.facts(), **rows_of(self.files, self.chunks)}
         return packed(canonical(value, self.proof, key))
 
     @classmethod
@@ -272,13 +263,9 @@ class Catalogue:
         Raises
         ------
         DamagedError : it cannot be read.
-        StoreFormatError : a newer kvtool wrote it.
+        StoreFormatError : it has another format.
         """
-        return cls.of(catalogue_json(data, FORMAT))
-
-    @classmethod
-    def of(cls, value: dict[str, Any]) -> Catalogue:
-        """Read a catalogue from the JSON of a packed one. Raises DamagedError."""
+        value = catalogue_json(data)
         try:
             left_out = list[tuple[str, str]]()
             files, chunks = entries_of(value, left_out)
@@ -289,12 +276,6 @@ class Catalogue:
     def facts(self) -> dict[str, Any]:
         """Return all parts but files, chunks and shards, as JSON."""
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
-
-    def _format(self) -> int:
-        if self.packs():
-            return FORMAT
-        levels = {name for row in self.chunks.values() for name in row.levels}
-        return _PLAIN_FORMAT if len(whole(levels)) == len(levels) else _PARTIAL_FORMAT
 
     def packs(self) -> set[Pack]:
         """Return the packs that hold what it describes."""
@@ -310,10 +291,7 @@ class Catalogue:
         names |= {f"profile/{digest}" for digest in self.profiles}
         names |= {shard.name for shard in self.shards if shard is not None}
         names |= {pack.name for pack in self.packs()}
-        names |= {file_name(key, file) for key, file in self.files.items() if file.place is None}
         for key, chunk in self.chunks.items():
-            if chunk.place is None:
-                names.add(chunk_name(key, chunk))
             for level, stored in chunk.levels.items():
                 if stored.place is None:
                     names.update(kv_names(key, chunk, level))
@@ -340,15 +318,13 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def catalogue_json(data: bytes, newest: int) -> dict[str, Any]:
-    """Read the JSON of a catalogue of a format up to `newest`. Raises DamagedError, StoreFormatError."""
+def catalogue_json(data: bytes) -> dict[str, Any]:
+    """Read the JSON of a catalogue. Raises DamagedError, StoreFormatError."""
     try:
         value = unpacked(data)
-        number = validation.count_of(value["format"], 0, validation.INT64)
+        check_format(value["format"])
     except (ValueError, KeyError, zstandard.ZstdError) as error:
         raise unreadable(error) from error
-    if number > newest:
-        raise StoreFormatError(f"the shared store has format {number}", "update kvtool")
     return value
 
 
@@ -358,7 +334,7 @@ def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tup
         validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
         for name, mark in validation.object_of(value["meta"]).items()
     }
-    profiles = tuple(validation.hex_of(row, *_PROFILE_BYTES) for row in validation.list_of(value["profiles"]))
+    profiles = tuple(validation.hex_of(row, MARK_BYTES) for row in validation.list_of(value["profiles"]))
     return validation.identity_of(value["identity"]), meta, profiles
 
 
@@ -412,30 +388,22 @@ def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterato
 def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
     """Return a JSON object of entries, the same for the same entries."""
     numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
-    value: dict[str, Any] = {
-        "files": {key: [row.mark, row.mtime_ns, *_placed(row.place, numbers)] for key, row in files.items()},
+    return {
+        "packs": list(numbers),
+        "files": {
+            key: [row.mark, row.mtime_ns, row.foreign, *_placed(row.place, numbers)] for key, row in files.items()
+        },
         "chunks": {
             key: [
                 row.mark,
                 row.layers,
                 {name: _level_row(level, numbers) for name, level in row.levels.items()},
+                row.foreign,
                 *_placed(row.place, numbers),
             ]
             for key, row in chunks.items()
         },
     }
-    makers = {key: row.makers for key, row in chunks.items() if row.makers}
-    if makers:
-        value["makers"] = makers  # next to the chunks: an older kvtool reads the rest
-    seals = {key: row.seals for key, row in chunks.items() if row.seals}
-    if seals:
-        value["seals"] = seals
-    foreign = sorted(key for rows in (files, chunks) for key, row in rows.items() if row.foreign)
-    if foreign:
-        value["foreign"] = foreign
-    if numbers:
-        value["packs"] = list(numbers)
-    return value
 
 
 def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
@@ -444,7 +412,7 @@ def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
 
 def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
     """Return a level as JSON: records of one length need no more than their sum."""
-    row: list[Any] = [level.size, level.mark, level.base]
+    row: list[Any] = [level.size, level.mark, level.base, level.maker, level.seal]
     if level.place is not None:
         lengths = level.place.lengths
         row += [numbers[level.place.pack], level.place.start, [] if len({*lengths}) == 1 else [*lengths]]
@@ -465,49 +433,40 @@ def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entrie
     ------
     ValueError, KeyError : something of it cannot be.
     """
-    makers, seals = (validation.object_of(value.get(name, {})) for name in ("makers", "seals"))
-    packs = [_pack(row) for row in validation.list_of(value.get("packs", []))]
+    packs = [_pack(row) for row in validation.list_of(value["packs"])]
     files = {
         validation.hex_of(key, ID_BYTES): _file(row, packs) for key, row in validation.object_of(value["files"]).items()
     }
     chunks = {
-        validation.hex_of(key, ID_BYTES): _chunk(key, row, makers.get(key, {}), seals.get(key, {}), packs, left_out)
+        validation.hex_of(key, ID_BYTES): _chunk(key, row, packs, left_out)
         for key, row in validation.object_of(value["chunks"]).items()
     }
-    for key in map(validation.text_of, validation.list_of(value.get("foreign", []))):
-        if key in files:
-            files[key] = replace(files[key], foreign=True)
-        if key in chunks:
-            chunks[key] = replace(chunks[key], foreign=True)
     return files, chunks
 
 
 def _file(value: Any, packs: list[Pack]) -> File:
-    mark, mtime_ns = validation.list_of(validation.list_of(value)[:2], 2)
+    mark, mtime_ns, foreign = validation.list_of(validation.list_of(value)[:3], 3)
     mtime_ns = validation.count_of(mtime_ns, -validation.INT64, validation.INT64)
-    return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, _description(value[2:], packs))
+    place = _description(value[3:], packs)
+    return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, place, validation.flag_of(foreign))
 
 
-def _chunk(key: str, value: Any, makers: Any, seals: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
-    mark, layers, levels = validation.list_of(validation.list_of(value)[:3], 3)
+def _chunk(key: str, value: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
+    mark, layers, levels, foreign = validation.list_of(validation.list_of(value)[:4], 4)
     layers = validation.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
-    validation.object_of(makers)
-    validation.object_of(seals)
-    by_name = {
-        name: _level(name, row, layers, makers.get(name), seals.get(name), packs)
-        for name, row in validation.object_of(levels).items()
-    }
+    by_name = {name: _level(name, row, layers, packs) for name, row in validation.object_of(levels).items()}
     for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
         base = by_name[name].base
         if base is not None and base not in by_name:
             del by_name[name]
             left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
-    return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, _description(value[3:], packs))
+    place = _description(value[4:], packs)
+    return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, place, validation.flag_of(foreign))
 
 
-def _level(name: str, value: Any, layers: int, maker: Any, seal: Any, packs: list[Pack]) -> Level:
-    placed = validation.list_of(value)[3:]
-    size, mark, base = validation.list_of(value[:3], 3)
+def _level(name: str, value: Any, layers: int, packs: list[Pack]) -> Level:
+    placed = validation.list_of(value)[5:]
+    size, mark, base, maker, seal = validation.list_of(value[:5], 5)
     if name not in LEVELS:
         raise ValueError(f"there is no level {name[:20]!r} here: a newer kvtool made it")
     if base is not None and base != coarser(name):

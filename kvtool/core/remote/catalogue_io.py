@@ -27,6 +27,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, Stor
 from kvtool.core.remote import validation
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import (
+    FORMAT,
     HEAD,
     MARK_BYTES,
     Catalogue,
@@ -62,7 +63,7 @@ def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
     ------
     RemoteError : the shared store does not answer.
     DamagedError : head or catalogue cannot be read.
-    StoreFormatError : a newer kvtool pushed.
+    StoreFormatError : it has another format.
     """
     return _of_head(blobs, in_force)
 
@@ -104,28 +105,24 @@ def in_force(blobs: Blobs, digest: str) -> Catalogue:
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
-    """Read the catalogue of a digest; of a sharded one only the root.
+    """Read the root of the catalogue of a digest.
 
     Raises
     ------
     DamagedError : it is lost or cannot be read.
-    StoreFormatError : a newer kvtool pushed.
+    StoreFormatError : it has another format.
     """
     ((_, packed),) = _values(blobs, [(0, digest, catalogue_name(digest))])
     return catalogue_in(packed)
 
 
 def catalogue_in(packed: bytes) -> Catalogue:
-    """Read the value that a head names: a catalogue, or its root. Raises DamagedError, StoreFormatError."""
-    value = catalogue_json(packed, FORMAT)
-    return open_root(value) if value["format"] == FORMAT else Catalogue.of(value)
+    """Read the root that a head names. Raises DamagedError, StoreFormatError."""
+    return open_root(catalogue_json(packed))
 
 
 def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
-    """Read the shards of these numbers into a root; return a catalogue without shards as it is. Raises as
-    :func:`root_of`."""
-    if not root.shards:
-        return root
+    """Read the shards of these numbers into a root. Raises as :func:`root_of`."""
     shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
     return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]))
 
@@ -182,7 +179,6 @@ def check_same_identity(mine: dict[str, object], other: dict[str, object], url: 
 
 # ---- shards ------------------------------------------------------------------------------------------------------
 
-FORMAT = 4
 ENTRIES = 512  # in a shard, when their number is chosen: some ten KB; a changed document of ten chunks changes twenty
 _FEWEST, _MOST = ENTRIES // 4, ENTRIES * 2  # before it is chosen anew
 _MOST_BITS = 20
@@ -363,10 +359,7 @@ class LazyCatalogue:
 
     def get(self, key: str) -> Chunk | None:
         """Return a chunk by its id in hex; None if it is missing. Raises RemoteError, DamagedError."""
-        count = len(self._root.shards)
-        if not count:
-            return self._root.chunks.get(key)
-        number = number_of(key, count)
+        number = number_of(key, len(self._root.shards))
         if number not in self._read:
             self._read[number] = with_shards(self._blobs, self._root, [number]).chunks
         return self._read[number].get(key)

@@ -94,10 +94,8 @@ class GarbageCollector:
     def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
         self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
 
-    def run(self, listed: set[str]) -> bool:
+    def run(self, listed: set[str]) -> None:
         """Delete those of the listed names to which the catalogue in force does not refer.
-
-        False: another catalogue came into force meanwhile, and refers to a value that was deleted.
 
         Parameters
         ----------
@@ -115,8 +113,6 @@ class GarbageCollector:
                     continue
                 self._delete(doomed)
                 gone.update(doomed)
-        _, wanted = self._in_force()
-        return not gone & wanted
 
     def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
         """Delete values to which only catalogues long out of force refer. Nothing is deleted if `head` is no longer in

@@ -10,7 +10,7 @@ from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import nested, profiled
+from kvtool.core.codec.levels import nested
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import (
     DamagedError,
@@ -40,17 +40,9 @@ from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_files, evict_some
 
 
-def open_store(
-    place: Path | str,
-    *,
-    timeout: float = TIMEOUT,
-    lock_wait: float = 0.0,
-    warn: Warn = warn_nobody,
-) -> Store:
+def open_store(place: Path | str, *, warn: Warn = warn_nobody) -> Store:
     """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
-    if isinstance(place, Path):
-        return Store.open(place)
-    return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
+    return Store.open(place) if isinstance(place, Path) else open_shared(place, warn=warn)
 
 
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
@@ -107,7 +99,6 @@ def local_place(url: str) -> Path:
 
 _ADOPTED = "remote/adopted.json"
 _MOST_TOLD = 10  # damages, one by one
-_RULES = 3  # of an import: a store that an older kvtool filled is brought up to date once more
 
 
 class MirrorUpdater:
@@ -116,7 +107,7 @@ class MirrorUpdater:
     Parameters
     ----------
     digest : of the catalogue, by which the shared store names it.
-    root : the catalogue; of a sharded one only the root.
+    root : of the catalogue.
     timeout : seconds to wait for a value.
 
     Attributes
@@ -127,7 +118,7 @@ class MirrorUpdater:
     def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
         self._store, self._blobs, self._digest, self._root = store, blobs, digest, root
         self._timeout, self._warn = timeout, warn
-        self._packed = pack_root(root) if root.shards else root.pack()
+        self._packed = pack_root(root)
         self.mark = digest_of(self._packed)
 
     def sync_catalogue(self, lock_wait: float) -> bool:
@@ -155,14 +146,11 @@ class MirrorUpdater:
                 raise
             warn(f"{error.message}: only what is here already is used", error.hint)
             return False
-        if store.read_side(_ADOPTED, catalogue=self.mark).get("unnamed"):
-            text = f"{url} does not say which profile its lossy records are of: --level auto ignores them"
-            warn(text, "push to it again")
         return True
 
     def _adopt(self, lock_wait: float) -> None:
         """Import what the catalogue describes, once for each catalogue."""
-        adopted = self._store.read_side(_ADOPTED, rules=_RULES)
+        adopted = self._store.read_side(_ADOPTED)
         if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
             return
         with self._store.writer(lock_wait) as writer:
@@ -181,8 +169,7 @@ class MirrorUpdater:
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
         self._tell(report)
-        unnamed = any(level not in chunk.makers for chunk in now.chunks.values() for level in profiled(chunk.levels))
-        self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
+        self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged)))
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
         """Import the descriptions, and evict KV for them. Raises NoSpaceError if no KV is left to evict."""
@@ -196,7 +183,7 @@ class MirrorUpdater:
                     raise
 
     def _before(self) -> Catalogue | None:
-        """Return the catalogue that was imported last, or its root; None if that is not known."""
+        """Return the root of the catalogue that was imported last; None if that is not known."""
         with suppress(OSError, KvtoolError):
             return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
         return None
@@ -208,9 +195,9 @@ class MirrorUpdater:
             self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
 
 
-def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[str, object]:
-    """Return the note of a catalogue that was copied here; `unnamed`: it has lossy records of unknown profiles."""
-    return {"catalogue": mark, "rules": _RULES, "damaged": damaged, "unnamed": unnamed}
+def _adopted(mark: str, damaged: bool = False) -> dict[str, object]:
+    """Return the note of a catalogue that was copied here."""
+    return {"catalogue": mark, "damaged": damaged}
 
 
 # ---- what has changed since the last one -------------------------------------------------------------------------
@@ -218,7 +205,7 @@ def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[st
 
 def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
     """Return the numbers of the shards that differ; None: all may."""
-    if before is None or not now.shards or len(before.shards) != len(now.shards):
+    if before is None or len(before.shards) != len(now.shards):
         return None
     pairs = zip(now.shards, before.shards, strict=True)
     return {number for number, (one, other) in enumerate(pairs) if one != other}

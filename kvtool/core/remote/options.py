@@ -25,7 +25,6 @@ class RemoteOptions(Options, sections=("query",)):
         TIMEOUT,
         "Maximum wait for an answer of a shared store.",
         group=STORE,
-        metavar="SECONDS",
         unit="duration",
         lowest=0.001,
     )

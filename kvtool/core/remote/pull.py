@@ -579,7 +579,7 @@ def own_references(store: Store) -> set[bytes]:
     sources = [source for entry in store.files() if not entry.origin.is_foreign for source in entry.documents]
     documents = (store.document(source) for source in sources)
     used = {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
-    with suppress(StoreFormatError):  # of another version: nothing is asked of it here
+    with suppress(StoreFormatError):  # then no prompt has a beginning
         identity = StoreIdentity.from_manifest(store.manifest())
         if identity is not None and not store.made_by().is_foreign:
             used.add(identity.prefix_id)

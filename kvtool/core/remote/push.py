@@ -127,9 +127,8 @@ class _Push:
                 self.sender.mend(unseal_head(head).catalogue, theirs)
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
-            if delete and not self.garbage.run(listed):
-                head, theirs = self._there()  # a value was deleted that an older kvtool, without leases, counts on
-                self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
+            if delete:
+                self.garbage.run(listed)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
         """Refuse to remove a signature, and to sign what another user has pushed."""
@@ -147,7 +146,7 @@ class _Push:
 
     def _say_what_stays(self) -> None:
         """Warn of states of prompts, which a catalogue has no name for."""
-        if count := sum(not info.alone for info in self.store.stretches().values()):
+        if count := len(self.store.stretches()):
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
                 "and a question there computes them",
@@ -175,9 +174,7 @@ class _Push:
                 self._check_signer(theirs, delete)
             joined = mine if theirs is None or delete else self._joined(mine, theirs)
             signed = self.key is None or self._has_signed(theirs)
-            if (
-                theirs is not None and joined == theirs and theirs.shards and signed
-            ):  # else an older kvtool put it there
+            if joined == theirs and signed:
                 return
             if self._swap(head, theirs, joined):
                 if delete and theirs is not None:

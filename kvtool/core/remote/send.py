@@ -64,7 +64,7 @@ class Sender:
         broken, thin = self._unsound(mine, theirs)
         mine = self._send_descriptions(mine, broken | thin)
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
-        gaps = self._gaps(mine, theirs, broken, thin)
+        gaps = self._gaps(mine, broken, thin)
         chunks = self._of_one_machine(mine.chunks, gaps, theirs)
         self._count(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
         return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
@@ -89,13 +89,12 @@ class Sender:
 
     # ---- KV ----
 
-    def _gaps(self, mine: Catalogue, theirs: Catalogue | None, broken: set[Pack], thin: set[Pack]) -> set[Member]:
+    def _gaps(self, mine: Catalogue, broken: set[Pack], thin: set[Pack]) -> set[Member]:
         """Return what has to be sent: what is missing, and what is stored in packs that are to be replaced."""
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
-                there = _same(theirs, key, level, stored)
-                if stored.place is None and (stored.size > MOST_BYTES or (there and there.place is None)):
+                if stored.place is None and stored.size > MOST_BYTES:
                     alone.append(((key, level), kv_names(key, chunk, level)))
                 elif (
                     stored.place is None
@@ -120,7 +119,7 @@ class Sender:
             lost = [level for level, stored in chunk.levels.items() if (key, level) in gaps]
             trusted = [level for level in lost if _same(theirs, key, level, chunk.levels[level])]
             if not all(self._holds(key, chunk, level) for level in trusted):
-                chunk_id, sealed = bytes.fromhex(key), bool(chunk.seals)
+                chunk_id, sealed = bytes.fromhex(key), any(stored.seal for stored in chunk.levels.values())
                 foreign, told = self.store.origin(chunk_id).is_foreign, self.report.note_damage
                 surveyed = values.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
                 if surveyed is None or surveyed.mark != chunk.mark:

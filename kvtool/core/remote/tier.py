@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 from kvtool.core.cache import space
-from kvtool.core.cache.backend import Ahead, BlobRequest, KVRead
+from kvtool.core.cache.backend import BlobRequest, KVRead
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.layout import writer_lock
 from kvtool.core.cache.record import aligned
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import known, level_of
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, RemoteError, StoreLockedError
-from kvtool.core.model.preemption import run_pending
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, RemoteError
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Chunk, Level, digest_of, records_wanted
 from kvtool.core.remote.catalogue_io import LazyCatalogue
@@ -33,16 +31,16 @@ from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pin
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
 _Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
-CATALOGUE = "remote/catalogue"  # side file of the local cache: the catalogue that was imported last, or its root
+CATALOGUE = "remote/catalogue"  # side file of the local cache: root of the catalogue that was imported last
 
 
 class Tier:
     """A shared store as the :class:`kvtool.core.cache.backend.RemoteBackend` of its local cache.
 
     Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
-    layer by layer, is checked, and is written into the local cache after the answer. Layers that no row sees are
-    fetched after the answer, too: a chunk is kept whole or not at all. When the shared store stops answering, it is not
-    asked again: missing KV is a miss like any other, with a notice.
+    layer by layer, is checked, and is written into the local cache after the answer: a chunk is kept whole or not at
+    all. When the shared store stops answering, it is not asked again: missing KV is a miss like any other, with a
+    notice.
 
     Attributes
     ----------
@@ -56,8 +54,6 @@ class Tier:
         self._there: LazyCatalogue | None = offers  # None: the shared store is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
-        self._read: dict[Place, set[int]] = {}  # layers, of what is read by passes that said which
-        self._lost: set[Place] = set()  # of which something came damaged, or not at all
         self._fetching = threading.Lock()
         self._arrivals: Prefetcher | None = None
         self._coming = deque[_Record]()  # what was asked for and has not come
@@ -101,7 +97,6 @@ class Tier:
         level: str,
         layer: int,
         before: Callable[[int], None],
-        ahead: Ahead = None,
     ) -> None:
         """Fetch what a read of the local cache did not find or found damaged, and put it into `reads`."""
         missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
@@ -111,8 +106,7 @@ class Tier:
         try:
             for number in missing:
                 before(number)
-            layers = {chunk_ids[number]: None if ahead is None else ahead[number] for number in missing}
-            self._fetch(layers, level, layer)
+            self._fetch([chunk_ids[number] for number in missing], level, layer)
             why: KvtoolError = DamagedError("its record in the shared store is damaged or lost")
         except RemoteError as error:
             why = error
@@ -122,15 +116,12 @@ class Tier:
     def _has(self, chunk_id: bytes, level: str, layer: int) -> bool:
         return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
-    def _fetch(self, chunks: Mapping[bytes, Collection[int] | None], level: str, layer: int) -> None:
-        """Fetch a layer of some chunks, and request the layers after it that will be read, too.
+    def _fetch(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> None:
+        """Fetch a layer of some chunks, and request their other layers, too.
 
         A stream that has failed is not waited for again by another reader."""
         with self._fetching:
-            for chunk_id, layers in chunks.items():
-                if layers is not None:
-                    self._read.setdefault((chunk_id, level), set()).update(layers)
-            places = [(chunk_id, level) for chunk_id in chunks]
+            places = [(chunk_id, level) for chunk_id in chunk_ids]
             lacking = {(place, layer) for place in places if layer not in self._fetched.get(place, {})}
             if not lacking:
                 return
@@ -138,25 +129,19 @@ class Tier:
                 raise RemoteError("the shared store is gone")
             try:
                 first = lacking.difference(self._coming)
-                self._take({place: self._from(place, layer) for place in places if (place, layer) in first}, lacking)
+                self._take([place for place in places if (place, layer) in first], lacking)
             except RemoteError as error:
                 self.give_up(error)
                 raise
 
-    def _from(self, place: Place, layer: int) -> set[int]:
-        """Return a layer of a chunk, and those after it that are read."""
-        after = range(layer, len(self.wanted(*place)))
-        return {layer, *(self._read[place].intersection(after) if place in self._read else after)}
-
-    def _take(self, asked: Mapping[Place, Collection[int]], lacking: set[_Record]) -> None:
-        """Request layers of some chunks, and keep what arrives until nothing is lacking."""
+    def _take(self, asked: Sequence[Place], lacking: set[_Record]) -> None:
+        """Request some chunks, and keep what arrives until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
         try:
             self._ask(arrivals, asked)
             while lacking:
                 place, number = self._coming.popleft()
-                if not self.keep(place, number, arrivals.take(self.timeout).value):
-                    self._lost.add(place)
+                self.keep(place, number, arrivals.take(self.timeout).value)
                 lacking.discard((place, number))
         except BaseException:  # Ctrl-C, too: nobody knows which of them comes next
             arrivals.close()
@@ -164,14 +149,14 @@ class Tier:
             self._coming.clear()
             raise
 
-    def _ask(self, arrivals: Prefetcher, layers: Mapping[Place, Collection[int]]) -> None:
-        """Request what is not here of some layers of some chunks, layer by layer of all of them."""
+    def _ask(self, arrivals: Prefetcher, places: Sequence[Place]) -> None:
+        """Request what is not here of some chunks, layer by layer of all of them."""
         asked, coming = list[tuple[int, Place, BlobRequest]](), {*self._coming}
-        for place, numbers in layers.items():
+        for place in places:
             wanted = self.wanted(*place)
             if not wanted:
                 raise RemoteError("the shared store is gone")
-            lacking = {*numbers} - self._fetched.get(place, {}).keys()
+            lacking = {*range(len(wanted))} - self._fetched.get(place, {}).keys()
             asked += [(number, place, wanted[number]) for number in lacking if (place, number) not in coming]
         asked.sort(key=lambda row: row[0])  # chunks stay in the order given
         self._coming += [(place, number) for number, place, _ in asked]
@@ -216,62 +201,15 @@ class Tier:
         """Write chunks whose layers have all arrived; a store that is full or locked still fetches."""
         if self._fetched or self._store.notes_are_long:  # which a writer adds when it ends
             try:
-                self._fetch_rest()
                 self._write_fetched()
             except KvtoolError as error:  # locked, full, read-only
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
-
-    def _fetch_rest(self) -> None:
-        """Fetch the layers that no row saw, of chunks that will fit here, so that they are whole.
-
-        Otherwise every reader of a store would have to distinguish half a chunk from a whole one, and another question
-        sees more rows of it. KV that is not kept would be fetched by every question.
-        """
-        rest = self._rest()
-        if not rest or self._there is None or self._store.read_only or not self._fetching.acquire(blocking=False):
-            return  # another reader still waits for a slow shared store, which gets no more requests
-        try:
-            with writer_lock(self._store.path, 0.0):
-                pass  # where another process writes, which may take hours, nothing will be kept
-            self._take(rest, set())
-            while self._coming:
-                self._take({}, {self._coming[0]})
-                run_pending()  # a server's other answers go on
-        except StoreLockedError:
-            return  # `_write_fetched` reports it
-        except RemoteError as error:
-            self.give_up(error)
-        finally:
-            self._fetching.release()
-        if lost := len(self._lost & rest.keys()):
-            text = f"{lost} chunk(s) are not kept here: what no row saw of them is damaged in the shared store"
-            self._warn(text, "push again with --verify")
-
-    def _rest(self) -> dict[Place, set[int]]:
-        """Return the layers still missing of chunks that a question has read in part, for the chunks that will fit."""
-        lacking = {
-            place: {*range(len(self.wanted(*place)))} - layers.keys()
-            for place, layers in self._fetched.items()
-            if place in self._read and place not in self._lost
-        }
-        if not any(lacking.values()):
-            return {}
-        sizes = Counter[bytes]()
-        for place in self._fetched:
-            sizes[place[0]] += self._bytes_here(*place)
-        kept, _ = plan_eviction(self._store, sizes)
-        return {place: layers for place, layers in lacking.items() if layers and place[0] in kept}
-
-    def _bytes_here(self, chunk_id: bytes, level: str) -> int:
-        """Return the bytes that a chunk at a level will need in the local store; 0 if the level is not offered."""
-        layers = len(self.wanted(chunk_id, level))
-        return layers * bytes_of(-(-self.offers(chunk_id)[level].size // layers)) if layers else 0
 
     def _write_fetched(self) -> None:
         """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched. Raises as
         `Store.writer` does, and NoSpaceError."""
         whole, sizes = self._whole(), Counter[bytes]()
-        self._fetched, self._read, self._lost = {}, {}, set()
+        self._fetched = {}
         for chunk_id, _, _, records in whole:
             sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
         with self._store.writer(0.0) as writer:

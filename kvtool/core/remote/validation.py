@@ -80,9 +80,9 @@ def name_of(value: Any) -> str:
     return str(value)
 
 
-def hex_of(value: Any, *sizes: int) -> str:
-    """Check that a value is so many bytes in lower-case hex, of one of these sizes."""
-    if not isinstance(value, str) or len(value) // 2 not in sizes or not _HEX.fullmatch(value):
+def hex_of(value: Any, size: int) -> str:
+    """Check that a value is so many bytes in lower-case hex."""
+    if not isinstance(value, str) or len(value) != 2 * size or not _HEX.fullmatch(value):
         raise ValueError("not bytes in hex of the right length")
     return value
 
@@ -91,6 +91,13 @@ def count_of(value: Any, least: int, most: int) -> int:
     """Check that a value is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError("not a whole number within bounds")
+    return value
+
+
+def flag_of(value: Any) -> bool:
+    """Check that a value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("neither true nor false")
     return value
 
 
@@ -129,13 +136,13 @@ def identity_of(value: Any) -> dict[str, Any]:
 
 
 def codec_of(value: Any) -> dict[str, Any]:
-    """Check the state of the codec levels: a profile, and rows of numbers by level, or by profile and level."""
+    """Check the state of the codec levels: a profile, and numbers by profile and level."""
     state: dict[str, Any] = plain(object_of(value))
     if state.get("profile", "") != "":
         hex_of(state["profile"], 16)
     for row in object_of(state.get("losses", {})).values():
-        for inner in object_of(row).values():
-            for number in inner.values() if isinstance(inner, dict) else [inner]:
+        for measured in object_of(row).values():
+            for number in object_of(measured).values():
                 if number is not None and not isinstance(number, int | float):
                     raise ValueError("a loss that is no number")
     return state

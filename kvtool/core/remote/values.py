@@ -16,13 +16,12 @@ from kvtool.core.cache.identity import HERE, ID_BYTES, ORIGIN
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, seal, unseal
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import NO_PROFILE, base_level, check_of, level_of, nested, stated_check
+from kvtool.core.codec.levels import base_level, check_of, level_of, nested, stated_check
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import validation
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
 from kvtool.core.remote.signing import seal_of
 from kvtool.core.remote.validation import MOST_TOKENS
-from kvtool.core.session.identity import losses_by_maker
 
 # What a store says of itself, by the name of its value.
 META: Mapping[str, Callable[[Store], dict[str, Any]]] = {
@@ -401,7 +400,7 @@ def _checked_base(
             raise DamagedError(f"level {base}, which it refines, is damaged or lost")
         for record, refined in zip(records, before, strict=True):
             check, other = (decode_record(chunk_id, data)[1] for data in (record, refined))
-            if stated_check(check) not in (0, check_of([other])):
+            if stated_check(check) != check_of([other]):
                 raise DamagedError(f"it refines another record of level {base} than is stored")
     return base
 
@@ -424,13 +423,7 @@ def join_codec(mine: State, theirs: State) -> dict[str, Any]:
     """
     if not mine or not theirs:
         return dict(mine or theirs)
-    ours, other = losses_by_maker(mine), losses_by_maker(theirs)
+    ours, other = (dict(state.get("losses") or {}) for state in (mine, theirs))
     rows = {maker: other.get(maker, {}) | ours.get(maker, {}) for maker in {**other, **ours}}
     profile = mine.get("profile") or theirs.get("profile") or ""
-    return {**theirs, **mine, "profile": profile, "losses": _written(rows, profile)}
-
-
-def _written(rows: dict[str, Any], profile: str) -> dict[str, Any]:
-    """Return the older form, which every version reads, if it can hold them all."""
-    maker = profile or NO_PROFILE.hex()
-    return dict(rows[maker]) if rows.keys() == {maker} else rows
+    return {**theirs, **mine, "profile": profile, "losses": rows}

@@ -28,7 +28,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.fusion.selectors import EXACTLY, WEIGHED
-from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
+from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 
 NEIGHBOUR = "neighbour"
-# Stores of earlier versions may have a lead-in of trained rows, which are no longer computed with. Its chunks have
-# another lead-in digest than its token ids give, so they count as chunks behind an earlier lead-in of the store: used
-# as they are stored, and computed again by the next ingest of their documents.
-LEARNED = "learned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class LeadInIds:
 
     Attributes
     ----------
-    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file; or `LEARNED`.
+    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
     ids : shared by all chunks; `neighbour` adds the document's previous chunk.
     """
 
@@ -83,7 +79,7 @@ class StoreIdentity:
     answer_header: Ids
     lead_in: LeadInIds
     split: SplitSettings
-    system: str = EARLIER_SYSTEM
+    system: str = ""
     namespace: str = ""
     keeps_states: bool = False
 
@@ -144,11 +140,7 @@ class StoreIdentity:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_manifest(self) -> dict[str, Any]:
-        """Return the manifest; without states it is that of stores before there were any."""
-        row = asdict(self)
-        if not self.keeps_states:
-            del row["keeps_states"]
-        return {"identity": row}
+        return {"identity": asdict(self)}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
@@ -160,11 +152,10 @@ class StoreIdentity:
             lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]))
             split = SplitSettings(**row["split"])
             ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
-            said = {"system": row.get("system") or EARLIER_SYSTEM}
-            return cls(**(row | ids | said | {"lead_in": lead_in, "split": split}))
+            return cls(**(row | ids | {"lead_in": lead_in, "split": split}))
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(
-                f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"
+                f"the store's manifest cannot be read: {error!r}", "ingest into a new store"
             ) from error
 
 
@@ -246,8 +237,7 @@ def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
 class MeasuredLosses:
     """Measured losses of the lossy levels, by codec profile: KL of the answer in nats a token, as of `compress`.
 
-    An unreadable state counts as not measured. Once a named predictor has made records, the loss of records without a
-    profile is unknown: they look like those of `auto`. A level without profiles has one loss.
+    An unreadable state counts as not measured. A level without profiles has one loss.
     """
 
     def __init__(self, store: Store) -> None:
@@ -260,12 +250,10 @@ class MeasuredLosses:
             self._maker = state.get("profile") or self._maker
             measured = {
                 maker: {level: float(rows[level]["kl_answer"]) for level in lossy(rows)}
-                for maker, rows in losses_by_maker(state).items()
+                for maker, rows in (state.get("losses") or {}).items()
             }
             for rows in measured.values():
                 self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).profiled}
-            if state.get("named_predictor"):
-                measured.pop(NO_PROFILE.hex(), None)
             self._rows = measured
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
@@ -292,19 +280,6 @@ class MeasuredLosses:
             for level in stored:
                 lost[level] = max(lost.get(level, 0.0), own.get(level, math.inf))
         return {level: lost[level] for level in lossy(lost) if lost[level] < math.inf}
-
-
-def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read the rows of a store's codec state by profile (`NO_PROFILE` for none) and level.
-
-    Older stores have one row a level: that of the profile in use.
-    """
-    rows = dict(state.get("losses") or {})
-    old = {level: rows.pop(level) for level in lossy(rows)}
-    if old:
-        maker = state.get("profile") or NO_PROFILE.hex()
-        rows[maker] = rows.get(maker, {}) | old
-    return {maker: dict(levels) for maker, levels in rows.items() if levels}
 
 
 def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:
@@ -367,7 +342,7 @@ class ConformanceCheck:
     name: str
     difference: float
     allowed: float
-    arithmetic: str = ""  # such as "bfloat16 on cpu"; "" of an earlier kvtool
+    arithmetic: str  # such as "bfloat16 on cpu"
 
     @property
     def passed(self) -> bool:
@@ -411,11 +386,8 @@ class ConformanceResult:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> ConformanceResult:
-        keys = ("law", "name", "difference", "allowed")
-        checks = tuple(
-            ConformanceCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
-            for check in row["checks"]
-        )
+        keys = ("law", "name", "difference", "allowed", "arithmetic")
+        checks = tuple(ConformanceCheck(**{key: check[key] for key in keys}) for check in row["checks"])
         cross_dtype_loss = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
         return cls(row["fingerprint"], checks, cross_dtype_loss)
 

@@ -16,7 +16,6 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.session.identity import (
-    LEARNED,
     ConformanceResult,
     MeasuredLosses,
     ProfileCache,
@@ -38,10 +37,6 @@ if TYPE_CHECKING:
     from kvtool.core.session.speeds import SpeedBook
 
 _STORES_OWN = ModelOptions()
-_OLD_LEAD_IN = (
-    "the store's chunks were computed after a learned lead-in, which kvtool no longer makes; they are used as stored",
-    "the next `kvtool ingest` of their documents computes them after the warm lead-in",
-)
 
 
 class Session:
@@ -97,8 +92,6 @@ class Session:
         self._revision = -1  # of the store, at the last refresh
         if decoder is not None:
             self.decoder = decoder
-        if self.identity.lead_in.mode == LEARNED:
-            self.warn_once(*_OLD_LEAD_IN)
 
     @classmethod
     def open(cls, store: Store, wanted: ModelOptions = _STORES_OWN, *, warn: Warn = warn_nobody) -> Self:
@@ -191,19 +184,6 @@ class Session:
 
         return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
 
-    @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the number of positions that a row sees at each stored layer; None: all before it.
-
-        While the model is not loaded, its configuration says so.
-        """
-        from kvtool.core.checkpoint.load import supported_config
-        from kvtool.core.model.kinds import stated_windows
-
-        if self.is_loaded:
-            return self.decoder.windows
-        return stated_windows(supported_config(self.files), self.layers)
-
     @property
     def parts(self) -> PromptParts:
         """Return the store's own prefix of a prompt, and its answer header."""
@@ -215,13 +195,6 @@ class Session:
         from kvtool.core.model.prefill import LeadIn
 
         return LeadIn(self.decoder, self.identity.lead_in.ids)
-
-    @cached_property
-    def unused_states(self) -> int:
-        """Count the chunks with states of their own, which only earlier versions of kvtool made."""
-        if not (self.identity.keeps_states and self.identity.lead_in.ids):
-            return 0
-        return sum(info.alone for info in self.store.stretches().values())
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
         """Run the conformance checks at a model's first use of the store, and refuse the model if it failed.

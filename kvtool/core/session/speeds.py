@@ -295,7 +295,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     run_pending()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with uninterrupted(), Loader(decoder, [segments] * decoder.stored_layers, cache, source) as loader:
+        with uninterrupted(), Loader(decoder, segments, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU

@@ -16,7 +16,7 @@ from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import lossy, profiled
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import DamagedError
-from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, losses_by_maker
+from kvtool.core.session.identity import MeasuredLosses, StoreIdentity
 
 _NODE = 64  # bytes of a row besides its value: node, key, offset
 _PAGE_HEADER = 16
@@ -268,11 +268,6 @@ def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | No
     levels = store.sizes_here(identity.prefix_id)
     tokens = len(info.token_ids) if levels else 0
     return {"id": identity.prefix_id.hex(), "tokens": tokens, "levels": level_rows(levels)}
-
-
-def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the codec levels without its current profile; measurements made with the profile are kept."""
-    return {**state, "profile": "", "losses": losses_by_maker(state)}
 
 
 def old_profiles(store: Store) -> list[bytes]:

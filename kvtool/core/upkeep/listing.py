@@ -1,4 +1,4 @@
-"""List documents or chunks in an order (`kvtool help listing`)."""
+"""List documents or chunks in an order (`kvtool help upkeep`)."""
 
 from __future__ import annotations
 

@@ -44,14 +44,11 @@ class PruneOptions(ForgetOptions, settings=False, group=WHICH):
         None,
         "Remove documents not changed for this long.",
         synonyms=("--older-than",),
-        metavar="30d",
         unit="duration",
         lowest=0,
     )
-    unused: float | None = option(
-        None, "Remove documents not used for this long.", metavar="30d", unit="duration", lowest=0
-    )
+    unused: float | None = option(None, "Remove documents not used for this long.", unit="duration", lowest=0)
     cold: float | None = option(
-        None, "Keep only the smallest level of chunks not used for this long.", metavar="30d", unit="duration", lowest=0
+        None, "Keep only the smallest level of chunks not used for this long.", unit="duration", lowest=0
     )
     compact: bool = option(True, "Shrink the store's files to meet the size.", flag="--compact/--no-compact")

@@ -17,7 +17,7 @@ from kvtool.core.common.sizes import shown_size, size_from
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
 from kvtool.core.upkeep.budget import low_water
 from kvtool.core.upkeep.forget import bring_index_up_to_date, collect
-from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, take_inventory, without_profile
+from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, take_inventory
 from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.plan import PROFILE, UNFINISHED, Drop, Plan, PruneRequest, Step, plan_prune
 
@@ -166,7 +166,7 @@ def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
         if step.stretches:
             writer.drop_stretches(step.stretches)
         if step.profiles:
-            state = without_profile(store.codec_state()) if step.name == PROFILE else None
+            state = {**store.codec_state(), "profile": ""} if step.name == PROFILE else None
             writer.drop_profiles(step.profiles, state)
         if step.sources:
             writer.remove_documents(step.sources)

@@ -13,7 +13,6 @@ import torch
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import resolve_device
-from kvtool.core.codec.levels import RAW
 from kvtool.core.common.machine import FLOAT32, cores, why_float32
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.types import Events
@@ -36,12 +35,12 @@ from samples.benchmarks.bench.machine import (
     limit_of,
     measure_machine,
     synchronize,
+    windows_of,
 )
 from samples.benchmarks.bench.prompts import BenchPrompt, Sizes, scratch_store, stored_prompts
 from samples.benchmarks.bench.shapes import PUBLISHED, build_shape, shape_dtype
 
 if TYPE_CHECKING:
-    from kvtool.core.fusion.plan import Segment
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
@@ -216,16 +215,11 @@ class ModeWork:
     ----------
     passes : rows and keys, layer by layer.
     rows : computed at each layer of the main pass.
-    records_read, records_spared : of all layers, and those that no computed row sees through its window;
-        `bytes_spared`: the bytes of these.
     """
 
     passes: tuple[Work, ...]
     rows: tuple[int, ...]
     bytes_read: int
-    records_read: int = 0
-    records_spared: int = 0
-    bytes_spared: int = 0
 
 
 class Answerer:
@@ -242,17 +236,13 @@ class Answerer:
 
     def facts(self, prompt: BenchPrompt, mode: str) -> ModeWork:
         """Count what one pass computes and reads; nothing is timed."""
-        windows = self.decoder.windows
+        windows = windows_of(self.decoder)
         if mode == PLAIN:
             return ModeWork((full_work(prompt.length, windows),), (prompt.length,) * len(windows), 0)
         fused = self._fused(prompt, mode)[1]
         _check_whole(fused)
         passes = tuple(fused_work(fused, selector_for(self._options, mode), windows))
-        spared = fused.read_set.bytes_skipped(self._sizes)
-        return ModeWork(passes, fused.tokens.rows, fused.bytes_read, **fused.read_set.to_json(), bytes_spared=spared)
-
-    def _sizes(self, segment: Segment) -> list[int]:
-        return self._store.payload_sizes(segment.source.chunk_id, segment.source.level or RAW)
+        return ModeWork(passes, fused.tokens.rows, fused.bytes_read)
 
     def _plain(self, prompt: BenchPrompt) -> Sample:
         plan = prompt.plan(self._store)
@@ -386,9 +376,6 @@ def _row(mode: str, samples: Sequence[Sample], work: ModeWork, reference: Refere
         **parts,
         "overlap": ttft / max(parts["load_ms"], parts["compute_ms"]),
         "bytes_read": work.bytes_read,
-        "records_read": work.records_read,
-        "records_spared": work.records_spared,
-        "bytes_spared": work.bytes_spared,
         "rows_by_layer": [*work.rows],
         "rows_total": sum(work.rows),
         "flops": done,

@@ -58,7 +58,7 @@ class Architecture:
             layers=tuple(_weights(layer, share) for layer in decoder.layers),
             head_channels=decoder.config.num_attention_heads * sum(widths) // (2 * len(decoder.shapes)),
             lm_head=decoder.model.get_output_embeddings().weight.numel(),
-            windows=decoder.windows,
+            windows=windows_of(decoder),
         )
 
 
@@ -96,6 +96,11 @@ def keys_seen(positions: Sequence[int], window: int | None = None) -> int:
     if window is None:
         return sum(positions) + len(positions)
     return sum(min(position + 1, window) for position in positions)
+
+
+def windows_of(decoder: Decoder) -> Windows:
+    """Return how many positions a row sees at each layer that keeps keys and values; None: all before it."""
+    return tuple(kind.window for kind in decoder.kinds if kind.source is None)
 
 
 def full_work(length: int, windows: Windows) -> Work:

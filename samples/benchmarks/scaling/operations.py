@@ -65,7 +65,8 @@ OPERATIONS = (
         lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--documents", place.file(3)],
     ),
     Operation(
-        "query --source", lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--source", "*00001.txt"]
+        "query --set search.source",
+        lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--set", "search.source=*00001.txt"],
     ),
     Operation("serve, until it listens", lambda place: ["serve", "--port", "0", "--no-key", *_ASK], until="ready on"),
     Operation("doctor", lambda place: ["doctor", "--offline"]),

@@ -17,7 +17,7 @@ from kvtool.core.model.decode import DecodeBackend, decode_backend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
-from samples.benchmarks.bench.machine import Architecture, flops, fused_work
+from samples.benchmarks.bench.machine import Architecture, flops, fused_work, windows_of
 from samples.benchmarks.bench.prompts import BenchPrompt, Stored
 from samples.benchmarks.systems.plain import built
 from samples.benchmarks.systems.prepare import STORE
@@ -59,7 +59,7 @@ class FusedRunner:
     def about(self, prompt: PeerPrompt) -> About:
         assert self._fused is not None
         assert self._stepper is not None
-        work = flops(Architecture.of(self._decoder), fused_work(self._fused, self._selector, self._decoder.windows))
+        work = flops(Architecture.of(self._decoder), fused_work(self._fused, self._selector, windows_of(self._decoder)))
         why = f" ({self._stepper.why})" if self._stepper.why else ""
         build = f"{built()}, decoding: {self._stepper.name}{why}"
         return About(kvtool.__version__, build, bytes_read=self._fused.bytes_read, flops=work)

@@ -210,7 +210,7 @@ _ALL = [
     Work(  # whose prompt's states are kept
         "question",
         lambda b, f: copy(b.states, f / "store"),
-        lambda b, f: [*_question("prefix", f), "--state-cache-size", "1GB"],
+        lambda b, f: [*_question("prefix", f), "--set", "load.state_cache_size=1GB"],
         asks=("prefix",),
     ),
     Work(  # as `serve --learn` does, after its answers
@@ -285,7 +285,7 @@ def _answered(mode: str, folder: Path, wrong: list[str]) -> str:
     copy(folder / "store", asked / "store")
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*map(str, _question(mode, asked)), "--state-cache-size", "0", "--json"])
+        code = main([*map(str, _question(mode, asked)), "--set", "load.state_cache_size=0", "--json"])
     if code or "damaged" in err.getvalue():
         wrong.append(f"exit {code}: {(out.getvalue() + err.getvalue())[-400:]}")
         return ""

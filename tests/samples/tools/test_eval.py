@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.model.options import EARLIER_SYSTEM
 from samples.tools import eval as ev
 
 MILL = ["Tide Mill", ["The mill is old.", " It grinds beans."]]
@@ -256,9 +255,3 @@ def test_documents_of_another_run_are_not_mixed_in(tmp_path: Path, capsys: pytes
     assert run(tmp_path, "musique", [musique_row()]) == 2
     assert "already holds 3 other files" in capsys.readouterr().err
     assert corpus(tmp_path) == before
-
-
-def test_benchmarks_set_the_short_instruction() -> None:
-    """Their pages were measured with it, when it was the default of all stores."""
-    text = (Path(ev.__file__).parents[1] / "benchmarks" / "short.txt").read_text(encoding="utf-8")
-    assert text.strip() == EARLIER_SYSTEM

@@ -89,20 +89,18 @@ def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_windows_read_less_and_latents_keep_less() -> None:
-    lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024", "--chunk-tokens", "128")
+def test_latents_keep_less() -> None:
+    lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024")
     gemma, deepseek = (line.split(" | ") for line in lines.splitlines()[2:])
     assert gemma[1:3] == ["4 full, 22 of 512", "26,624"]  # 26 layers, one head of 256, keys and values
-    assert float(gemma[4]) == pytest.approx((4 * 8 + 22 * 4) / (26 * 8), abs=0.01)
     assert deepseek[1:3] == ["27 full, latents", "31,104"]  # 27 layers of 512 + 64
-    assert deepseek[4].startswith("1.00")
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-4-e4b", "gemma-4-26b-a4b"])
 def test_the_bytes_of_kinds_of_layers_are_those_that_the_page_has(name: str) -> None:
     page = layer_bytes.PAGE.read_text(encoding="utf-8")
     assert f"{layer_bytes.HEAD}\n| qwen2.5-0.5b" in page
-    assert layer_bytes.row(name, 4096, 512) in page
+    assert layer_bytes.row(name, 4096) in page
 
 
 def test_the_plan_of_scale_is_the_one_that_the_page_has(
@@ -115,4 +113,4 @@ def test_the_plan_of_scale_is_the_one_that_the_page_has(
     assert [table in page for table in tables] == [True, True, True]
     monkeypatch.setattr(sys, "argv", ["x", "--chunks", "1e6", "--chunk-tokens", "100", "--usd-per-gb-month", "1"])
     plan_of_scale.main()  # 11,520 numbers of two bytes a token
-    assert "| SmolLM2-135M | raw | 2.3 | 2 | 3.3e+05 | 2 | 2,304 |" in capsys.readouterr().out
+    assert "| SmolLM2-135M | raw | 2.3 | 2 | 2,304 |" in capsys.readouterr().out

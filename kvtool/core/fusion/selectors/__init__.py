@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.plugins import PluginError, found
 from kvtool.core.errors import UsageError
+from kvtool.core.options.option import Option, parameters_of
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
@@ -32,7 +33,17 @@ AUTO = "auto"  # the controller (query/auto.py) chooses between a mode that reco
 WEIGHED = "union"  # the mode that recomputes a share
 FUSIONS = (*MODES, AUTO)  # what `--fusion` takes
 
-__all__ = ["AUTO", "EXACTLY", "FUSIONS", "MODES", "REFERENCE", "SELECTORS", "WEIGHED", "selector_for"]
+__all__ = [
+    "AUTO",
+    "EXACTLY",
+    "FUSIONS",
+    "MODES",
+    "REFERENCE",
+    "SELECTORS",
+    "WEIGHED",
+    "parameters_of_mode",
+    "selector_for",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -66,7 +77,8 @@ def _kind_of(mode: str) -> type[Selector]:
 
 
 def selector_for(options: object, mode: str) -> Selector:
-    """Make the selector of a mode; its parameters are the attributes of `options` with their names, unless None.
+    """Make the selector of a mode. Its parameters are the attributes of `options` with their names, and those that
+    `options.set` has as `MODE.PARAMETER=VALUE`.
 
     Raises
     ------
@@ -75,5 +87,16 @@ def selector_for(options: object, mode: str) -> Selector:
     if mode not in MODES:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(MODES)}")
     kind = _kind_of(mode)
-    given = {field.name: getattr(options, field.name, None) for field in fields(cast(Any, kind))}
-    return kind(**{name: value for name, value in given.items() if value is not None})
+    known = parameters_of_mode(mode)
+    given = {name: getattr(options, name) for name in known if hasattr(options, name)}
+    for pair in getattr(options, "set", ()):
+        of, _, text = pair.partition("=")
+        if of.startswith(f"{mode}."):
+            parameter = known[of.removeprefix(f"{mode}.")]
+            given[parameter.name] = parameter.parse(text, of)
+    return kind(**given)
+
+
+def parameters_of_mode(mode: str) -> dict[str, Option]:
+    """Return the fields of a mode's selector as parameters, by field. Raises PluginError."""
+    return parameters_of(_kind_of(mode), mode)

@@ -33,7 +33,6 @@ class Selector(ABC):
     uses_cache : False if the whole prompt is computed, whatever is stored.
     lossless : True if the logits are those of full prefill by construction.
     ignores_question : True if the rows of the chunks are the same whatever question follows them.
-    reads_all : True if every cached record is read, although windows may hide some from all computed rows.
     knob : the field that sets how much is recomputed, such as `ratio`; "" for none.
     reason : why a row is recomputed.
     """
@@ -42,7 +41,6 @@ class Selector(ABC):
     uses_cache: ClassVar[bool] = True
     lossless: ClassVar[bool] = False
     ignores_question: ClassVar[bool] = False
-    reads_all: ClassVar[bool] = False
     knob: ClassVar[str] = ""
     reason: ClassVar[str] = ""
 
@@ -52,7 +50,7 @@ class Selector(ABC):
 
     def expected_seconds(self, prompt: PromptRows) -> float:
         """Estimate the seconds from the planned prompt to the first token."""
-        return prompt.seconds(self.cost(prompt), self.name)
+        return prompt.seconds(self.cost(prompt))
 
     @property
     def amount(self) -> float:

@@ -11,6 +11,7 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector, share_of
+from kvtool.core.options.option import option
 
 Metric = Literal["v_sse", "k_sse", "kv_sse", "k_l1"]
 
@@ -26,8 +27,8 @@ class Blend(Selector):
     Attributes
     ----------
     ratio : share of the cached context tokens recomputed at the last layer, 0 … 1; ⌈ratio · N⌉ rows.
-    check_layer : ≥ 1; at layer 0 keys and values depend only on the embedding and never deviate.
-    metric : squared error of V (the authors' code), K or both, or absolute error of rotated K.
+    check_layer : at layer 0 keys and values depend only on the embedding and never deviate.
+    metric : `v_sse` is that of the authors' code; `k_l1` is of rotated keys.
     """
 
     name: ClassVar[str] = "blend"
@@ -35,10 +36,10 @@ class Blend(Selector):
     knob: ClassVar[str] = "ratio"
     reason: ClassVar[str] = "deviation"
     ratio: float = 0.15
-    check_layer: int = 1
-    metric: Metric = "v_sse"
-    gradual: float = 1.5
-    filter_layers: int = 3
+    check_layer: int = option(1, "The first layer at which rows are ranked by their deviation.", lowest=0)
+    metric: Metric = option("v_sse", "The deviation: squared error of V, K or both, or absolute error of K.")
+    gradual: float = option(1.5, "Rows kept at `check_layer`, as a multiple of the ratio.", lowest=1)
+    filter_layers: int = option(3, "Layers over which the rows shrink to the ratio.", lowest=0)
     shift: bool = True
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,6 +10,9 @@ import torch
 from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling, Selector, share_of
+from kvtool.core.options.option import option
+
+POOLING = "How the question's rows of attention become one: their norm, the last one, or the mean of both."
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +22,14 @@ class Infoflow(Selector):
     Attributes
     ----------
     ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
-    from_depth : share of the model's depth from which on layers count.
-    pooling : how the question's rows are combined (question_attention).
     """
 
     name: ClassVar[str] = "infoflow"
     knob: ClassVar[str] = "ratio"
     reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
-    from_depth: float = 0.5
-    pooling: Pooling = "rows"
+    from_depth: float = option(0.5, "Share of the depth from which attention counts.", lowest=0, highest=1)
+    pooling: Pooling = option("rows", POOLING)
     shift: bool = True
 
     def cost(self, prompt: PromptRows) -> Cost:

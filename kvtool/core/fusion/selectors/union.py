@@ -10,7 +10,8 @@ import torch
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.selectors.infoflow import Infoflow
+from kvtool.core.fusion.selectors.infoflow import POOLING, Infoflow
+from kvtool.core.options.option import option
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +23,13 @@ class Union(Infoflow):
     Attributes
     ----------
     ratio, from_depth, pooling : see Infoflow.
-    weighting : power of the sensitivity; 0: attention only.
-    union_links : link tokens of every chunk, which rank first; 0 by default, since a warm lead-in makes them useless.
+    links : 0 by default, since a warm lead-in makes them useless.
     """
 
     name: ClassVar[str] = "union"
-    pooling: Pooling = "both"
-    weighting: float = 1.0
-    union_links: int = 0
+    pooling: Pooling = option("both", POOLING)
+    weighting: float = option(1.0, "Power of the tokens' sensitivity; 0: attention only.", lowest=0)
+    links: int = option(0, "Link tokens of every chunk, which rank first.", lowest=0)
 
     def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
         worth = attention * plan.sensitivity() ** self.weighting
@@ -42,4 +42,4 @@ class Union(Infoflow):
 
     def _links(self, plan: Plan) -> torch.Tensor:
         """Return the link tokens, bool `[plan.length]`."""
-        return Epic(self.union_links).rows(plan) if self.union_links else plan.mask()
+        return Epic(self.links).rows(plan) if self.links else plan.mask()

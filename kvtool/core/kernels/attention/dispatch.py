@@ -11,7 +11,6 @@ import torch
 from kvtool.core.common.switches import ATTENTION, asked
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention import eager, flash_cpu, sdpa, triton_rows
-from kvtool.core.kernels.attention.flash_ir import KEYS
 from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans
 
 
@@ -125,8 +124,3 @@ def _others(wanted: str) -> str:
 def prepare(dtype: torch.dtype, device: str) -> None:
     if device == "cpu" and asked(ATTENTION) in ("", flash_cpu.name):
         flash_cpu.compile_ahead(dtype)
-
-
-def first_read(first: int, device: str) -> int:
-    """The first key that may be read where no row sees one before `first`: its weight is 0, so it must be a number."""
-    return first // KEYS * KEYS if device == "cpu" else 0  # tiles of keys are read whole

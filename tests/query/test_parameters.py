@@ -1,0 +1,101 @@
+"""`--set NAME=VALUE`: parameters of fusion modes, sampling, search and loading, from every side."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import kvtool
+from kvtool.cli.options import SETTINGS
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion import selectors
+from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.blend import Blend
+from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.options.option import options_of
+from kvtool.core.options.resolve import Resolved, resolve
+from kvtool.core.query.options import QueryOptions, every_parameter, shown_default
+from tests.cli.working import kvtool as command
+
+CONCEPTS = Path(kvtool.__file__).parent / "docs" / "guide" / "concepts.md"
+SET = options_of(QueryOptions)["set"]
+
+
+def by_flags(*pairs: str, folder: Path | None = None) -> Resolved:
+    return resolve(SETTINGS, {SET: [*pairs]}, environ={}, folder=folder)
+
+
+def test_parameters_reach_modes_and_fields() -> None:
+    options = QueryOptions(set=("blend.metric=k_l1", "union.links=3", "defer.first=4", "load.timeout=500ms"))
+    assert (options.defer_first, options.load_timeout) == (4, 0.5)
+    assert selector_for(options, "blend") == Blend(metric="k_l1")
+    assert selector_for(options, "union") == Union(links=3)
+    assert QueryOptions(set="search.source=*.md").source == ("*.md",)  # type: ignore[arg-type]
+
+
+def test_a_flag_adds_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text(
+        '[set]\nblend.metric = "k_l1"\nstream.margin = 0.2\nsampling.stop_repeats = false\n[query]\nratio = 0.3'
+    )
+    options = by_flags("stream.margin=5 %", "blend.check_layer=2", folder=tmp_path).get(QueryOptions)
+    assert (options.stream_margin, options.stop_repeats) == (0.05, False)
+    assert selector_for(options, "blend") == Blend(0.3, check_layer=2, metric="k_l1")
+    (tmp_path / "kvtool.toml").write_text('[query.set]\n"blend.metric" = "k_sse"')
+    assert selector_for(by_flags(folder=tmp_path).get(QueryOptions), "blend") == Blend(metric="k_sse")
+
+
+def test_python_gives_a_mapping() -> None:
+    options = QueryOptions.of({"set": {"blend.metric": "k_l1", "sampling.top_p": 0.9}})
+    assert (options.top_p, options.set) == (0.9, ("blend.metric=k_l1",))
+    assert "top_p" not in inspect.signature(kvtool.Cache.query).parameters
+    assert not {"metric", "check_layer"} & {*options_of(QueryOptions)}
+
+
+@pytest.mark.parametrize(
+    ("pair", "said", "hint"),
+    [
+        ("blnd.metric=k_l1", "there is no parameter 'blnd.metric'", "did you mean 'blend.metric'?; known: "),
+        ("blend.ratio=0.5", "there is no parameter 'blend.ratio'", "--ratio gives it; known: "),
+        ("blend.metric=l7", "blend.metric: 'l7' is none of v_sse, k_sse", "default v_sse"),
+        ("union.links=-2", "union.links: -2 is less than 0", "Link tokens"),
+        ("infoflow.from_depth=2", "infoflow.from_depth: 2.0 is not between 0 and 1", "default 0.5"),
+        ("defer.first=0", "defer.first: 0 is less than 1", "default 2"),
+        ("blend.metric", "--set: 'blend.metric' does not fit NAME=VALUE", "kvtool help concepts"),
+    ],
+)
+def test_a_wrong_parameter_is_a_usage_error(pair: str, said: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        by_flags(pair).get(QueryOptions)
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+    if hint.endswith("known: "):
+        assert "blend.check_layer=1, blend.metric=v_sse" in caught.value.hint
+        assert "stream.margin=10%" in caught.value.hint
+
+
+def test_the_command_refuses_an_unknown_name() -> None:
+    command("query", "Who?", "--set", "union.pulling=last").failed(2, "union.pulling", "union.pooling")
+
+
+def test_a_new_mode_needs_no_other_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Spread(Selector):
+        name: ClassVar[str] = "spread"
+        steps: int = 7
+
+    kind_of = selectors._kind_of
+    monkeypatch.setattr(selectors, "MODES", (*selectors.MODES, "spread"))
+    monkeypatch.setattr("kvtool.core.query.options.MODES", selectors.MODES)
+    monkeypatch.setattr(selectors, "_kind_of", lambda mode: Spread if mode == "spread" else kind_of(mode))
+    assert every_parameter()["spread.steps"].default == 7
+    assert selector_for(QueryOptions(set=("spread.steps=3",)), "spread") == Spread(steps=3)
+
+
+def test_the_documentation_lists_the_parameters() -> None:
+    rows = [f"| `{each.parameter}` | {shown_default(each)} | {each.help} |" for each in every_parameter().values()]
+    assert "\n".join(rows) in CONCEPTS.read_text("utf-8"), "put these into concepts.md:\n" + "\n".join(rows)
