@@ -103,42 +103,41 @@ class Decode:
     form: str
 
     def __call__(self, isa: Isa) -> str:
+        """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
         k = FunctionBuilder("run", isa, JOBS)
-        _decode(k, self.form)
+        width, zero = k.width, k.constant("i64")
+        memory = [k.alloca(f"<{width} x i32>").of("i32") for _ in range(LANES // width)]
+        with DECODE.each(k) as job:
+            starts = [job.states.load(lane, width, align=1) for lane in range(0, LANES, width)]
+            rows = k.loop(job.rows, job.out, zero, zero, *starts)
+            row, *carried = rows.values
+            steps = k.loop(job.groups, *carried)
+            position, escapes, *states = steps.values
+
+            column, block = steps.index << 6, steps.index << 1
+            outs = [row.at(job.places.load(block + half).to("i64")) for half in range(2)]
+            parts = [outs[lane // BLOCK].at(lane % BLOCK) for lane in range(0, LANES, width)]
+            firsts = [job.bases.at(column).load(lane, width) for lane in range(0, LANES, width)]
+            coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if self.form == REFINE else []
+            if coarse:
+                firsts = [_with_context(*pair) for pair in zip(firsts, coarse, strict=True)]
+            entries = [
+                _entries_by_memory(job.slots, first + (state & (SLOTS - 1)), own)
+                for first, state, own in zip(firsts, states, memory, strict=True)
+            ]
+            states = [
+                ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
+                for entry, state in zip(entries, states, strict=True)
+            ]
+            position, states = _filled(job, position, states)
+            _write(self.form, entries, coarse, parts)
+            if self.form != REFINE:
+                escapes = _with_escapes(job, entries, outs, escapes)
+
+            carried = steps.close(position, escapes, *states)
+            _, position, escapes, *states = rows.close(row.skip(job.stride), *carried)
+            _finish(job, position, escapes, states)
         return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
-
-
-def _decode(k: FunctionBuilder, form: str) -> None:
-    """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
-    width, zero = k.width, k.constant("i64")
-    memory = [k.alloca(f"<{width} x i32>").of("i32") for _ in range(LANES // width)]
-    with DECODE.each(k) as job:
-        starts = [job.states.load(lane, width, align=1) for lane in range(0, LANES, width)]
-        rows = k.loop(job.rows, job.out, zero, zero, *starts)
-        row, *carried = rows.values
-        steps = k.loop(job.groups, *carried)
-        position, escapes, *states = steps.values
-
-        column, block = steps.index << 6, steps.index << 1
-        outs = [row.at(job.places.load(block + half).to("i64")) for half in range(2)]
-        parts = [outs[lane // BLOCK].at(lane % BLOCK) for lane in range(0, LANES, width)]
-        firsts = [job.bases.at(column).load(lane, width) for lane in range(0, LANES, width)]
-        coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if form == REFINE else []
-        if coarse:
-            firsts = [_with_context(*pair) for pair in zip(firsts, coarse, strict=True)]
-        entries = [
-            _entries_by_memory(job.slots, first + (state & (SLOTS - 1)), own)
-            for first, state, own in zip(firsts, states, memory, strict=True)
-        ]
-        states = [_moved(*pair) for pair in zip(entries, states, strict=True)]
-        position, states = _filled(job, position, states)
-        _write(form, entries, coarse, parts)
-        if form != REFINE:
-            escapes = _with_escapes(job, entries, outs, escapes)
-
-        carried = steps.close(position, escapes, *states)
-        _, position, escapes, *states = rows.close(row.skip(job.stride), *carried)
-        _finish(job, position, escapes, states)
 
 
 def _entries_by_memory(table: Value, indices: Value, memory: Value) -> Value:
@@ -152,10 +151,6 @@ def _entries_by_memory(table: Value, indices: Value, memory: Value) -> Value:
         index = k.emit_value("i32", f"load volatile i32, ptr {memory.at(lane)}, align 4")
         found = found.with_lane(lane, table.load(index.to("i64")))
     return found
-
-
-def _moved(entry: Value, state: Value) -> Value:
-    return ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
 
 
 def _filled(job: Fields, position: Value, states: Sequence[Value]) -> tuple[Value, list[Value]]:
@@ -237,37 +232,33 @@ class Encode:
 
     def __call__(self, isa: Isa) -> str:
         k = FunctionBuilder("run", isa, JOBS)
-        _encode(k, self.contexts)
+        width = k.width
+        with ENCODE.each(k) as job:
+            starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
+            rows = k.loop(job.rows, job.words, k.constant("i64"), k.zeros(width, "i32"), *starts)
+            steps = k.loop(job.groups, *rows.values)
+            words, end, missing, *states = steps.values
+
+            end = end - LANES
+            bases = job.bases.at(steps.index << 6)
+            entries = []
+            for lane in range(0, LANES, width):
+                at = end + (LANES - width - lane)
+                index = bases.load(lane, width) + _backwards(job.symbols, at, width)
+                if self.contexts:
+                    index = index + _backwards(job.contexts, at, width) * ALPHABET
+                entries.append(_look_up(job.entries, index))
+            for place, entry in enumerate(entries):
+                missing = missing | entry
+                words, states[place] = _put(words, entry, states[place])
+
+            words, _, missing, *states = rows.close(*steps.close(words, end, missing, *states))
+            missing = any_bits(missing)
+            job.written.store((words.to("i64") - job.words.to("i64")) >> 1)
+            job.missing.store(missing)
+            for lane, state in zip(range(0, LANES, width), states, strict=True):
+                job.states.store(state, lane)
         return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
-
-
-def _encode(k: FunctionBuilder, contexts: bool) -> None:
-    width = k.width
-    with ENCODE.each(k) as job:
-        starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
-        rows = k.loop(job.rows, job.words, k.constant("i64"), k.zeros(width, "i32"), *starts)
-        steps = k.loop(job.groups, *rows.values)
-        words, end, missing, *states = steps.values
-
-        end = end - LANES
-        bases = job.bases.at(steps.index << 6)
-        entries = []
-        for lane in range(0, LANES, width):
-            at = end + (LANES - width - lane)
-            index = bases.load(lane, width) + _backwards(job.symbols, at, width)
-            if contexts:
-                index = index + _backwards(job.contexts, at, width) * ALPHABET
-            entries.append(_look_up(job.entries, index))
-        for place, entry in enumerate(entries):
-            missing = missing | entry
-            words, states[place] = _put(words, entry, states[place])
-
-        words, _, missing, *states = rows.close(*steps.close(words, end, missing, *states))
-        missing = any_bits(missing)
-        job.written.store((words.to("i64") - job.words.to("i64")) >> 1)
-        job.missing.store(missing)
-        for lane, state in zip(range(0, LANES, width), states, strict=True):
-            job.states.store(state, lane)
 
 
 def _backwards(pointer: Value, index: Value, width: int) -> Value:
