@@ -167,7 +167,7 @@ def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
         for layer in range(LAYERS):
             keys, values = kv_of(layer, machine=1)
             header = KVHeader("float32", *keys.shape[:2], keys.shape[2], keys.shape[2], "raw", layer)
-            exact.append(encode_record(CHUNK, header, CODECS["raw"].encode(keys, values, layer)))
+            exact.append(encode_record(CHUNK, header, CODECS["raw"].encode_layers([(keys, values)])[0]))
         writer.put_chunk(CHUNK, info_of("f0.0"), "raw", exact, replace=True)
         writer.flush()
         before = read(store, "2")
