@@ -88,13 +88,11 @@ def _quantised() -> Kernels:
 
 def _layer() -> Kernels:
     from kvtool.core.kernels.layer.cpu import layer_module
-    from kvtool.core.kernels.linear import onednn as ir_panels
     from kvtool.core.native.isa import ISAS
     from kvtool.core.native.simd import ACTIVATIONS
 
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
         yield f"layer/{element}/{act}/{name}", lambda n=name, e=element, a=act: layer_module(ISAS[n], e, a)
-    yield "layer/panels/avx512bf16", ir_panels.panels_module
 
 
 def _decoding() -> Kernels:

@@ -25,25 +25,7 @@ _MOST_FEW = {torch.bfloat16: 256}
 _scratch = threading.local()
 
 
-class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that multiplies few rows by machine code of our own; sums may come in another order."""
-
-    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether `rows_product` multiplies so many rows so, and by none of torch's threads."""
-        raise NotImplementedError
-
-    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
-        count = rows.numel() // self.in_features
-        if not self.in_team(count, rows.dtype):
-            return self(rows)  # type: ignore[no-any-return]
-        found = self._few(rows.reshape(count, self.in_features).contiguous())
-        return found.view(*rows.shape[:-1], self.out_features)
-
-    def _few(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class PackedLinear(SmallBatchLinear):
+class PackedLinear(torch.nn.Linear):
     """A linear layer whose weight is a packed matrix, which is only run forward.
 
     One row, as decoding has it, is multiplied with the packed weights as they are in the file. For more rows they are
@@ -81,7 +63,17 @@ class PackedLinear(SmallBatchLinear):
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
+    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows of a prompt, contiguous or not, in the way that is fast for so many; sums may come in another
+        order than `forward` has."""
+        count = rows.numel() // self.in_features
+        if not self.in_team(count, rows.dtype):
+            return self(rows)  # type: ignore[no-any-return]
+        found = self._few(rows.reshape(count, self.in_features).contiguous())
+        return found.view(*rows.shape[:-1], self.out_features)
+
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return True if `rows_product` multiplies so many rows by machine code, and by none of torch's threads."""
         if self.int8:
             return rows > 1  # a single one is that of decoding
         return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
