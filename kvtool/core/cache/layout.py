@@ -61,8 +61,6 @@ REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 @dataclass(frozen=True, slots=True)
 class StoreFile:
-    """Contents of ``store.json``."""
-
     uuid: str
     format: int
 
@@ -71,12 +69,7 @@ class StoreFile:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Replace a file: write a temporary file, fsync, rename. A reader sees the old bytes or the new, never a mix.
-
-    Raises
-    ------
-    NoSpaceError : the disk is full; the old file is untouched.
-    """
+    """Replace a file: write a temporary file, fsync, rename. Raises NoSpaceError: the old file is untouched."""
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
         check_file(path.parent, len(data))
@@ -99,7 +92,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a small regular file (never of a FIFO, which would hang)."""
+    """Read a small regular file (never a FIFO, which would hang)."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
@@ -107,12 +100,8 @@ def read_small(path: Path) -> bytes:
 
 
 def side_file(root: Path, name: str) -> Path:
-    """Return the path of a side file (``gate/…``, ``index/…``); its folder is made on need.
-
-    Raises
-    ------
-    ValueError : the name leaves the store's folder, or is that of the store's own files.
-    """
+    """Return the path of a side file (``gate/…``, ``index/…``) and make its folder. Raises ValueError for names outside
+    the store's folder and those of the store's own files."""
     parts = PurePosixPath(name).parts
     if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == DATA_FOLDER:
         raise ValueError(f"a side file is named folder/name, not {name!r}")
@@ -127,12 +116,7 @@ def side_file(root: Path, name: str) -> Path:
 
 
 def read_store_file(root: Path) -> StoreFile:
-    """Find the store at `root`.
-
-    Raises
-    ------
-    StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError
-    """
+    """Raises StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError."""
     try:
         if not stat.S_ISDIR(root.stat().st_mode):
             raise StoreFormatError(f"{root} is a file, not a store's folder", "name a folder with --store")
@@ -158,7 +142,6 @@ def _parse_store_file(root: Path, text: bytes) -> StoreFile:
 
 
 def check_format(root: Path, number: int) -> None:
-    """Raises StoreFormatError where a store has another format than this kvtool reads."""
     if number != FORMAT:
         raise StoreFormatError(
             f"the store at {root} has format {number}, this kvtool reads format {FORMAT}", "ingest into a new store"
@@ -166,25 +149,18 @@ def check_format(root: Path, number: int) -> None:
 
 
 def write_store_file(root: Path) -> StoreFile:
-    """Give a new store its uuid."""
     made = StoreFile(str(uuid.uuid4()), FORMAT)
     atomic_write(root / STORE_FILE, json.dumps({"format": made.format, "uuid": made.uuid}).encode() + b"\n")
     return made
 
 
 def check_foreign(root: Path) -> None:
-    """Refuse to make a store in a folder that holds other things.
-
-    Raises
-    ------
-    StoreFormatError
-    """
+    """Refuse to make a store in a folder that holds other things. Raises StoreFormatError."""
     if _is_foreign(root):
         raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
 
 
 def _is_foreign(root: Path) -> bool:
-    """Return True if a folder holds other things than a store."""
     ours = {LOCK_FILE, HOLDER_FILE}
     others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
     return bool(others) and not (root / STORE_FILE).exists()  # in this order: another process may be making the store
@@ -201,12 +177,7 @@ def _way_to_one(root: Path) -> str:
 
 
 def current_generation(root: Path) -> Path | None:
-    """Return the folder of the generation in use; None in a store that was never finished.
-
-    Raises
-    ------
-    DamagedError : the pointer is not one.
-    """
+    """Return the folder of the generation in use; None in a store that was never finished. Raises DamagedError."""
     try:
         name = read_small(root / CURRENT_FILE).decode("ascii", "replace").strip()
     except FileNotFoundError:
@@ -226,7 +197,6 @@ def next_generation(root: Path) -> Path:
 
 
 def point_to(root: Path, generation: Path) -> None:
-    """Switch the pointer, in one rename."""
     atomic_write(root / CURRENT_FILE, generation.name.encode() + b"\n")
 
 
@@ -265,17 +235,13 @@ def allocate_lock_file(generation: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = "") -> Iterator[None]:
-    """Hold the store's writer lock; the kernel drops it when the process dies.
+    """Hold the store's writer lock; the kernel drops it when the process dies. Raises StoreLockedError.
 
     Parameters
     ----------
     wait : seconds to wait for another holder; negative: without limit.
     say : told which process it waits for.
     what : is being done by the holder, in words.
-
-    Raises
-    ------
-    StoreLockedError : another process still holds it; the message names the process.
     """
     import filelock  # 40 ms to import: only writers pay
 
@@ -304,7 +270,7 @@ def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = ""
 
 
 def _command() -> str:
-    """Return program and subcommand only: questions and paths are private."""
+    """Name program and subcommand only: questions and paths are private."""
     words = [Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"]
     words += [word for word in sys.argv[1:2] if word.isalpha()]
     return "".join(c if c.isprintable() else "?" for c in " ".join(words))[:80]

@@ -1,8 +1,5 @@
-"""Pages of ``data.mdb``: meta pages, branches and leaves, parsed and checked before they are believed.
-
-They are read without LMDB, which kills the process that reads a damaged or truncated file. They are those of LMDB 0.9
-(data format 1) on a 64-bit machine.
-"""
+"""Pages of ``data.mdb`` (LMDB 0.9, data format 1, on a 64-bit machine), parsed and checked without LMDB, which kills
+the process that reads a damaged or truncated file."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _BIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a tree in a meta page: its depth, and the number of its pages and keys."""
+    """Depth of a tree, and the number of its pages and keys."""
 
     depth: int
     branches: int
@@ -49,12 +46,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Contents of a meta page.
-
-    Attributes
-    ----------
-    roots, counts : of the list of free pages, and of the data.
-    """
+    """A meta page; `roots` and `counts` of the list of free pages, and of the data."""
 
     page_size: int
     roots: tuple[int, int]
@@ -64,12 +56,11 @@ class Meta:
 
     @property
     def file_bytes(self) -> int:
-        """Return the length of a file that holds every page."""
         return (self.last_page + 1) * self.page_size
 
 
 def newest_meta(path: Path, file: BinaryIO) -> Meta:
-    """Return the later of the two meta pages, which are written in turn. Raises DamagedError, StoreFormatError."""
+    """Read the later of the two meta pages, which are written in turn. Raises DamagedError, StoreFormatError."""
     for attempt in range(3):
         file.seek(0)
         head = file.read(2 * max(_PAGE_SIZES))
@@ -93,7 +84,7 @@ def _is_lmdb(head: bytes) -> bool:
 
 
 def _newer(first: Meta, second: Meta) -> Meta:
-    """Return the newer one: transactions alternate between the pages. Raises DamagedError if they do not."""
+    """Choose the newer one: transactions alternate between the pages. Raises DamagedError if they do not."""
     of_first, of_second = first.transaction, second.transaction
     if (of_first or of_second) and (of_first % 2 or not of_second % 2 or abs(of_first - of_second) != 1):
         raise DamagedError("its meta pages do not follow each other")
@@ -103,12 +94,8 @@ def _newer(first: Meta, second: Meta) -> Meta:
 
 
 def meta_of(page: bytes) -> Meta:
-    """Parse a meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction.
-
-    Raises
-    ------
-    DamagedError : it is no meta page, or has values that LMDB never writes under our flags.
-    """
+    """Parse a meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction. Raises
+    DamagedError, also for values that LMDB never writes under our flags."""
     if len(page) < _META_BYTES:
         raise DamagedError("it is truncated")
     number, *header = struct.unpack_from("=QHHHH", page)
@@ -134,12 +121,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Keys and, for each, where its value begins in the page, its size, and whether it has pages of its own.
-
-    Attributes
-    ----------
-    data : the page.
-    """
+    """Keys and, for each, where its value begins in the page `data`, its size, and whether it has separate pages."""
 
     keys: list[bytes]
     values: list[tuple[int, int, bool]]
@@ -147,18 +129,8 @@ class Leaf:
 
 
 def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
-    """Parse a page of a tree.
-
-    Parameters
-    ----------
-    page : its number, which it has to state itself.
-    ordered : whether its keys have to be in the order of their bytes; numbers, as keys of the list of free pages, are
-        not.
-
-    Raises
-    ------
-    DamagedError : it is no such page, or its parts do not fit together.
-    """
+    """Parse a page of a tree, which has to state its own number. Keys that are numbers (of the list of free pages) are
+    not `ordered` by their bytes. Raises DamagedError."""
     number, flags, lower, upper = _HEADER.unpack_from(data)
     if number != page or flags not in (_BRANCH, _LEAF):
         raise DamagedError(f"page {page} of the index is no page of a tree")

@@ -1,7 +1,4 @@
-"""Store of KV records, documents and chunks: opened, made, and its one writer handed out.
-
-A store is made in an order that a kill at any point leaves either no store or a whole one.
-"""
+"""Store of KV records, documents and chunks: opened, made, and its one writer handed out."""
 
 from __future__ import annotations
 
@@ -39,26 +36,13 @@ class Store(StoreReader):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the store at `path`, which may be read-only.
-
-        Raises
-        ------
-        StoreNotFoundError : `path` holds no store.
-        StoreFormatError : newer format, foreign data, a file.
-        DamagedError : truncated, or a part of it is missing.
-        """
+        """Open a store, which may be read-only. Raises StoreNotFoundError, StoreFormatError, DamagedError."""
         root = Path(os.path.abspath(path))
         return cls(root, layout.read_store_file(root).uuid)
 
     @classmethod
     def create_or_open(cls, path: Path) -> Self:
-        """Open the store at `path`; make it first if it does not exist.
-
-        Raises
-        ------
-        StoreFormatError : `path` is a file, or a folder that holds other things.
-        StoreLockedError : another process is just making it (after 10 s).
-        """
+        """Open a store; make it if it does not exist. Raises StoreFormatError: `path` holds other things."""
         root = Path(os.path.abspath(path))
         create_if_missing(root)
         return cls.open(root)
@@ -113,17 +97,8 @@ class Store(StoreReader):
 
 @contextlib.contextmanager
 def making(path: Path, wait: float, say: Warn) -> Iterator[None]:
-    """Let one process of this user at a time make the store at `path`, from before there is a folder for a lock.
-
-    Parameters
-    ----------
-    wait : seconds to wait for another one; negative: without limit.
-    say : told which process it waits for.
-
-    Raises
-    ------
-    StoreLockedError : another process still makes it.
-    """
+    """Let one process of this user at a time make the store at `path`, from before there is a folder for a lock. See
+    :func:`writer_lock` for the parameters."""
     root = os.path.realpath(path)
     try:
         folder = cache_dir() / "making" / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
@@ -136,7 +111,6 @@ def making(path: Path, wait: float, say: Warn) -> Iterator[None]:
 
 
 def create_if_missing(root: Path) -> None:
-    """Make the store's folder and its empty first generation, unless they are there."""
     if _is_whole(root):
         return
     if root.exists() and not root.is_dir():
@@ -165,10 +139,8 @@ def _is_whole(root: Path) -> bool:
 
 
 def _create(root: Path) -> None:
-    """store.json, the first generation under another name, the pointer, and last data/ itself in one rename.
-
-    No data/ therefore means: nothing was ever committed here, and what is there may be made again.
-    """
+    """Write store.json, the first generation under another name, the pointer, and last data/ itself in one rename. No
+    data/ therefore means: nothing was ever committed here, and what is there may be made again."""
     root.chmod(0o700)
     try:
         store_file = layout.read_store_file(root)

@@ -61,8 +61,8 @@ class Writer:
     Attributes
     ----------
     batch_bytes : of records that wait before they are written in one transaction, which holds its pages in memory.
-    needed : gives the chunks that this run counts on. Where it is set, those of unfinished files that are not among
-        them go before a commit is refused for lack of room.
+    needed : gives the chunks that this run counts on. If it is set, those of unfinished files that are not among
+        them are dropped before a commit is refused for lack of room.
     """
 
     def __init__(self, store: StoreReader, max_size: int | None = None) -> None:
@@ -85,17 +85,8 @@ class Writer:
     # ---- putting -------------------------------------------------------------------------------------------------
 
     def put_stretch(self, stretch: bytes, info: StretchInfo, parts: Iterable[tuple[Place, bytes]]) -> None:
-        """Put a stretch in place of what is stored of it; durable, and there at all, on return.
-
-        Parameters
-        ----------
-        parts : places, which are those of the description, and payloads: taken one after another, a batch a
-            transaction. A writer that is killed among them leaves parts that no read finds and `collect` drops.
-
-        Raises
-        ------
-        NoSpaceError : it is not stored.
-        """
+        """Replace a stretch; durable on return. Parts are taken one after another, a batch a transaction: a writer that
+        is killed among them leaves parts that no read finds and `collect` drops. Raises NoSpaceError."""
         self.drop_stretches([stretch], left=not self._tidied)
         self._tidied = True
         rows: list[Row] = []
@@ -116,10 +107,8 @@ class Writer:
         return len(deletions)
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the store's manifest, in one transaction.
-
-        The prompt's former beginning, which no document refers to, is then unreferenced.
-        """
+        """Replace the store's manifest. The prompt's former beginning, which no document refers to, is then
+        unreferenced."""
         self._commit([meta_row(tables.MANIFEST_KEY, manifest), meta_row(tables.COLLECTED_KEY, {})])
         self._begun, self._loosened = True, None
         for path in [*self._unfinished_files()]:  # made with the former one, these are not what their files need
@@ -135,15 +124,13 @@ class Writer:
         self._commits.forget_budget()
 
     def require_room(self) -> None:
-        """Raise NoSpaceError where the store is at its budget already: before work whose result would not fit."""
+        """Raise NoSpaceError if the store is at its budget already: before work whose result would not fit."""
         self._with_room(self._commits.require_room)
 
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
-        """Replace what eviction never touches."""
         self._commit([meta_row(tables.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
-        """Replace what is known of the codec levels."""
         self._commit([meta_row(tables.CODEC_KEY, state)])
 
     def put_chunk(
@@ -184,12 +171,7 @@ class Writer:
             self.flush()
 
     def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:
-        """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return.
-
-        Parameters
-        ----------
-        origin : where they were made; see :meth:`put_chunk`.
-        """
+        """Store descriptions of chunks whose KV is elsewhere; durable on return. `origin`: see :meth:`put_chunk`."""
         self._check_open()
         rows: list[Row] = []
         deletions: set[RowKey] = set()
@@ -216,11 +198,11 @@ class Writer:
             self._commit([])
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Return True if the chunk is stored or waits to be."""
+        """True if the chunk is stored or waits to be."""
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
 
     def has_level(self, chunk_id: bytes, level: str) -> bool:
-        """Return True if the chunk is stored at this level or waits to be."""
+        """True if the chunk is stored at this level or waits to be."""
         return (chunk_id, level) in self._pending or level in self._store.sizes_here(chunk_id)
 
     def spend_reserve(self) -> None:
@@ -228,7 +210,7 @@ class Writer:
         self._commits.keeps_reserve = False
 
     def flush(self) -> None:
-        """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
+        """Make all buffered chunks durable; if that fails they are forgotten, as if never put."""
         try:
             if self._pending:
                 rows, deletions = self._pending_rows()
@@ -296,8 +278,8 @@ class Writer:
         return True
 
     def remove_documents(self, sources: Iterable[str]) -> int:
-        """Remove documents, and files that have none left, in one transaction; their chunks stay until
-        :meth:`collect`. A file that never had one is named by its path. Returns how many documents were there."""
+        """Remove documents, and files that have none left; their chunks stay until :meth:`collect`. A file that never
+        had one is named by its path. Returns how many documents were there."""
         self._check_open()
         gone = set(sources)
         self.end_unfinished(gone)
@@ -338,8 +320,8 @@ class Writer:
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
-        """Drop codec profiles; where a `state` is given, it is what is known of the codec levels from then on, in the
-        same transaction. Returns how many were there."""
+        """Drop codec profiles, and replace what is known of the codec levels by `state`, if given, in the same
+        transaction. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             deletions = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if deletions:
@@ -348,18 +330,14 @@ class Writer:
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
         """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns the
-        number of dropped chunks.
+        number of dropped chunks. Raises DamagedError, and drops nothing, if a document cannot be read.
 
         Parameters
         ----------
         keep : chunks that are needed although no document has them (the prompt's own beginning).
-        referred : returns those of some chunks that documents refer to. Where it is known to which chunks this
+        referred : returns those of some chunks that documents refer to. If it is known to which chunks this
             writer's documents no longer refer, and none were left before, only these are looked at. None: all documents
             are read.
-
-        Raises
-        ------
-        DamagedError : a document is damaged, so what it refers to is unknown; nothing was dropped.
         """
         self._check_open()
         self.flush()
@@ -379,8 +357,8 @@ class Writer:
         return dropped
 
     def _unreferred(self, kept: set[bytes]) -> set[bytes]:
-        """All chunks that neither a document nor a stretch refers to, but these; stretches that were made of any such
-        chunk are dropped."""
+        """List the chunks that neither a document nor a stretch refers to, but `kept`; stretches made of any such chunk
+        are dropped."""
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
         self._drop_stretches_of(lambda info: not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
@@ -388,7 +366,6 @@ class Writer:
             return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
 
     def _drop_stretches_of(self, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
-        """Drop the stretches that are such; returns which they were."""
         stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info)}
         self.drop_stretches(stale)
         return stale
@@ -417,7 +394,7 @@ class Writer:
         return self._unfinished
 
     def _note_unfinished(self, path: str, chunk_ids: tuple[bytes, ...] = ()) -> None:
-        """Note the chunks of an unfinished file in place of those that were noted of it; none: it is not unfinished."""
+        """Replace the noted chunks of an unfinished file; none: it is not unfinished."""
         files = self._unfinished_files()
         before = files.pop(path, ())
         if chunk_ids:
@@ -463,7 +440,7 @@ class Writer:
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[RowKey]]:
-        """Return the rows of the chunks that wait, and the foreign rows that these replace."""
+        """Make the rows of the chunks that wait, and list the foreign rows that these replace."""
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
@@ -490,7 +467,7 @@ class Writer:
                 raise ValueError(f"document {source} is one of {other}")
 
     def _other_owner(self, path: str, source: str) -> str | None:
-        """Return the other file that a document may be of by its name, and is."""
+        """Find the other file that a document may be of by its name, and is."""
         marks = (at for at, character in enumerate(source) if character == "#")  # a document's own name may have some
         for other in {source, *(source[:at] for at in marks)} - {path, ""}:
             with contextlib.suppress(DamagedError):
@@ -500,8 +477,8 @@ class Writer:
         return None
 
     def _check_references(self, chunk_ids: Iterable[bytes], own: Collection[bytes]) -> bool:
-        """Refuse chunks that were never put, and foreign ones among those of own files. Returns whether any is there
-        without its KV: documents that come from elsewhere may be without what this store had of them before."""
+        """Refuse chunks that were never put, and foreign ones among those of own files. True: some lack their KV, as
+        documents that come from elsewhere may."""
         hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:
@@ -546,7 +523,7 @@ class Writer:
         self._unsaved = False
 
     def _with_room(self, work: Callable[[], None]) -> None:
-        """Do something, again where it lacks room and the chunks of other unfinished files make some."""
+        """Do something, again if it lacks room and the chunks of other unfinished files make some."""
         try:
             work()
         except NoSpaceError:
