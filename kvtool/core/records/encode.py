@@ -1,7 +1,5 @@
-"""Record maker: prefills a batch of chunks, and encodes their keys and values as records.
-
-With each chunk comes the sensitivity of its tokens' values to the text before it, by which `union` ranks rows.
-"""
+"""Prefills batches of chunks, and encodes their keys and values as records. With each chunk comes the sensitivity of
+its tokens' values to the text before it, by which `union` ranks rows."""
 
 from __future__ import annotations
 
@@ -33,24 +31,20 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True)
 class LeadIns:
-    """The lead-in of chunks, and the other one that their sensitivity is measured against.
-
-    `other` is None where no sensitivity is measured, as of the prompt's own beginning.
-    """
+    """The lead-in of chunks, and the other one that their sensitivity is measured against; None: it is not measured, as
+    of the prompt's own beginning."""
 
     own: LeadIn
     other: LeadIn | None
 
     @classmethod
     def nothing(cls, decoder: Decoder) -> LeadIns:
-        """Return the empty lead-in of the prompt's own beginning."""
+        """Make the empty lead-in of the prompt's own beginning."""
         return cls(LeadIn(decoder, ()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunk:
-    """A chunk's keys and values, its tokens' sensitivities, and the arithmetic that computed them."""
-
     chunk: ChunkSpec
     kv: ChunkKV
     sensitivity: bytes
@@ -68,10 +62,8 @@ class ChunkRecords:
 
 
 def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) -> list[PrefilledChunk]:
-    """Compute a batch of chunks, each independent of its batch (bit for bit on the CPU).
-
-    Raises ModelError: a number does not fit the store's format.
-    """
+    """Compute a batch of chunks, each independent of its batch (bit for bit on the CPU). Raises ModelError: a number
+    does not fit the store's format."""
     kvs = prefill_chunks(decoder, lead_ins.own, [PrefillItem(chunk.ids, chunk.before) for chunk in chunks])
     check_float16_range(side for kv in kvs for sides in kv.layers for side in sides)
     values = [b""] * len(chunks)
@@ -84,12 +76,8 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) ->
 def encode(
     made: PrefilledChunk, level: str = RAW, profile: Profile | None = None, in_place: bool = False
 ) -> ChunkRecords:
-    """Make the records of a chunk.
-
-    Parameters
-    ----------
-    in_place : where these are the numbers as they lie, let the records be that memory, which nothing else may write to.
-    """
+    """Make the records of a chunk. `in_place`: records of a verbatim level are the memory of their numbers, which
+    nothing else may write to."""
     chunk_id, kv = made.chunk.chunk_id, made.kv
     layers: Sequence[Bytes]
     if in_place and kv.rooms and level_of(level).verbatim:
@@ -109,7 +97,6 @@ def make(
     level: str = RAW,
     profile: Profile | None = None,
 ) -> list[ChunkRecords]:
-    """Make the records of a batch of chunks at one level."""
     return [encode(made, level, profile) for made in prefill(decoder, lead_ins, chunks)]
 
 
@@ -131,15 +118,8 @@ def _header(kv: LayerKV, level: str, layer: int) -> KVHeader:
 
 
 def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> list[bytes]:
-    """Measure the distance of each chunk's values at layer 1, over all heads, between its own lead-in and the other.
-
-    Returns one little-endian float16 a token. Layer 0 serves for a model with one layer.
-
-    Parameters
-    ----------
-    chunks : token ids.
-    kvs : the same chunks after their own lead-in.
-    """
+    """Measure the distance of each chunk's values at layer 1, over all heads, between its own lead-in (`kvs`) and the
+    other. Returns one little-endian float16 a token. Layer 0 serves for a model with one layer."""
     layer = min(LAYER, decoder.stored_layers - 1)
     others = prefill_chunks(decoder, other, [PrefillItem(ids) for ids in chunks], layer + 1)
     return [_distance(kv.values[layer], moved.values[layer]) for kv, moved in zip(kvs, others, strict=True)]
@@ -162,10 +142,8 @@ def check_float16_range(kept: Iterable[torch.Tensor]) -> None:
 
 
 def encoder_threads() -> ThreadPoolExecutor:
-    """Make as many threads as torch would take for one product; a product of theirs takes one.
-
-    The codec's work is machine code, in which Python serves other threads.
-    """
+    """Make as many threads as torch would take for one product; a product of theirs takes one. The codec's work is
+    machine code, in which Python serves other threads."""
     return ThreadPoolExecutor(torch.get_num_threads(), "kvtool-records", _alone)
 
 

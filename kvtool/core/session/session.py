@@ -40,8 +40,8 @@ _STORES_OWN = ModelOptions()
 
 
 class Session:
-    """A store and what belongs to it: model, lead-in, codec profiles and losses, gate result, this machine's speeds,
-    search index, and source of KV.
+    """A store with its model, lead-in, codec profiles and losses, gate result, this machine's speeds, search index, and
+    source of KV.
 
     Each is made at its first use; :meth:`refresh` follows the changes of other writers. Threads may share a session: a
     thread that runs the model holds `lock`, since selectors hook into the model.
@@ -54,13 +54,8 @@ class Session:
     decoder : the store's model if it is loaded already.
     warn : reports problems that do not stop the work.
 
-    Raises
-    ------
-    StoreNotFoundError : nothing was ever ingested into the store.
-
     Attributes
     ----------
-    lock : held by the thread that runs the model.
     warn_once : as `warn`, without repeating a text for every question.
     timeline : collects spans; None: nothing is timed.
     say : reports that the machine's speeds are about to be measured, which takes seconds.
@@ -95,25 +90,15 @@ class Session:
 
     @classmethod
     def open(cls, store: Store, wanted: ModelOptions = _STORES_OWN, *, warn: Warn = warn_nobody) -> Self:
-        """Open a session with its model loaded.
-
-        Raises
-        ------
-        StoreNotFoundError : nothing was ever ingested into the store.
-        ModelError : the wanted model is not the store's, or cannot be loaded.
-        """
+        """Open a session with its model loaded. Raises StoreNotFoundError: the store is empty; ModelError: the wanted
+        model is not the store's, or cannot be loaded."""
         session = cls(store, wanted, warn=warn)
         _ = session.decoder
         return session
 
     def refresh(self) -> None:
-        """Reload what other writers have changed; without a new revision nothing is read.
-
-        Raises
-        ------
-        ModelError : the store was made anew with another model.
-        StoreFormatError : the store was replaced by another one.
-        """
+        """Reload what other writers have changed. Raises ModelError: the store was made anew with another model;
+        StoreFormatError: the store was replaced by another one."""
         revision = self.store.revision()
         if revision == self._revision:
             return
@@ -134,7 +119,7 @@ class Session:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """Find the model's files. Raises ModelError if they are not the store's model."""
+        """Raises ModelError if the files are not those of the store's model."""
         return model_files(self.identity, self._wanted, self.store.made_by())
 
     @property
@@ -143,11 +128,8 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """Load the model at the first use. Raises ModelError.
-
-        KV is stored in the store's number format. The model computes in the format that this machine is fast in, unless
-        the user names one.
-        """
+        """Load the model at the first use. KV is stored in the store's number format. The model computes in the format
+        that this machine is fast in, unless the user names one. Raises ModelError."""
         import torch
 
         from kvtool.core.checkpoint.load import load_model, resolve_device
@@ -161,7 +143,7 @@ class Session:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Return the arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
+        """Arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
         if self.is_loaded:
             return self.decoder.loaded.arithmetic
         from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
@@ -171,14 +153,14 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Load the tokenizer, which needs no loaded model."""
+        """Needs no loaded model."""
         from kvtool.core.checkpoint.load import load_tokenizer
 
         return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
 
     @cached_property
     def layers(self) -> int:
-        """Return the number of layers that a chunk has records of; a chunk with another number is not this model's."""
+        """Number of layers that a chunk has records of; a chunk with another number is not this model's."""
         from kvtool.core.checkpoint.load import supported_config
         from kvtool.core.checkpoint.support import kept_layers
 
@@ -186,18 +168,16 @@ class Session:
 
     @property
     def parts(self) -> PromptParts:
-        """Return the store's own prefix of a prompt, and its answer header."""
         return PromptParts(self.identity.prefix, self.identity.answer_header)
 
     @cached_property
     def lead_in(self) -> LeadIn:
-        """Compute the lead-in, which chunks are prefilled after."""
         from kvtool.core.model.prefill import LeadIn
 
         return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
-        """Run the conformance checks at a model's first use of the store, and refuse the model if it failed.
+        """Run the conformance checks at a model's first use of the store. Raises GateError, with the measured numbers.
 
         Parameters
         ----------
@@ -207,10 +187,6 @@ class Session:
         Returns
         -------
         False: what another arithmetic has made of these chunks could not be compared, so none of it can be read.
-
-        Raises
-        ------
-        GateError : with the measured numbers.
         """
         if self._conformance is None:
             is_known = not self.is_loaded or self.decoder.loaded.fingerprint
@@ -229,16 +205,8 @@ class Session:
         return own.union(self._conformance.compared).issuperset(makers)
 
     def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
-        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use.
-
-        Parameters
-        ----------
-        segments : token ids of the prompt's segments, of which `found` are the checkpoints.
-
-        Raises
-        ------
-        GateError : with the measured numbers.
-        """
+        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:
+        token ids of the prompt's segments, of which `found` are the checkpoints. Raises GateError."""
         if self._conformance is not None:
             from kvtool.core.session.gate import cross_dtype_prefix
 
@@ -254,12 +222,11 @@ class Session:
 
     @cached_property
     def finder(self) -> Finder:
-        """Open the finder of chunks: the search index, and vectors if the store has some."""
         return Finder(self.store, self.warn)
 
     @cached_property
     def source(self) -> KVSource:
-        """Return the source of KV: the store, cached in memory after :meth:`cache_chunks`."""
+        """The store, cached in memory after :meth:`cache_chunks`."""
         return StoreSource(self.store, self.decoder, self.profiles)
 
     @cached_property
@@ -274,12 +241,8 @@ class Session:
         self.recent_chunks = RecentChunks(limit)
 
     def learn(self, budget: int, owners: Collection[str] | None = None) -> None:
-        """Open the store of learned passages, of at most `budget` bytes. Raises KvtoolError.
-
-        Parameters
-        ----------
-        owners : whose passages stay; None: all.
-        """
+        """Open the store of learned passages, of at most `budget` bytes; the passages of all but `owners` are dropped
+        (None: all stay). Raises KvtoolError."""
         from kvtool.core.session.learned import LearnedStore
 
         self.identity.check_movable("--learn")
@@ -292,13 +255,12 @@ class Session:
             self.warn_once(f"the learned passages could not be trimmed: {error}", hint)
 
     def close(self) -> None:
-        """Close the store, and that of learned passages."""
         if self.learned is not None:
             self.learned.close()
         self.learned = self.store.more = None
         self.store.close()
 
     def holds(self, segment: Segment) -> bool:
-        """Return True if all of a segment's KV is held in memory."""
+        """True if all of a segment's KV is held in memory."""
         source = self.__dict__.get("source")  # a new source holds nothing, and would load the model
         return isinstance(source, ChunkCache) and source.holds(segment, self.layers)
