@@ -29,7 +29,6 @@ class RecordReader(Protocol):
         allocate: Allocator = ...,
     ) -> list[KVRead | KvtoolError | None]:
         """As :meth:`ChunkReader.read_layer`."""
-        ...
 
 
 class Offer(Protocol):
@@ -71,11 +70,9 @@ class Stream(Protocol):
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Request more values; never waits."""
-        ...
 
     def take(self, timeout: float) -> BlobResponse:
         """Wait for the next value, at most `timeout` seconds. Raises RemoteError."""
-        ...
 
     def close(self) -> None: ...
 
@@ -96,11 +93,9 @@ class RemoteBackend(Protocol):
         before: Callable[[int], None],
     ) -> None:
         """Fetch the records that a read of the local store did not find into their places in `reads`."""
-        ...
 
     def keep_fetched(self) -> None:
         """Write fetched records into the local store, as far as they fit."""
-        ...
 
     def close(self) -> None: ...
 
@@ -108,20 +103,15 @@ class RemoteBackend(Protocol):
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
         """True if a read of a chunk at a level needs no fetching."""
-        ...
 
     def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
         """Requests for the records of a level, layer by layer; empty if the level is not offered."""
-        ...
 
     def arrivals(self) -> Stream:
         """Open a stream of values. Raises RemoteError."""
-        ...
 
     def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
         """Hold a fetched record, to be read now and written later. False: it is missing or wrong."""
-        ...
 
     def give_up(self, error: KvtoolError) -> None:
         """Send no further requests."""
-        ...

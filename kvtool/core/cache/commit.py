@@ -41,14 +41,9 @@ class Commits:
 
     def __init__(self, store: StoreReader, max_size: int | None) -> None:
         self._store = store
-        self._budget = None if max_size is None else space.Budget(max_size, given=True)
-        self._known = max_size is not None
+        self._max_size = max_size
         self.keeps_reserve = True
         self._unindexed = 0  # bytes that the retrieval index will take for what was committed
-
-    def forget_budget(self) -> None:
-        """Read the store's budget again, which was changed. That of the command stays."""
-        self._known = self._budget is not None and self._budget.given
 
     def commit(
         self, rows: Sequence[Row], deletions: Sequence[RowKey] = (), weighed: bool = True, thins: bool | None = None
@@ -84,11 +79,11 @@ class Commits:
         if need:
             spare = space.reserve() if self.keeps_reserve else 0
             space.check_disk(environment.generation, need + _SLACK, environment.free_bytes(), spare)
-        budget = self._own_budget() if need else None
+        budget = self._budget() if need else None
         if budget is None:
             environment.write(apply, need + _SLACK)
         else:
-            self._write_within(budget, environment, apply, need, texts)
+            self._write_within(budget, apply, need, texts)
         self._unindexed += _INDEX_SHARE * texts
 
     # ---- counters ------------------------------------------------------------------------------------------------
@@ -116,23 +111,22 @@ class Commits:
 
     def require_room(self) -> None:
         """Raise NoSpaceError if the store is at its budget already, its free pages not counted."""
-        budget = self._own_budget()
+        budget = self._budget()
         if budget is None:
             return
         used, free = space.folder_bytes(self._store.path), self._store.environment.free_bytes()
         if used - free >= budget.size:
             raise budget.refuse(used, 1, free)
 
-    def _own_budget(self) -> space.Budget | None:
-        if not self._known:
-            size = self._store.budget()
-            self._budget, self._known = None if size is None else space.Budget(size), True
-        return self._budget
+    def _budget(self) -> space.Budget | None:
+        if self._max_size is not None:
+            return space.Budget(self._max_size, given=True)
+        size = self._store.budget()
+        return None if size is None else space.Budget(size)
 
-    def _write_within(
-        self, budget: space.Budget, environment: Environment, apply: Apply, need: int, texts: int
-    ) -> None:
+    def _write_within(self, budget: space.Budget, apply: Apply, need: int, texts: int) -> None:
         """Commit if the folder's files stay within the budget, the index of the committed texts included."""
+        environment = self._store.environment
         used, now = space.folder_bytes(self._store.path), environment.allocated_bytes()
         most = budget.size - (used - environment.file_bytes())
         wanted = most - self._unindexed - _INDEX_SHARE * texts

@@ -98,15 +98,10 @@ class Environment:
             self._file.close()
             self._env.close()
 
-    def reopen(self) -> None:
-        """Replace an environment that LMDB has given up on (after a failed meta page write)."""
-
-        def again() -> None:
-            self._file.close()
-            self._env.close()
-            self._open()
-
-        self._lock.run_alone(again)
+    def _reopen(self) -> None:
+        self._file.close()
+        self._env.close()
+        self._open()
 
     def _enter(self, guard: TransactionGuard) -> None:
         self.check_usable()  # a forked child must not wait for its parent's lock
@@ -115,16 +110,16 @@ class Environment:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def begin(self, guard: TransactionGuard) -> None:
+    def begin(self, guard: TransactionGuard) -> Snapshot:
         """Start the guard's read transaction. Its owner ends the guard, soon, whether this raises or not."""
         for attempt in range(8):
             try:
                 self._enter(guard)
                 self._check_length()
                 guard.transaction = self._env.begin(buffers=True)
-                guard.tree = self._file.tree(guard.transaction.id(), self._page_size)
-                if guard.tree is not None:
-                    return
+                tree = self._file.tree(guard.transaction.id(), self._page_size)
+                if tree is not None:
+                    return Snapshot(tree)
                 guard.end()
             except lmdb.Error as error:
                 guard.end()
@@ -132,16 +127,11 @@ class Environment:
                     raise self.read_failure(error) from error
         raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
 
-    def snapshot(self, guard: TransactionGuard) -> Snapshot:
-        assert guard.tree is not None
-        return Snapshot(guard.tree)
-
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
         guard = TransactionGuard()
         try:
-            self.begin(guard)
-            yield self.snapshot(guard)
+            yield self.begin(guard)
         except lmdb.Error as error:
             raise self.read_failure(error) from error
         finally:
@@ -228,7 +218,7 @@ class Environment:
             with self.read():
                 pass
         except KvtoolError:
-            self.reopen()
+            self._lock.run_alone(self._reopen)
 
     def _grow(self) -> None:
         size, limit = self._env.info()["map_size"], map_limit()
@@ -375,7 +365,8 @@ class StoreConnection:
             if generation is None:
                 raise DamagedError(f"the store at {self.path} has no data", "ingest again to rebuild it")
             try:
-                environment = acquire(generation, not self._writable(generation))
+                places = (self.path, generation, generation / "data.mdb")
+                environment = acquire(generation, not all(os.access(place, os.W_OK) for place in places))
                 break
             except (DamagedError, FileNotFoundError):
                 if attempt == 2 or layout.current_generation(self.path) == generation:
@@ -386,10 +377,6 @@ class StoreConnection:
             release(environment)
             raise
         self._environment = environment
-
-    def _writable(self, generation: Path) -> bool:
-        places = (self.path, generation, generation / "data.mdb")
-        return all(os.access(place, os.W_OK) for place in places)
 
     def _check_identity(self, environment: Environment) -> None:
         with environment.read() as snapshot:
@@ -451,7 +438,7 @@ class StoreConnection:
             self.follow()
             guard, view = TransactionGuard(), None
             try:
-                view = self._view = View(self._begin(guard), guard)
+                view = self._view = View(*self._begin(guard), guard)
                 yield
             finally:
                 if view is None:
@@ -489,21 +476,20 @@ class StoreConnection:
             return
         guard = TransactionGuard()
         try:
-            environment = self._begin(guard)
-            yield environment.snapshot(guard)
+            environment, snapshot = self._begin(guard)
+            yield snapshot
         except lmdb.Error as error:
             raise environment.read_failure(error) from error
         finally:
             guard.end()
 
-    def _begin(self, guard: TransactionGuard) -> Environment:
+    def _begin(self, guard: TransactionGuard) -> tuple[Environment, Snapshot]:
         """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile. Hold
         no lock here: a thread that waits for the environment's lock must not keep out those that are inside."""
         while True:
             environment = self.environment
             try:
-                environment.begin(guard)
-                return environment
+                return environment, environment.begin(guard)
             except Closed:
                 guard.end()
                 if self._environment is environment:
@@ -513,9 +499,8 @@ class StoreConnection:
 class View:
     """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
 
-    def __init__(self, environment: Environment, guard: TransactionGuard) -> None:
-        self.environment = environment
-        self.snapshot: Snapshot = environment.snapshot(guard)
+    def __init__(self, environment: Environment, snapshot: Snapshot, guard: TransactionGuard) -> None:
+        self.environment, self.snapshot = environment, snapshot
         self._guard = guard
         self._users = 1
         self._lock = threading.Lock()

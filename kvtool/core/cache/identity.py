@@ -72,10 +72,8 @@ def is_id(text: str) -> bool:
 def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
     """List the known ids that begin with these hexadecimal digits; none if the text is too short or not hexadecimal."""
     digits = text.strip().lower()
-    if len(digits) < FEWEST_DIGITS or digits.strip("0123456789abcdef"):
+    if len(digits) < FEWEST_DIGITS or not is_id(digits):
         return []
-    if len(digits) == 2 * ID_BYTES:
-        return [whole] if (whole := bytes.fromhex(digits)) in known else []
     return [known_id for known_id in known if known_id.hex().startswith(digits)]
 
 

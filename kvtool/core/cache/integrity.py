@@ -152,9 +152,15 @@ def _sound_row(snapshot: Snapshot, table: bytes, key: bytes) -> Iterator[tuple[b
 
 
 def _missing_records(store: Store) -> Iterator[Damage]:
+    missing: list[Damage] = []
     with store.snapshot() as snapshot:
-        rows = sound_rows(snapshot, tables.LEVELS)  # the others are reported as such
-        missing = [damage for key, row in rows for damage in _absent(snapshot, key, row)]
+        for key, row in sound_rows(snapshot, tables.LEVELS):  # the others are reported as such
+            chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
+            missing += (
+                Damage("the record is missing", "levels", key.hex(), chunk_id.hex(), level, layer)
+                for layer in range(row.layers)
+                if not snapshot.has(tables.RECORDS, tables.record_key(chunk_id, level, layer))
+            )
     yield from missing
 
 
@@ -176,13 +182,6 @@ def _missing_parts(store: Store) -> Iterator[Damage]:
         missing = list(missing_parts(snapshot))
     for stretch, place in missing:
         yield Damage(f"the {named_part(place)} of a state checkpoint are missing", "stretches", stretch.hex())
-
-
-def _absent(snapshot: Snapshot, key: bytes, row: tables.LevelRow) -> Iterator[Damage]:
-    chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
-    for layer in range(row.layers):
-        if not snapshot.has(tables.RECORDS, tables.record_key(chunk_id, level, layer)):
-            yield Damage("the record is missing", "levels", key.hex(), chunk_id.hex(), level, layer)
 
 
 def _missing_chunks(store: Store) -> Iterator[Damage]:

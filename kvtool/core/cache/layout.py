@@ -29,7 +29,6 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.cache.space import check_file
@@ -57,12 +56,6 @@ _SMALL_FILE = 64 * 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFile:
-    uuid: str
-    format: int
 
 
 # ---- small files -------------------------------------------------------------------------------------------------
@@ -115,8 +108,8 @@ def side_file(root: Path, name: str) -> Path:
 # ---- the folder --------------------------------------------------------------------------------------------------
 
 
-def read_store_file(root: Path) -> StoreFile:
-    """Raises StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError."""
+def read_uuid(root: Path) -> str:
+    """Read the uuid in ``store.json``. Raises StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError."""
     try:
         if not stat.S_ISDIR(root.stat().st_mode):
             raise StoreFormatError(f"{root} is a file, not a store's folder", "name a folder with --store")
@@ -127,18 +120,14 @@ def read_store_file(root: Path) -> StoreFile:
         raise StoreNotFoundError(f"there is no store at {root}", _way_to_one(root)) from error
     except OSError as error:
         raise KvtoolError(f"cannot read the store at {root}: {error.strerror}", "check who owns the folder") from error
-    return _parse_store_file(root, text)
-
-
-def _parse_store_file(root: Path, text: bytes) -> StoreFile:
     try:
         value = parsed(text)
-        uuid.UUID(value["uuid"])
-        made = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
+        name, number = value["uuid"], int(value["format"])
+        uuid.UUID(name)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
-    check_format(root, made.format)
-    return made
+    check_format(root, number)
+    return str(name)  # as it is written: a letter's case is a flipped bit
 
 
 def check_format(root: Path, number: int) -> None:
@@ -148,10 +137,11 @@ def check_format(root: Path, number: int) -> None:
         )
 
 
-def write_store_file(root: Path) -> StoreFile:
-    made = StoreFile(str(uuid.uuid4()), FORMAT)
-    atomic_write(root / STORE_FILE, json.dumps({"format": made.format, "uuid": made.uuid}).encode() + b"\n")
-    return made
+def write_store_file(root: Path) -> str:
+    """Write ``store.json`` with a new uuid."""
+    name = str(uuid.uuid4())
+    atomic_write(root / STORE_FILE, json.dumps({"format": FORMAT, "uuid": name}).encode() + b"\n")
+    return name
 
 
 def check_foreign(root: Path) -> None:

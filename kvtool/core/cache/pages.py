@@ -66,7 +66,8 @@ def newest_meta(path: Path, file: BinaryIO) -> Meta:
         head = file.read(2 * max(_PAGE_SIZES))
         if not head:
             raise DamagedError(f"{path} is empty", REBUILD)
-        if head[: _HEADER_BYTES + 8].count(0) != _HEADER_BYTES + 8 and not _is_lmdb(head):
+        is_lmdb = len(head) < _META_BYTES or struct.unpack_from("=II", head, _HEADER_BYTES) == (_MAGIC, _VERSION)
+        if head[: _HEADER_BYTES + 8].count(0) != _HEADER_BYTES + 8 and not is_lmdb:
             raise StoreFormatError(f"{path} is not an LMDB file that this kvtool reads", REBUILD)
         try:
             first = meta_of(head)
@@ -77,10 +78,6 @@ def newest_meta(path: Path, file: BinaryIO) -> Meta:
                 raise DamagedError(f"{path}: {error.message}", REBUILD) from error
         time.sleep(_BETWEEN_SECONDS)  # a writer may have been at it between one page and the other
     raise AssertionError("unreachable")
-
-
-def _is_lmdb(head: bytes) -> bool:
-    return len(head) < _META_BYTES or struct.unpack_from("=II", head, _HEADER_BYTES) == (_MAGIC, _VERSION)
 
 
 def _newer(first: Meta, second: Meta) -> Meta:
@@ -140,8 +137,9 @@ def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
     read: Callable[..., Branch | Leaf] = _read_branch if flags == _BRANCH else _read_leaf
     try:
         node = read(data, pointers, upper)
-        if ordered:
-            _check_order(node.keys[1:] if isinstance(node, Branch) else node.keys)
+        keys = node.keys[1:] if isinstance(node, Branch) else node.keys
+        if ordered and any(before >= after for before, after in pairwise(keys)):
+            raise ValueError("its keys are not in order")
         return node
     except (ValueError, struct.error) as error:
         raise DamagedError(f"page {page} of the index is damaged: {error}") from error
@@ -183,8 +181,3 @@ def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: 
         at = end + end % 2
     if at != len(data):
         raise ValueError("its parts do not fill it")
-
-
-def _check_order(keys: list[bytes]) -> None:
-    if any(before >= after for before, after in pairwise(keys)):
-        raise ValueError("its keys are not in order")

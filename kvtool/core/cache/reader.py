@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ class StoreReader(ChunkReader, StretchReader):
 
     def origin_of(self, source: str) -> str:
         """Name the pack, store or signer that a document came from; "" for one that was ingested here."""
-        with suppress(DamagedError):
+        with contextlib.suppress(DamagedError):
             return next((entry.origin.name for entry in self.files_with([source])), "")
         return ""
 
@@ -285,13 +285,14 @@ class StoreReader(ChunkReader, StretchReader):
 
     def stats(self) -> dict[str, Any]:
         revision = self.revision()
-        levels: dict[str, dict[str, int]] = {}
+        levels: dict[str, Counter[str]] = {}
         tokens: dict[bytes, int] = {}
         with self.snapshot() as snapshot:
             for key, data in snapshot.items(tables.LEVELS):
                 with contextlib.suppress(DamagedError):  # counted by verify
                     row = tables.LevelRow.unseal(key, data)
-                    _add_row(levels.setdefault(key[ID_BYTES:].decode("ascii"), {}), row)
+                    total = levels.setdefault(key[ID_BYTES:].decode("ascii"), Counter())
+                    total.update(chunks=1, records=row.layers, tokens=row.tokens, bytes=row.size)
                     tokens[key[:ID_BYTES]] = row.tokens
             counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
             counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
@@ -306,7 +307,7 @@ class StoreReader(ChunkReader, StretchReader):
             "tokens": sum(tokens.values()),
             "records": sum(level["records"] for level in levels.values()),
             "bytes": sum(level["bytes"] for level in levels.values()),
-            "levels": dict(sorted(levels.items())),
+            "levels": {level: dict(total) for level, total in sorted(levels.items())},
             "profiles": {"count": len(profiles), "bytes": sum(profiles)},
             "stretches": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
@@ -337,8 +338,3 @@ def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedError(f"{what} cannot be read")
     return value
-
-
-def _add_row(total: dict[str, int], row: tables.LevelRow) -> None:
-    for name, count in (("chunks", 1), ("records", row.layers), ("tokens", row.tokens), ("bytes", row.size)):
-        total[name] = total.get(name, 0) + count

@@ -143,13 +143,12 @@ def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
     """Return the header and payload, a view into `data`, of a KV record whose every byte has been checked. Raises
     DamagedError: truncated, other key, other version, a digest or a size that does not fit."""
     fields, payload = _open(key, data, Kind.KV)
-    return _kv_header(fields, payload.nbytes), payload
+    return _kv_header(fields), payload
 
 
 def header_of(data: Bytes) -> KVHeader:
     """Read the header of a KV record, **without** checking the digest. Raises DamagedError."""
-    fields = _parse_header(_flat(data), Kind.KV)
-    return _kv_header(fields, fields.length)
+    return _kv_header(_parse_header(_flat(data), Kind.KV))
 
 
 def payload_part(data: Bytes, part: slice) -> bytes:
@@ -231,7 +230,7 @@ def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
 
 
 @lru_cache  # records of one layer and length have the same
-def _kv_header(fields: _Fields, length: int) -> KVHeader:
+def _kv_header(fields: _Fields) -> KVHeader:
     dtype = _DTYPE_NAMES.get(fields.dtype)
     if dtype is None:
         raise DamagedError(f"unknown dtype code {fields.dtype}")
@@ -242,8 +241,8 @@ def _kv_header(fields: _Fields, length: int) -> KVHeader:
         )
     except ValueError as error:
         raise DamagedError("the record's level is no level") from error
-    if length is not None and level_of(level).verbatim and length != header.raw_bytes:
-        raise DamagedError(f"{length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
+    if level_of(level).verbatim and fields.length != header.raw_bytes:
+        raise DamagedError(f"{fields.length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
     return header
 
 

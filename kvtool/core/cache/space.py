@@ -112,9 +112,7 @@ def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
 
 
 def _is_full(folder: Path, need: int) -> bool:
-    if disk_free(folder) < need + reserve():
-        return True
-    return _over_file_limit(folder, need) or _over_quota(folder, need)
+    return disk_free(folder) < need + reserve() or _over_file_limit(folder, need) or _over_quota(folder, need)
 
 
 def _over_file_limit(folder: Path, need: int) -> bool:

@@ -38,7 +38,7 @@ class Store(StoreReader):
     def open(cls, path: Path) -> Self:
         """Open a store, which may be read-only. Raises StoreNotFoundError, StoreFormatError, DamagedError."""
         root = Path(os.path.abspath(path))
-        return cls(root, layout.read_store_file(root).uuid)
+        return cls(root, layout.read_uuid(root))
 
     @classmethod
     def create_or_open(cls, path: Path) -> Self:
@@ -132,7 +132,7 @@ def create_if_missing(root: Path) -> None:
 
 def _is_whole(root: Path) -> bool:
     try:
-        layout.read_store_file(root)
+        layout.read_uuid(root)
     except StoreNotFoundError:
         return False
     return layout.current_generation(root) is not None and (root / layout.DATA_FOLDER).exists()
@@ -143,14 +143,14 @@ def _create(root: Path) -> None:
     data/ therefore means: nothing was ever committed here, and what is there may be made again."""
     root.chmod(0o700)
     try:
-        store_file = layout.read_store_file(root)
+        uuid = layout.read_uuid(root)
     except StoreNotFoundError:
-        store_file = layout.write_store_file(root)
+        uuid = layout.write_store_file(root)
     building = root / f"{layout.TEMPORARY}data"
     shutil.rmtree(building, ignore_errors=True)
     layout.make_folder(building)
     layout.make_folder(building / "gen-1")
-    _fill(building / "gen-1", store_file)
+    _fill(building / "gen-1", uuid)
     for folder in (building / "gen-1", building):
         layout.sync_folder(folder)
     layout.point_to(root, root / layout.DATA_FOLDER / "gen-1")
@@ -158,13 +158,13 @@ def _create(root: Path) -> None:
     layout.sync_folder(root)
 
 
-def _fill(generation: Path, store_file: layout.StoreFile) -> None:
+def _fill(generation: Path, uuid: str) -> None:
     if not layout.allocate_lock_file(generation, LOCK_FILE_BYTES):
         raise NoSpaceError(f"no space to make a store at {generation}", "free some disk space")
     environment = open_lmdb(generation, read_only=False, create=True)
     try:
         with environment.begin(write=True) as transaction:
-            data = dump_json({"uuid": store_file.uuid, "format": store_file.format})
+            data = dump_json({"uuid": uuid, "format": layout.FORMAT})
             transaction.put(tables.META + tables.STORE_KEY, seal(tables.STORE_KEY, Kind.STORE, data))
     except lmdb.Error as error:
         raise NoSpaceError(f"cannot make a store at {generation}: {error}", "is the disk full?") from error

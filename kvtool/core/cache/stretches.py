@@ -8,7 +8,7 @@ beginning to its end. Its table has a description under its id, and one part for
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -67,8 +67,10 @@ class StretchInfo:
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(tables.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
-            arithmetic = _arithmetic(row["arithmetic"])
-            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, arithmetic)
+            dtype, device = row["arithmetic"]
+            if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
+                raise ValueError("no arithmetic")
+            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, Arithmetic(dtype, device))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
@@ -77,13 +79,6 @@ def _within(number: object, most: int) -> int:
     if type(number) is not int or not 0 <= number <= most:
         raise ValueError("no such number")
     return number
-
-
-def _arithmetic(names: Sequence[str]) -> Arithmetic:
-    dtype, device = names
-    if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
-        raise ValueError("no arithmetic")
-    return Arithmetic(dtype, device)
 
 
 def part_name(place: Place) -> str:

@@ -28,14 +28,13 @@ class TransactionGuard:
     """Guard of a transaction in an environment: created first, ended in a `finally`; ending it twice is allowed. Its
     state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway."""
 
-    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction", "tree")
+    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction")
 
     def __init__(self) -> None:
         self.lock: ReadWriteLock | None = None
         self.inside = False
         self.thread = 0
         self.transaction: Transaction | None = None
-        self.tree: Tree | None = None
 
     def end(self) -> None:
         try:

@@ -121,7 +121,6 @@ class Writer:
     def set_budget(self, size: int | None) -> None:
         """Keep a size budget in the store; None: lift it."""
         self._commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
-        self._commits.forget_budget()
 
     def require_room(self) -> None:
         """Raise NoSpaceError if the store is at its budget already: before work whose result would not fit."""
