@@ -1,7 +1,5 @@
-"""Fuse cached segments into one prompt cache: one pass over the rows of all segments while the cache is loaded.
-
-The engine asks a selector, which is a fusion mode, for the rows to recompute. Further chunks can extend a fused prompt.
-"""
+"""Fuse cached segments into one prompt cache: one pass over the rows of all segments while the cache is loaded. A
+selector, which is a fusion mode, chooses the rows to recompute. Further chunks can extend a fused prompt."""
 
 from __future__ import annotations
 
@@ -47,21 +45,16 @@ class TokenCounts:
     dropped: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Return `tokens` of a reply, which calls resident rows `standing`."""
+        """Make `tokens` of a reply, which calls resident rows `standing`."""
         counts = {"prompt": self.prompt, "standing": self.resident, "reused": self.reused}
         return counts | {"recomputed": self.recomputed, "fresh": self.fresh, "dropped": self.dropped}
 
 
 @dataclass(frozen=True, slots=True)
 class FuseTiming:
-    """Milliseconds. The loader's threads spend `read`, `decode`, `upload` and `rotate` while `recompute` runs.
-
-    Attributes
-    ----------
-    select : includes the question's own pass where a mode ranks by its attention.
-    shift : spent in the compute on shifting reused rows; on a GPU, on launching that.
-    wait : how long the compute waited for the loader.
-    """
+    """Milliseconds. The loader's threads spend `read`, `decode`, `upload` and `rotate` while `recompute` runs. `select`
+    includes the question's own pass if a mode ranks by its attention; `shift` is, on a GPU, spent on launching it;
+    `wait` is how long the compute waited for the loader."""
 
     read: float
     decode: float
@@ -142,16 +135,10 @@ def fuse_into(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """Run one pass of `fuse` over a given cache, which holds the rows of resident segments.
+    """Run one pass of `fuse`, of a plan by `compact_plan`, over a cache with the rows of resident segments.
 
-    Parameters
-    ----------
-    plan : as `compact_plan` returns it.
-
-    Raises
-    ------
-    RecordMissing : a record is missing, damaged or slow. The cache is then undefined after its resident rows; of a slow
-        one (`stored`) a thread may still write there.
+    Raises RecordMissing. The cache is then undefined after its resident rows; of a slow record (`stored`) a thread may
+    still write there.
     """
     cache.set_length(plan.length)
     cache.position_ids = plan.position_ids
@@ -196,12 +183,8 @@ def _first_rows(
     held: HeldPass | None,
     timeline: Timeline | None,
 ) -> tuple[QueryRows, int, float]:
-    """Choose the first layer's rows, by the question's attention where the selector ranks by that.
-
-    Returns
-    -------
-    The rows; the number of rows that the question's own pass has computed before, the holes; and its seconds.
-    """
+    """Choose the first layer's rows, by the question's attention if the selector ranks by that. Returns also the number
+    of rows that the question's own pass has computed before, the holes; and its seconds."""
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
     asked = selector.asked(plan, decoder.stored_layers)
     if not asked:
@@ -227,7 +210,7 @@ def _computed(
     held: HeldPass | None,
     shift: Shift,
 ) -> torch.Tensor:
-    """Compute rows, by a graph where nothing is to be loaded; return the logits of the prompt's last token."""
+    """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
     ids = plan.ids
     tokens = [ids[place] for place in rows.order]
     logits = None if held is None or selection.targets else held.logits(tokens, rows, shift)
@@ -269,11 +252,9 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 
 
 def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
-    """Return the plan that a mode computes, from one in which every token has a place.
-
-    A chunk that is computed whole keeps all its tokens: recomputing everything is full prefill. Any other chunk keeps
-    the tokens that have stored rows.
-    """
+    """Make the plan that a mode computes, from one in which every token has a place. A chunk that is computed whole
+    keeps all its tokens: recomputing everything is full prefill. Any other chunk keeps the tokens that have stored
+    rows."""
     if all(segment.source.kept is None for segment in plan.segments):
         return plan
     whole = _computed_throughout(plan, selector, layers)
@@ -295,7 +276,7 @@ def _placed(segment: Segment, place: int, position: int, whole: bool) -> Segment
 
 
 def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
-    """Return the cached rows that a mode is certain to compute at every layer, bool `[plan.length]`."""
+    """Find the cached rows that a mode is certain to compute at every layer, bool `[plan.length]`."""
     cached = plan.mask("hit", "exact")
     if not selector.uses_cache:
         return cached
@@ -307,7 +288,6 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
 
 
 def in_original(plan: Plan, compact: Plan, unusable: Sequence[tuple[Segment, str]]) -> list[tuple[Segment, str]]:
-    """Map segments of a compact plan to those of the plan that it was made of."""
     own = {id(small): large for small, large in zip(compact.segments, plan.segments, strict=True)}
     return [(own[id(segment)], reason) for segment, reason in unusable]
 
@@ -324,19 +304,9 @@ def extend_fused(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """Fuse `chunks` into the prompt cache of `before`, after its own, and compute the question again after them.
-
-    A row sees only earlier rows, so resident rows never change. The selector sees the new chunks only: a ratio is a
-    share of them.
-
-    Parameters
-    ----------
-    before : a first round, or several that `joined` has added up. Its question and any generated rows are overwritten.
-
-    Returns
-    -------
-    This round: its plan, counts and times are those of the new rows.
-    """
+    """Fuse `chunks` into the prompt cache of `before`, one round or several that `joined` has added up, after its own,
+    and compute the question again after them. A row sees only earlier rows, so resident rows never change. The result
+    counts and times the new rows, and a ratio is a share of the new chunks."""
     *fused, question = before.plan.segments
     plan = extend_plan(as_resident(fused), chunks, question.ids)
     return fuse(decoder, plan, selector, source, timeline=timeline, patience=patience, cache=before.cache)
@@ -344,9 +314,7 @@ def extend_fused(
 
 def joined(before: Fused, now: Fused) -> Fused:
     """Add a round to those before it, as if they were one pass: the whole prompt's plan, with counts and times summed.
-
-    `tokens.rows` counts every computed question, `tokens.fresh` the last one only.
-    """
+    `tokens.rows` counts every computed question, `tokens.fresh` the last one only."""
     start = before.plan.segments[-1].start
     plan = Plan((*before.plan.segments[:-1], *now.plan.segments[1:]))
     fresh = before.tokens.fresh - len(before.plan.segments[-1].ids) + now.tokens.fresh

@@ -1,8 +1,5 @@
-"""Layer-wise selection of recomputed rows, by their deviation or by the question's attention.
-
-`LayerwiseSelection` ranks the rows before some layers and keeps the highest. `question_attention` runs the question's
-rows over the reused cache once and sums up their attention to each cached token.
-"""
+"""Layer-wise selection of recomputed rows, by their deviation (`LayerwiseSelection`) or by the question's attention
+(`question_attention`)."""
 
 from __future__ import annotations
 
@@ -88,13 +85,12 @@ class LayerwiseSelection:
         self._shifting(self._shift.after, layer)
 
     def _shifting(self, step: Callable[..., None], *given: Any) -> None:
-        """Run a step of the shift, and time it."""
         started = time.perf_counter()
         step(*given)
         self.shift_s += time.perf_counter() - started
 
     def skip(self, layers: int) -> None:
-        """Count rows that were computed at so many layers without a word to this."""
+        """Count rows that a graph has computed at so many layers."""
         self.computed = [len(self.rows)] * layers
 
     def end(self) -> None:
@@ -153,7 +149,6 @@ class LayerwiseSelection:
         return indices
 
     def _refreshed(self, dropped: torch.Tensor) -> torch.Tensor:
-        """Return dropped rows, whose keys and values are this layer's new ones, bool `[length]`."""
         rows = torch.zeros_like(self._cached)
         rows[dropped] = True
         return rows
@@ -206,7 +201,7 @@ class QuestionWatch:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Return the mean over the layers, float32 `[length]`."""
+        """The mean over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
@@ -244,16 +239,13 @@ def question_attention(
     `MOST_ASKING` tokens, such as one after a pasted text, only the end is computed, right after the passages: all of it
     is computed once more afterwards, and would take longer than full prefill.
 
+    Returns float32 `[plan.length]`, the mean over `layers`; 0 for places after the computed end of the question.
+
     Parameters
     ----------
-    layers : layers that count; the mean is taken over them.
     pooling : of a layer's rows: their L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's first
         token, or the geometric mean of the two (`both`).
     held : computes the same of a prompt that has to load nothing (`HeldPass.attention`); None: it has to.
-
-    Returns
-    -------
-    float32 `[plan.length]`; 0 for places after the end of the question that was computed.
     """
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
