@@ -111,10 +111,7 @@ def test_behind_a_stored_beginning_it_says_the_same(name: str) -> None:
     assert second.fused.tokens.reused == first.fused.plan.length - len(QUESTION)
     assert not second.new
     said = generate(
-        decoder(name),
-        second.fused.cache,
-        first_token(second.fused.logits, Sampling()),
-        Sampling(max_tokens=32),
+        decoder(name), second.fused.cache, first_token(second.fused.logits, Sampling()), Sampling(max_tokens=32)
     )
     assert said.ids == plain_text(name, "float32", tuple(second.fused.plan.ids), 32)
 

@@ -91,11 +91,7 @@ def encode(
 
 
 def make(
-    decoder: Decoder,
-    lead_ins: LeadIns,
-    chunks: Sequence[ChunkSpec],
-    level: str = RAW,
-    profile: Profile | None = None,
+    decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec], level: str = RAW, profile: Profile | None = None
 ) -> list[ChunkRecords]:
     return [encode(made, level, profile) for made in prefill(decoder, lead_ins, chunks)]
 

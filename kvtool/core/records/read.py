@@ -111,11 +111,7 @@ def _opened(
 
 
 def read_records(
-    store: RecordReader,
-    chunk_ids: Sequence[bytes],
-    level: str,
-    layer: int,
-    shapes: Sequence[Shape] | None = None,
+    store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int, shapes: Sequence[Shape] | None = None
 ) -> list[Encoded]:
     """Read one layer of several chunks. Raises DamagedError: a record is missing, damaged or of another shape."""
     items: list[Encoded] = []
