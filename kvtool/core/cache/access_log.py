@@ -135,8 +135,6 @@ def latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Questions, and the chunks of their prompts that were found and missed."""
-
     questions: int = 0
     hits: int = 0
     misses: int = 0

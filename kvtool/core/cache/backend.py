@@ -16,8 +16,6 @@ KVRead = tuple[KVHeader, memoryview]
 
 
 class RecordReader(Protocol):
-    """Reads chunks' KV: a store, with or without a remote backend."""
-
     def levels(self, chunk_id: bytes) -> list[str]: ...
 
     def read_layer(
@@ -27,8 +25,7 @@ class RecordReader(Protocol):
         layer: int,
         before: Callable[[int], None] = ...,
         allocate: Allocator = ...,
-    ) -> list[KVRead | KvtoolError | None]:
-        """As :meth:`ChunkReader.read_layer`."""
+    ) -> list[KVRead | KvtoolError | None]: ...
 
 
 class Offer(Protocol):
@@ -94,8 +91,7 @@ class RemoteBackend(Protocol):
     ) -> None:
         """Fetch the records that a read of the local store did not find into their places in `reads`."""
 
-    def keep_fetched(self) -> None:
-        """Write fetched records into the local store, as far as they fit."""
+    def keep_fetched(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -113,5 +109,4 @@ class RemoteBackend(Protocol):
     def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
         """Hold a fetched record, to be read now and written later. False: it is missing or wrong."""
 
-    def give_up(self, error: KvtoolError) -> None:
-        """Send no further requests."""
+    def give_up(self, error: KvtoolError) -> None: ...

@@ -86,7 +86,6 @@ class ChunkReader(StoreConnection):
             return origin_in(snapshot, chunk_id)
 
     def serves_own(self, chunk_id: bytes) -> bool:
-        """True if a chunk has KV that documents made here may use."""
         return self.has_chunk(chunk_id) and not self.origin(chunk_id).is_foreign
 
     def foreign_chunks(self) -> set[bytes]:
@@ -96,7 +95,6 @@ class ChunkReader(StoreConnection):
     # ---- levels --------------------------------------------------------------------------------------------------
 
     def levels(self, chunk_id: bytes) -> list[str]:
-        """List the levels whose layers are all stored or offered by the link, sorted."""
         return list(self.level_sizes(chunk_id))
 
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
@@ -182,7 +180,6 @@ class ChunkReader(StoreConnection):
 def read_record(
     chunk_id: bytes, level: str, layer: int, data: memoryview | DamagedError | None
 ) -> KVRead | KvtoolError | None:
-    """Decode a record, and check its digest, level and layer."""
     if data is None or isinstance(data, DamagedError):
         return data
     try:

@@ -92,20 +92,17 @@ class Commits:
         """Make the counters after a commit; none if no answer depends on the rows that it touches."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
             return []
-        new, documents, dropped = self._next_revision()
+        store = self._store
+        try:
+            new, documents, dropped = store.revision() + 1, store.documents_revision(), store.dropped_revision()
+        except DamagedError:  # any number that no index has been keyed by
+            new = documents = dropped = time.time_ns()
         if any(table in (tables.FILES, tables.DOCUMENTS) for table, _ in touched):
             documents = new
         if thinned:
             dropped = new
         revision = (tables.META, tables.REVISION_KEY, tables.seal_number(tables.REVISION_KEY, new))
         return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
-
-    def _next_revision(self) -> tuple[int, int, int]:
-        """Return the next revision, and those at which documents changed and chunks lost rows last."""
-        try:
-            return self._store.revision() + 1, self._store.documents_revision(), self._store.dropped_revision()
-        except DamagedError:  # any number that no index has been keyed by
-            return time.time_ns(), time.time_ns(), time.time_ns()
 
     # ---- space ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +122,6 @@ class Commits:
         return None if size is None else space.Budget(size)
 
     def _write_within(self, budget: space.Budget, apply: Apply, need: int, texts: int) -> None:
-        """Commit if the folder's files stay within the budget, the index of the committed texts included."""
         environment = self._store.environment
         used, now = space.folder_bytes(self._store.path), environment.allocated_bytes()
         most = budget.size - (used - environment.file_bytes())
@@ -181,7 +177,8 @@ def compact(store: StoreReader) -> int:
     try:
         old.copy_to(fresh)
         (fresh / "data.mdb").chmod(0o600)
-        _sync_file(fresh / "data.mdb")
+        with (fresh / "data.mdb").open("rb") as file:
+            os.fsync(file.fileno())
         layout.sync_folder(fresh)
         check_data_file(fresh)
         layout.point_to(store.path, fresh)
@@ -192,14 +189,6 @@ def compact(store: StoreReader) -> int:
     store.follow()
     remove_old_generations(store.path)
     return before - store.environment.file_bytes()
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def remove_leftovers(root: Path) -> None:

@@ -43,7 +43,6 @@ class DocumentEntry:
     marks: tuple[Mark, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, packed with zstd where that pays."""
         chunks = [[ref.chunk_id.hex(), ref.start, ref.end, ref.tokens] for ref in self.chunks]
         marks = {"marks": [[mark.start, mark.place] for mark in self.marks]} if self.marks else {}
         return _pack({"source": self.source, "kind": self.kind, "text": self.text, "chunks": chunks} | marks)
@@ -166,7 +165,7 @@ class ChunkSpec:
 
 
 def layers_in(data: bytes | memoryview) -> int:
-    """Read the layers that :meth:`ChunkInfo.to_bytes` states, without reading the ids. Raises DamagedError."""
+    """Read only the layers that :meth:`ChunkInfo.to_bytes` states. Raises DamagedError."""
     with _reading("chunk"):
         return int(_CHUNK.unpack_from(data)[2])
 
@@ -211,7 +210,6 @@ def dump_json(value: Any) -> bytes:
 
 
 def load_json(data: bytes | memoryview) -> Any:
-    """Inverse of :func:`dump_json`; raises ValueError."""
     return parsed(bytes(data).decode("utf-8", "surrogatepass"))
 
 
@@ -226,7 +224,6 @@ def _pack(value: dict[str, Any]) -> bytes:
 
 
 def stated_size(data: bytes | memoryview) -> int:
-    """Return the unpacked size that an entry states. Raises DamagedError."""
     with _reading("entry"):
         return _stated(data[1:]) if bytes(data[:1]) == _PACKED else len(data)
 

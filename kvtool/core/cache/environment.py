@@ -30,12 +30,10 @@ _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _PAD_SECONDS = 0.02
 
 
-class Closed(KvtoolError):
-    """The environment was closed: by its store, or because a compaction made another one current."""
+class Closed(KvtoolError): ...
 
 
-class FileFullError(Exception):
-    """A commit would make the data file longer than it may be; the store is unchanged."""
+class FileFullError(Exception): ...
 
 
 class Environment:
@@ -213,7 +211,7 @@ class Environment:
             guard.end()
 
     def _reopen_if_stuck(self) -> None:
-        """Reopen the environment after a write that failed at the meta page: else LMDB would refuse everything."""
+        """Reopen after a write that failed at the meta page: else LMDB would refuse everything."""
         try:
             with self.read():
                 pass
@@ -270,7 +268,6 @@ class Environment:
         return max(0, allocated - live) + max(0, written - allocated)
 
     def copy_to(self, folder: Path) -> None:
-        """Write a compact copy of a consistent state into an existing empty folder."""
         guard = TransactionGuard()
         try:
             self._enter(guard)
@@ -287,7 +284,6 @@ _registry = threading.Lock()
 
 
 def acquire(generation: Path, read_only: bool) -> Environment:
-    """Return the process's environment of this folder, opened on need."""
     check_data_file(generation)
     status = (generation / "data.mdb").stat()
     key = (status.st_dev, status.st_ino)
@@ -301,7 +297,6 @@ def acquire(generation: Path, read_only: bool) -> Environment:
 
 
 def release(environment: Environment) -> None:
-    """Give an environment back; its last user closes it."""
     with _registry:
         environment.users -= 1
         if environment.users <= 0:
@@ -320,7 +315,6 @@ def _bytes_from_environment(name: str, default: int) -> int:
 
 
 def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
-    """Open LMDB, in a smaller map where address space is short."""
     size = min(_bytes_from_environment("KVTOOL_MAP_START", _MAP_START), map_limit())
     while True:
         try:

@@ -39,7 +39,6 @@ def _digest(person: bytes, *fields: bytes) -> bytes:
 
 
 def ids_digest(token_ids: Sequence[int]) -> bytes:
-    """Digest (20 bytes) of a list of token ids, the same on every machine."""
     return _digest(b"kvtool ids", _pack_ids(token_ids))
 
 
@@ -65,7 +64,6 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
 
 
 def is_id(text: str) -> bool:
-    """True if a text has the form of an id, or of the beginning of an id."""
     return not text.strip().lower().strip("0123456789abcdef")
 
 

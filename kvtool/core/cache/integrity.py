@@ -58,7 +58,6 @@ class Damage:
 
 
 def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
-    """Walk every table in this process, each row in a short transaction."""
     with store.snapshot() as snapshot:
         pages = [*map(Damage, snapshot.damaged_pages())]
     yield from pages
@@ -68,7 +67,10 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
                 yield from _check_row(store, table, key)
     yield from _missing_records(store)
     yield from _without_profile(store)
-    yield from _missing_parts(store)
+    with store.snapshot() as snapshot:
+        parts = list(missing_parts(snapshot))
+    for stretch, part in parts:
+        yield Damage(f"the {named_part(part)} of a state checkpoint are missing", "stretches", stretch.hex())
     yield from _missing_chunks(store)
     for place, reason in damaged_files(store.path):
         yield Damage(f"{place} {reason}", BESIDE, os.fsencode(place).hex())
@@ -139,7 +141,6 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
 
 
 def sound_rows(snapshot: Snapshot, table: bytes) -> Iterator[tuple[bytes, Any]]:
-    """Yield key and decoded value of the rows of a table that are not damaged."""
     for key in snapshot.keys(table):
         yield from _sound_row(snapshot, table, key)
 
@@ -177,15 +178,7 @@ def _without_profile(store: Store) -> Iterator[Damage]:
             yield Damage(reason, "levels", key.hex(), chunk_id.hex(), level)
 
 
-def _missing_parts(store: Store) -> Iterator[Damage]:
-    with store.snapshot() as snapshot:
-        missing = list(missing_parts(snapshot))
-    for stretch, place in missing:
-        yield Damage(f"the {named_part(place)} of a state checkpoint are missing", "stretches", stretch.hex())
-
-
 def _missing_chunks(store: Store) -> Iterator[Damage]:
-    """Yield documents that refer to missing chunks, and files that refer to missing documents."""
     for key in _keys_of(store, tables.FILES):
         with store.snapshot() as snapshot:
             lost = [
@@ -215,7 +208,6 @@ def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
 
 
 def _drop_files(root: Path, damages: list[Damage]) -> int:
-    """Remove damaged side files, which are made again when they are needed."""
     wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
     for place, _ in damaged_files(root):
         if place in wrong:

@@ -144,13 +144,7 @@ def write_store_file(root: Path) -> str:
     return name
 
 
-def check_foreign(root: Path) -> None:
-    """Refuse to make a store in a folder that holds other things. Raises StoreFormatError."""
-    if _is_foreign(root):
-        raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
-
-
-def _is_foreign(root: Path) -> bool:
+def is_foreign(root: Path) -> bool:
     ours = {LOCK_FILE, HOLDER_FILE}
     others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
     return bool(others) and not (root / STORE_FILE).exists()  # in this order: another process may be making the store
@@ -159,7 +153,7 @@ def _is_foreign(root: Path) -> bool:
 def _way_to_one(root: Path) -> str:
     """Return a hint for a folder without a store; an ingest would refuse a folder of other things."""
     try:
-        if _is_foreign(root):
+        if is_foreign(root):
             return "it holds other things, and a store is made only in an empty or a new folder: name one with --store"
     except OSError:  # not there, or not to be listed
         pass
@@ -180,7 +174,6 @@ def current_generation(root: Path) -> Path | None:
 
 
 def next_generation(root: Path) -> Path:
-    """Return a folder name that no generation has had."""
     names = os.listdir(root / DATA_FOLDER) if (root / DATA_FOLDER).exists() else []
     numbers = [int(name[4:]) for name in names if _GENERATION.fullmatch(name)]
     return root / DATA_FOLDER / f"gen-{max(numbers, default=0) + 1}"

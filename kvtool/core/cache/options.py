@@ -71,7 +71,6 @@ def max_size_option(
     instead: str = "the limit of `store prune --budget`",
     group: str = STORE,
 ) -> int | None:
-    """Declare the size that a store's folder may have, in bytes: an option of commands that write to it."""
     return option(None, help, group=group, setting=False, unit="size", lowest=1, instead=instead)
 
 

@@ -31,8 +31,6 @@ _BIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Depth of a tree, and the number of its pages and keys."""
-
     depth: int
     branches: int
     leaves: int

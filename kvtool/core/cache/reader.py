@@ -187,7 +187,6 @@ class StoreReader(ChunkReader, StretchReader):
         return None if payload is None else DocumentEntry.from_bytes(payload)
 
     def document_bytes(self, source: str) -> memoryview | None:
-        """Read a document as :meth:`DocumentEntry.to_bytes` gave it."""
         with self.snapshot() as snapshot:
             return snapshot.payload(tables.DOCUMENTS, tables.name_key(source), Kind.DOCUMENT, "a document")
 
@@ -245,7 +244,6 @@ class StoreReader(ChunkReader, StretchReader):
             return _json_of(snapshot, key, what)
 
     def profile(self, digest: bytes) -> memoryview | None:
-        """Read the codec profile of a digest. Raises DamagedError."""
         with self.snapshot() as snapshot:
             return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
 

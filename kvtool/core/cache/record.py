@@ -162,7 +162,6 @@ def seal(key: bytes, kind: Kind, payload: Bytes) -> bytes:
 
 
 def unseal(key: bytes, kind: Kind, data: Bytes) -> memoryview:
-    """Return the payload of a value that :func:`seal` made for this key and kind. Raises DamagedError."""
     return _open(key, data, kind)[1]
 
 

@@ -55,7 +55,6 @@ def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryv
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with its digest. Raises OSError, NoSpaceError."""
     atomic_write(path, json.dumps({_DIGEST: json_digest(value), **value}, indent=1).encode())
 
 
@@ -69,7 +68,6 @@ def read_json(path: Path, **marks: Any) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, and check its digest. Raises OSError, ValueError."""
     value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no object")
@@ -79,7 +77,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def json_digest(value: dict[str, Any]) -> str:
-    """xxh3-128 in hex of a JSON object, whatever the order of its fields."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -20,19 +20,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reserve() -> int:
-    """Bytes of disk that a commit must leave free (``KVTOOL_DISK_RESERVE``)."""
     text = os.environ.get("KVTOOL_DISK_RESERVE", "")
     return int(text) if text.isdecimal() else _DEFAULT_RESERVE
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes that this user can still write."""
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize
 
 
 def megabytes(size: int) -> str:
-    """Format a size for people, in MB of 10⁶ bytes."""
     return f"{size / 1e6:,.1f} MB"
 
 

@@ -48,7 +48,6 @@ class Store(StoreReader):
         return cls.open(root)
 
     def close(self) -> None:
-        """Write the access notes and close the files; closing twice is fine."""
         if self.link is not None:
             self.link.close()
         self.flush()
@@ -119,7 +118,8 @@ def create_if_missing(root: Path) -> None:
         raise UsageError(f"{str(root)!a} cannot be a store: its name is not UTF-8", "name another folder with --store")
     try:
         layout.make_folder(root)
-        layout.check_foreign(root)
+        if layout.is_foreign(root):
+            raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
         with writer_lock(root, _CREATE_WAIT):
             if not _is_whole(root):
                 _create(root)

@@ -82,7 +82,6 @@ def _within(number: object, most: int) -> int:
 
 
 def part_name(place: Place) -> str:
-    """Name a part in a pack."""
     return f"{place[0]}-{place[1]}"
 
 
@@ -97,7 +96,6 @@ def part_key(stretch: bytes, place: Place) -> bytes:
 
 
 def read_row(key: bytes, data: memoryview) -> object:
-    """Check a row of the table, whichever it is; raises DamagedError."""
     return opened_info(key, data) if len(key) == ID_BYTES else unseal(key, Kind.PART, data)
 
 
@@ -126,13 +124,11 @@ class StretchReader(StoreConnection):
         return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
 
     def sealed_part(self, stretch: bytes, place: Place) -> bytes:
-        """Read a part in its envelope, checked. Raises DamagedError."""
         data = self._row(part_key(stretch, place), named_part(place))
         opened_part(stretch, place, data)
         return bytes(data)
 
     def sealed_stretch(self, stretch: bytes) -> bytes:
-        """Read a description in its envelope, checked. Raises DamagedError."""
         data = self._row(stretch, "descriptions of a state checkpoint")
         opened_info(stretch, data)
         return bytes(data)
@@ -178,7 +174,6 @@ def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -
 
 
 def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:
-    """Choose the stretches to evict to free so many bytes; see `in_turn`."""
     going = []
     for stretch in in_turn(stretches, used):
         if size <= 0:
@@ -200,7 +195,6 @@ def left_over(snapshot: Snapshot) -> list[RowKey]:
 
 
 def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
-    """Yield the parts that descriptions name and that are missing."""
     for stretch, info in _described(snapshot):
         for place in info.places:
             if not snapshot.has(tables.STRETCHES, part_key(stretch, place)):

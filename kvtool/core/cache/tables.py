@@ -39,7 +39,6 @@ _LEVEL_ROW = struct.Struct("<IIQ")
 
 
 def name_key(name: str) -> bytes:
-    """Make the key of a file or a document."""
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=ID_BYTES, person=b"kvtool name").digest()
 
 
@@ -60,7 +59,6 @@ def record_key(chunk_id: bytes, level: str, layer: int) -> bytes:
 
 
 def split_record_key(key: bytes) -> tuple[bytes, str, int]:
-    """Return the chunk id, level and layer of a record key; raises DamagedError."""
     level = key[ID_BYTES + 1 : -2]
     if len(key) < ID_BYTES + 4 or key[ID_BYTES] != len(level):
         raise DamagedError("a record key is damaged")

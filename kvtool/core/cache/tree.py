@@ -156,7 +156,6 @@ class Tree:
         return value
 
     def page_of(self, leaf: Leaf, at: int) -> int:
-        """Return the first page of a large value."""
         page = int(NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
         self._check_inside(page)
         if (page * self.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
@@ -173,14 +172,12 @@ class Tree:
         return self.find(key) is not None
 
     def will_need(self, found: Found) -> None:
-        """Let the kernel read a large value while others are copied."""
         leaf, at = found
         _, size, big = leaf.values[at]
         if big:
             self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, _BIG_HEADER_BYTES + size)
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yield the keys with this prefix, in order, and the sizes of their values."""
         for leaf, at in self._from(start):
             yield leaf.keys[at], leaf.values[at][1]
 
@@ -323,7 +320,6 @@ def _child_at(node: Branch, key: bytes) -> int:
 
 
 def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
-    """Return the bounds of all keys below a child."""
     return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high
 
 

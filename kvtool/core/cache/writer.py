@@ -115,11 +115,9 @@ class Writer:
             self._note_unfinished(path)
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any] | None = None) -> None:
-        """Keep a codec profile that records may name, and what is known of the codec levels, in one transaction."""
         self._commit([profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])])
 
     def set_budget(self, size: int | None) -> None:
-        """Keep a size budget in the store; None: lift it."""
         self._commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
 
     def require_room(self) -> None:
@@ -171,7 +169,6 @@ class Writer:
 
     def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:
         """Store descriptions of chunks whose KV is elsewhere; durable on return. `origin`: see :meth:`put_chunk`."""
-        self._check_open()
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
@@ -197,11 +194,9 @@ class Writer:
             self._commit([])
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """True if the chunk is stored or waits to be."""
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
 
     def has_level(self, chunk_id: bytes, level: str) -> bool:
-        """True if the chunk is stored at this level or waits to be."""
         return (chunk_id, level) in self._pending or level in self._store.sizes_here(chunk_id)
 
     def spend_reserve(self) -> None:
@@ -236,7 +231,6 @@ class Writer:
 
     def commit_files(self, files: Sequence[tuple[FileEntry, Sequence[DocumentEntry]]]) -> None:
         """As :meth:`commit_file`, of several files: all of them, or none."""
-        self._check_open()
         documents = [document for _, of_file in files for document in of_file]
         for entry, of_file in files:
             if sorted(entry.documents) != sorted(document.source for document in of_file):
@@ -266,7 +260,6 @@ class Writer:
 
     def remove_file(self, path: str) -> bool:
         """Remove a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
-        self._check_open()
         self.end_unfinished([path])
         key = tables.name_key(path)
         with self._store.environment.read() as snapshot:
@@ -279,7 +272,6 @@ class Writer:
     def remove_documents(self, sources: Iterable[str]) -> int:
         """Remove documents, and files that have none left; their chunks stay until :meth:`collect`. A file that never
         had one is named by its path. Returns how many documents were there."""
-        self._check_open()
         gone = set(sources)
         self.end_unfinished(gone)
         rows: list[Row] = []
@@ -421,18 +413,15 @@ class Writer:
 
     def mend(self, rows: Sequence[Row], deletions: Sequence[RowKey]) -> None:
         """Put and drop the rows of a repair, in one transaction, which must work on a full disk."""
-        self._check_open()
         if rows or deletions:
             self._commit(rows, deletions, weighed=False)
 
     def compact(self) -> int:
-        """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
         self._check_open()
         self.flush()
         return compact(self._store)
 
     def end(self) -> None:
-        """Drop what is buffered; the writer cannot be used afterwards."""
         self._forget_pending()
         self._ended = True
 
@@ -460,7 +449,6 @@ class Writer:
         return [(tables.DOCUMENTS, tables.name_key(s)) for s in stale if self._other_owner(path, s) is None]
 
     def _check_owner(self, entry: FileEntry) -> None:
-        """Refuse a foreign file whose documents have the names of another file's."""
         for source in entry.documents if entry.origin.is_foreign else ():
             if (other := self._other_owner(entry.path, source)) is not None:
                 raise ValueError(f"document {source} is one of {other}")
@@ -490,7 +478,6 @@ class Writer:
         return hollow
 
     def fold_access(self) -> None:
-        """Take the readers' notes of what they used into the store."""
         self._store.flush()
         uses, aside = take_log(self._store.path)
         before, scores = self._store.folded_uses(), self._store.folded_warmth()

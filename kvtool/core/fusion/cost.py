@@ -98,7 +98,6 @@ def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:
 
 
 def fit_pass(samples: Sequence[tuple[float, float, float]]) -> PassSpeed:
-    """Fit the speed of passes to samples of (rows, keys, seconds)."""
     coefficients = fit([(1.0, rows, keys) for rows, keys, _ in samples], [seconds for *_, seconds in samples])
     return PassSpeed(*coefficients)
 
@@ -209,7 +208,6 @@ class PromptRows:
         return self._rows.get("hit", 0)
 
     def load(self, *kinds: str) -> Load:
-        """Estimate loading the cached segments of these kinds."""
         tokens: dict[str, float] = {}
         for kind in kinds:
             for level, count in self._stored.get(kind, {}).items():
@@ -234,5 +232,4 @@ class PromptRows:
 
 
 def _keys_seen(start: int, tokens: int) -> int:
-    """Count the keys that the rows start … start + tokens - 1 see."""
     return tokens * start + tokens * (tokens + 1) // 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -120,8 +120,9 @@ def fuse(
         try:
             return fuse_into(into, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            for segment, reason in in_original(plan, there, missing.unusable):
-                plan = plan.without(segment, reason, missing.stored)
+            original = {id(compact): segment for compact, segment in zip(there.segments, plan.segments, strict=True)}
+            for compact, reason in missing.unusable:
+                plan = plan.without(original[id(compact)], reason, missing.stored)
             if cache is not None and missing.stored:  # the thread that reads it may still write into these buffers
                 cache = copied(decoder, cache, there.segments[0].stop)
 
@@ -151,7 +152,7 @@ def fuse_into(
         loader = stack.enter_context(Loader(decoder, segments, cache, source, timeline, patience=patience))
         held = HeldPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
-        shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
+        shift = Shift(decoder, plan, cache, loader, selector.shift)
         selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
         logits = _computed(decoder, plan, cache, rows, selection, held, shift)
         selection.end()
@@ -287,11 +288,6 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
     return rows if stay >= int(rows.sum()) else torch.zeros_like(cached)
 
 
-def in_original(plan: Plan, compact: Plan, unusable: Sequence[tuple[Segment, str]]) -> list[tuple[Segment, str]]:
-    own = {id(small): large for small, large in zip(compact.segments, plan.segments, strict=True)}
-    return [(own[id(segment)], reason) for segment, reason in unusable]
-
-
 # ---- further rounds: chunks after resident rows, which are neither read nor computed again --------------------------
 
 
@@ -332,7 +328,7 @@ def joined(before: Fused, now: Fused) -> Fused:
             rows=tuple(a + b for a, b in zip(before.tokens.rows, now.tokens.rows, strict=True)),
             dropped=plan.dropped,
         ),
-        timing=_sum(before.timing, now.timing),
+        timing=FuseTiming(*map(sum, zip(astuple(before.timing), astuple(now.timing), strict=True))),
         bytes_read=before.bytes_read + now.bytes_read,
         recomputed=_spliced(before.recomputed, now.recomputed, start),
         shifted=before.shifted + now.shifted,
@@ -341,16 +337,10 @@ def joined(before: Fused, now: Fused) -> Fused:
 
 
 def _spliced(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tensor:
-    """Join rows of the prompt (bool): up to `start` those of `before`, from there on those of `now`."""
     return torch.cat([before[:start], now[start:]])
 
 
-def _sum(a: FuseTiming, b: FuseTiming) -> FuseTiming:
-    return FuseTiming(**{name: getattr(a, name) + getattr(b, name) for name in FuseTiming.__dataclass_fields__})
-
-
 def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
-    """Copy the first `length` rows into a cache of the same capacity."""
     copy = decoder.new_cache(cache.buffers[0].keys.shape[2])
     for new, old in zip(copy.buffers, cache.buffers, strict=True):
         new.keys[:, :, :length] = old.keys[:, :, :length]

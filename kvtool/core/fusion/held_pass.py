@@ -110,7 +110,6 @@ class HeldPass:
         return logits, changes, offsets
 
     def _known(self, kind: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-        """Return what is captured of a kind of pass over this cache's memory."""
         addresses = tuple(side.data_ptr() for side in memory_of(self._cache))
         return self._decoder.captured.get((*kind, self._capacity, addresses), make)
 
@@ -135,8 +134,6 @@ class _StaticRows:
 
 
 class _StaticShift(_StaticRows):
-    """Rows, and what they shift (`ShiftSteps`), at fixed addresses."""
-
     def __init__(self, decoder: Decoder, capacity: int, rows: int, probes: int, chunks: int) -> None:
         super().__init__(decoder, rows)
         self.probes = torch.zeros(probes, dtype=torch.int64, device=decoder.device)
@@ -156,5 +153,4 @@ class _StaticShift(_StaticRows):
 
 
 def _padded(count: int, sizes: Sequence[int]) -> int | None:
-    """Choose the smallest of the sizes that takes so many; None: none does."""
     return next((size for size in sizes if size >= count), None)

@@ -145,13 +145,10 @@ class LayerwiseSelection:
         self.rows = QueryRows.of(order[chosen], self._decoder.device, self.rows.position_ids)
         self._cache.rows = self.rows
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
-        self._shifting(self._shift.follow, self.rows, self._refreshed(order[~keep]))
+        refreshed = torch.zeros_like(self._cached)
+        refreshed[order[~keep]] = True
+        self._shifting(self._shift.follow, self.rows, refreshed)
         return indices
-
-    def _refreshed(self, dropped: torch.Tensor) -> torch.Tensor:
-        rows = torch.zeros_like(self._cached)
-        rows[dropped] = True
-        return rows
 
     def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:
         """Cut a layer's arguments to the current rows: to `keep` of their rows, else from those of the first layer."""

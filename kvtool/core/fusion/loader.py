@@ -72,12 +72,12 @@ class Loader:
         ]
 
     def __enter__(self) -> Loader:
-        held = self._place_held()
-        self.is_placed = held or not self._segments
-        if held:
-            return self
-        for thread in self._threads:
-            thread.start()
+        self.is_placed = not self._segments or self._place_held()
+        if self.is_placed:
+            self._set_ready()
+        else:
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -138,8 +138,7 @@ class Loader:
                     self._ready[layer].set()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
-            for ready in self._ready:
-                ready.set()
+            self._set_ready()
         if self._given_up:
             worker.placing.finish()
 
@@ -158,9 +157,11 @@ class Loader:
         if not placing.place_held(self._segments, layers, self._cache.buffers, self._rotation):
             return False
         add_span(self._timeline, "place", started)
+        return True
+
+    def _set_ready(self) -> None:
         for ready in self._ready:
             ready.set()
-        return True
 
     def _next(self) -> int | None:
         with self._turn:
@@ -191,10 +192,7 @@ class Loader:
         return self._decoder.rotary.table(positions.to(device))
 
     def _load(self, layer: int, rotation: KeyRotation, worker: _Worker) -> None:
-        segments = self._segments
-        if not segments:
-            return
-        started = time.perf_counter()
+        segments, started = self._segments, time.perf_counter()
         read = self._source.read(segments, layer, worker.stats)
         layers = [_part(segment, kv) for segment, kv in zip(segments, read, strict=True)]
         add_span(self._timeline, "read and decode", started, layer=layer)
@@ -213,7 +211,6 @@ class _Worker:
 
 
 def _part(segment: Segment, kv: LayerKV) -> LayerKV:
-    """Cut the rows of a segment out of those of its stored chunk."""
     if (part := segment.source.part) is None:
         return kv
     keys, values = (side[:, part.first : part.stop].contiguous() for side in kv)

@@ -54,8 +54,6 @@ _LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pin
 
 @dataclass(slots=True)
 class _Block:
-    """A block of memory whose first `used` bytes are allocated."""
-
     memory: torch.Tensor
     address: int
     bytes: memoryview
@@ -114,7 +112,6 @@ class LayerMemory:
         return [torch.empty(block.used, dtype=torch.uint8, device=device) for block in self._in_use]
 
     def upload(self, targets: list[torch.Tensor]) -> None:
-        """Start copying every used block to the device."""
         for block, target in zip(self._in_use, targets, strict=True):
             target.copy_(block.memory[: block.used], non_blocking=True)
 
@@ -132,7 +129,6 @@ class Placing:
         self._memory = LayerMemory(layer_bytes)
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of copying and of rotating."""
         return self.upload_s, self.rotate_s
 
     def at_work(self) -> AbstractContextManager[object]:
@@ -222,7 +218,6 @@ class CudaPlacing(Placing):
         return self._next().staging.room(size)
 
     def _next(self) -> _InFlight:
-        """Return the layer that is read or placed now."""
         flight = self._in_flight[0]
         if flight.placed is not None:
             flight.free()
@@ -353,7 +348,6 @@ class CudaPlacing(Placing):
         return begun, uploaded, self._now()
 
     def _now(self) -> torch.cuda.Event:
-        """Record an event in the stream."""
         moment = torch.cuda.Event(enable_timing=True)
         moment.record(self._stream)
         return moment
@@ -387,7 +381,6 @@ def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
 
 
 def _there(numbers: torch.Tensor, staging: LayerMemory, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor's uploaded view on the device."""
     found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
     if found is None:
         return numbers

@@ -123,7 +123,6 @@ class Plan:
 
     @property
     def text_ids(self) -> list[int]:
-        """All tokens of the prompt's text."""
         return [token for segment in self.segments for token in segment.source.ids]
 
     @property
@@ -170,7 +169,6 @@ class Plan:
 
     @property
     def levels(self) -> list[str]:
-        """Levels at which chunks are read, finest first."""
         return known(segment.source.level for segment in self.cached_chunks)
 
     def mask(self, *statuses: Status) -> torch.Tensor:

@@ -83,7 +83,6 @@ class NewCheckpoint:
 
 
 def kept_size(parts: Parts, kept: torch.dtype) -> int:
-    """Sum the bytes that a store of the format `kept` stores of parts."""
     return sum(
         tensor.numel() * (kept if place[0] == "rows" else tensor.dtype).itemsize
         for place, tensors in parts.items()
@@ -102,8 +101,6 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
 
 
 class CheckpointLoader:
-    """Reads stored checkpoints into a cache."""
-
     def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
         self._decoder, self._cache, self._read = decoder, cache, read
         self.bytes_read = 0
@@ -144,7 +141,6 @@ class CheckpointLoader:
 
 
 def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Convert stored rows to the format of `like`. Raises DamagedError for another shape."""
     if tensor is None or tensor.shape != like.shape or not tensor.dtype.is_floating_point:
         raise DamagedError("the rows of another model")
     return tensor.to(like.dtype)
@@ -353,7 +349,6 @@ def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str
 
 
 def _as_reused(plan: Plan, usable: int) -> Plan:
-    """Make the plan with its first segments reused, and all others but the question computed."""
     context = [
         replace(one, status="exact", reason="") if at < usable else replace(one, status="miss")
         for at, one in enumerate(plan.segments[:-1])

@@ -173,12 +173,10 @@ class Shift:
 
     Nothing is shifted if rows of the prompt are not stored (fusion/engine.py). A probe then changes also by what it
     no longer sees, while a reused row has seen the whole chunk: shifted by that, some modes end far from any answer.
-    `probes` is None if nothing is shifted. RoPE tables are those of the loader, if there is one.
+    `probes` is None if nothing is shifted.
     """
 
-    def __init__(
-        self, decoder: Decoder, plan: Plan, cache: PromptCache, wanted: bool = True, loader: Loader | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, wanted: bool) -> None:
         self.decoder, self.plan, self.cache = decoder, plan, cache
         self._wanted, self._loader = wanted and not plan.dropped, loader
         self.probes: Probes | None = None
@@ -200,13 +198,11 @@ class Shift:
         self.probes, self._steps, self._refreshed = self._probes_of(rows), None, refreshed
 
     def before(self, layer: int) -> None:
-        """Save the cached rows that a layer is about to overwrite."""
         if self.probes is not None:
             self._steps = self._steps or self._steps_of(self.probes)
             self._steps.keep(layer)
 
     def after(self, layer: int) -> None:
-        """Shift the layer's reused rows by the change of the saved ones."""
         if (probes := self.probes) is None or self._steps is None:
             return
         factors = None
@@ -223,7 +219,7 @@ class Shift:
 
     def _steps_of(self, probes: Probes) -> ShiftKernel | ShiftSteps:
         """Choose machine code to shift these chunks; torch's operations if this machine has none."""
-        table, kernel = self._table, None
+        table, kernel = self._loader.table, None
         if self.decoder.device == "cpu" and self.decoder.rotary.halves:
             back = table[probes.rows].inverse()
             spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, table, back)
@@ -233,13 +229,6 @@ class Shift:
             return kernel
         weights, chunks = self._to_device(probes.weights), self._to_device(probes.chunks)
         return ShiftSteps(self.decoder.rotary, self.cache, table, probes.rows, weights, chunks, probes.factors)
-
-    @cached_property
-    def _table(self) -> RopeTables:
-        """RoPE tables of all places up to the last reused one, or more."""
-        if self._loader is not None:
-            return self._loader.table
-        return self.decoder.rotary.table(self._to_device(self.plan.positions))
 
     @cached_property
     def _layers(self) -> list[LayerKV]:
@@ -269,7 +258,6 @@ class Shift:
         )
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy to the model's device without waiting for it."""
         return values.to(self.decoder.device, non_blocking=True)
 
 
@@ -303,7 +291,6 @@ class ShiftSteps:
         self._old: LayerKV | None = None
 
     def keep(self, layer: int) -> None:
-        """Remember what a layer holds in the places of the probes."""
         self._old = rows_of(self._cache.buffers[layer], self._rows)
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,5 +314,4 @@ class ShiftSteps:
 
 
 def rows_of(buffer: BufferLayer, rows: torch.Tensor) -> LayerKV:
-    """Copy keys and values of rows, `[kv_heads, rows, head_dim]`."""
     return buffer.keys[0].index_select(1, rows), buffer.values[0].index_select(1, rows)

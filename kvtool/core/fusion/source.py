@@ -62,8 +62,6 @@ class KVSource(Protocol):
 
 @dataclass(frozen=True)
 class StoreSource:
-    """Reads a store's records, and verifies digest, shape and level of each."""
-
     store: RecordReader
     decoder: Decoder
     profiles: Profiles = no_profiles
@@ -96,8 +94,6 @@ class StoreSource:
             raise RecordMissing(segments[0], f"damaged: {together.message}") from together
 
     def _encoded(self, segments: Sequence[Segment], level: str, layer: int, stats: ReadStats) -> list[Encoded]:
-        """Read one level's records, each with the coarser one that it refines."""
-
         def before(number: int) -> None:
             stats.reading = segments[number], time.perf_counter()
 
@@ -177,7 +173,6 @@ class ChunkCache:
         return self._bytes
 
     def holds(self, segment: Segment, layers: int) -> bool:
-        """True if all of so many layers of a segment are held."""
         with self._lock:
             return len(self._held.get(_key(segment), {})) == layers
 
@@ -276,7 +271,6 @@ class RecentChunks:
         return chunk_id in self._sizes
 
     def use(self, chunk_id: bytes, size: int) -> None:
-        """Note that a question has used a chunk of so many decoded bytes."""
         self._sizes[chunk_id] = size
         self._sizes.move_to_end(chunk_id)
         while sum(self._sizes.values()) > self._limit:
@@ -284,7 +278,6 @@ class RecentChunks:
 
 
 def held_on(decoder: Decoder) -> torch.device | None:
-    """Choose the device that best holds a model's chunks: its GPU; None if it has none."""
     return torch.device(decoder.device) if decoder.device.startswith("cuda") else None
 
 

@@ -103,7 +103,6 @@ def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | N
 
 
 def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
-    """Put one layer's record around a codec's payload."""
     return encode_record(chunk_id, _header(kv, level, layer), payload)
 
 
@@ -122,7 +121,6 @@ def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: S
 
 
 def _distance(values: torch.Tensor, moved: torch.Tensor) -> bytes:
-    """Measure the distance, token by token, of values `[kv_heads, tokens, head_dim]`."""
     distance = (values.float() - moved.float()).square().sum((0, 2)).sqrt().clamp_max(_LARGEST)
     return distance.half().numpy().astype("<f2").tobytes()
 

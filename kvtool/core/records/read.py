@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """A record that cannot be used, and the reason."""
-
     reason: str
 
 
 def stored_shape(shape: KVShape, tokens: int) -> Shape:
-    """Make the shape that a layer's records of so many tokens state."""
     return shape_of(shape.heads, tokens, shape.key_dim, shape.value_dim)
 
 
@@ -82,14 +79,10 @@ def read_layer(
             allocate=allocate,
         )
         for number, coarse in zip(numbers, coarser, strict=True):
-            items[number] = _refining(items[number], coarse)
+            item = items[number]
+            assert isinstance(item, Encoded)  # it names its base
+            items[number] = coarse if isinstance(coarse, Unusable) else replace(item, base=coarse)
     return items
-
-
-def _refining(item: Encoded | Unusable, base: Encoded | Unusable) -> Encoded | Unusable:
-    if isinstance(item, Unusable) or isinstance(base, Unusable):
-        return base
-    return replace(item, base=base)
 
 
 def _opened(

@@ -71,7 +71,6 @@ class Spool:
         os.replace(part, path)
 
     def put_error(self, ids: Ids, said: str) -> None:
-        """Write why there is no such chunk."""
         self._path(ids).with_suffix(_ERROR).write_text(said, "utf-8")
 
     def take(self, ids: Ids) -> Computed:

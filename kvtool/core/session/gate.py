@@ -157,8 +157,6 @@ def _distance(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 class _Prompts:
-    """The chunks, their KV after the prefix, and the prompts that they make."""
-
     def __init__(self, decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> None:
         self._decoder, self._prefix, self._chunks, self._question = decoder, prefix, chunks, question
         self._references: dict[Ids, torch.Tensor] = {}
@@ -197,7 +195,6 @@ class _Prompts:
         return worst
 
     def lossless(self) -> float:
-        """Return 0 if every lossless codec decodes to the same bits."""
         kv = self._kv[b"0"]
         own = kv.layers[0]
         for codec in (CODECS[level] for level in exact()):
@@ -325,7 +322,6 @@ def _compare_records(
 
 
 def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> torch.Tensor:
-    """Return log-probabilities of the copy task after a prompt of these records."""
     first, script = copy_task(chunks)
     plan = _plan(prefix, {b"%d" % number: ids for number, ids in enumerate(chunks)}, (first,))
     fused = fuse(decoder, plan, Reuse(), MemorySource(_by_id(decoder, prefix, kvs)), reserve=len(script))

@@ -107,7 +107,6 @@ class StoreIdentity:
             )
 
     def check_movable(self, what: str) -> None:
-        """Refuse what needs movable chunks. Raises UsageError."""
         if self.keeps_states:
             needed = "that would need a state that is the same at every position of its chunk"
             raise UsageError(
@@ -137,7 +136,6 @@ class StoreIdentity:
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
-        """Read the identity in a store's manifest; None in a new store."""
         if "identity" not in manifest:
             return None
         try:
@@ -161,7 +159,6 @@ def store_identity(store: Store) -> StoreIdentity:
 
 
 def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
-    """Compute a store's lead-in, and the other one that the sensitivity of chunks is measured against."""
     from kvtool.core.model.prefill import LeadIn
     from kvtool.core.records.encode import LeadIns
 
@@ -232,7 +229,6 @@ class MeasuredLosses:
             self._rows = measured
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
-        """Losses of a chunk's lossy levels that were measured with its records' profiles."""
         measured = {level for rows in self._rows.values() for level in rows}.union(self._alone)
         found = {level: self._loss(chunk_id, level) for level in measured.intersection(levels)}
         return {level: loss for level, loss in found.items() if loss is not None}
@@ -285,7 +281,6 @@ class ProfileCache:
         self._read: dict[bytes, Profile] = {}
 
     def __call__(self, digest: bytes) -> Profile:
-        """Raises DamagedError if the profile is missing or damaged."""
         from kvtool.core.codec.profile import Profile, digest_of
 
         found = self._read.get(digest)

@@ -103,7 +103,6 @@ class LearnedStore:
         self._places, self._revision = places, revision
 
     def _place(self, key: bytes) -> tuple[str, bytes]:
-        """Read the owner and the chunk id of a file's document. Raises DamagedError."""
         entry = self.store.file_at(key)
         assert entry is not None  # `key` is of the same view
         owner, _, chunk_id = entry.path.rpartition("/")
@@ -127,7 +126,6 @@ class LearnedStore:
     # ---- writing ----
 
     def wanted(self, owner: str, ids: Ids) -> ChunkSpec:
-        """Specify the chunk of an owner's passage, as it is computed here."""
         return replace(self.identity, namespace=f"{owner}, {self._decoder.loaded.arithmetic}").wanted(ids)
 
     def put(self, owner: str, chunk: ChunkSpec, text: str) -> None:

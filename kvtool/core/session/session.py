@@ -153,7 +153,6 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Needs no loaded model."""
         from kvtool.core.checkpoint.load import load_tokenizer
 
         return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
@@ -191,7 +190,11 @@ class Session:
         if self._conformance is None:
             is_known = not self.is_loaded or self.decoder.loaded.fingerprint
             stored = stored_result(self.store, self.identity.fingerprint, self.arithmetic) if is_known else None
-            self._conformance = stored or self._meet()
+            if stored is None:
+                from kvtool.core.session.gate import gate_store
+
+                stored = gate_store(self.store, self.decoder, self.identity)
+            self._conformance = stored
         if self._conformance is None:
             return False
         own, makers = {None, self.arithmetic}, self.store.arithmetics(chunk_ids)
@@ -212,11 +215,6 @@ class Session:
 
             self._conformance = cross_dtype_prefix(self.store, self.decoder, self._conformance, segments, found)
             self._conformance.enforce()
-
-    def _meet(self) -> ConformanceResult | None:
-        from kvtool.core.session.gate import gate_store
-
-        return gate_store(self.store, self.decoder, self.identity)
 
     # ---- reading ----
 

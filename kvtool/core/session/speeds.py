@@ -102,7 +102,6 @@ def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: in
 
 
 def _stored_speeds(store: Store, fingerprint: str, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
-    """Read a machine's speeds of a model; None without a readable row."""
     try:
         row = _machines(store, fingerprint)[machine]
         loads = {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
@@ -133,7 +132,6 @@ def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int
 
 
 def machine_of(device: str, dtype: str) -> str:
-    """Name the machine that speeds are valid for."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
     return f"{device} ({name}), {cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
@@ -177,7 +175,6 @@ def measure_pass(decoder: Decoder) -> PassSpeed:
 
 
 def _shapes(decoder: Decoder) -> list[range]:
-    """Choose the prompt positions of each pass."""
     longest = max(1, min(decoder.context, _LONGEST))
     sizes = [rows for rows in _ROWS.get(decoder.device.split(":")[0], _ROWS["cpu"]) if rows <= longest] or [longest]
     step = max(1, longest // sizes[len(sizes) // 2])

@@ -64,7 +64,6 @@ class Blend(Selector):
         return {layer: share_of(self._share(layer, check, last), context) for layer in range(check, last + 1)}
 
     def _share(self, layer: int, check: int, last: int) -> float:
-        """Return the share kept from `layer` on: gradual · ratio at the check layer, down to ratio at the last one."""
         if layer == last:
             return self.ratio
         left = (last - layer) / (last - check)
@@ -78,5 +77,4 @@ class Blend(Selector):
 
 
 def _squared_error(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return the squared distance by row, float32 `[rows]`, of keys or values `[1, kv_heads, rows, head_dim]`."""
     return (new.float() - old.float()).square().sum((0, 1, 3))
