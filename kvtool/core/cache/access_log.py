@@ -32,9 +32,6 @@ _USE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12})")
 _COUNTS = re.compile(rb"([0-9]{1,12}) ([0-9]{1,12}) ([0-9]{1,12})")
 
 
-# ---- lines -------------------------------------------------------------------------------------------------------
-
-
 def append(path: Path, bodies: Iterable[str]) -> None:
     """Append lines in one write, unless the log is long enough. Raises nothing: a note is worth less than an answer."""
     data = b"".join(_line(body.encode()) for body in bodies)
@@ -62,9 +59,6 @@ def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, .
         match = form.fullmatch(body := line[:-9])
         if match and line + b"\n" == _line(body):
             yield match.groups()
-
-
-# ---- uses --------------------------------------------------------------------------------------------------------
 
 
 class AccessLog:
@@ -106,8 +100,7 @@ def read_log(root: Path) -> list[tuple[bytes, int]]:
 
 
 def take_log(root: Path) -> tuple[list[tuple[bytes, int]], Path]:
-    """Set the log aside and read it. Unlink the returned path once the uses are committed; a log that a killed writer
-    set aside is read again first."""
+    """Set the log aside and read it; unlink the returned path once the uses are committed."""
     aside = _aside(root)
     if not aside.exists():
         with contextlib.suppress(FileNotFoundError):
@@ -128,9 +121,6 @@ def latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
     for chunk_id, when in uses:
         last[chunk_id] = max(last.get(chunk_id, 0), when)
     return last
-
-
-# ---- counts ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +156,6 @@ class ServedLog:
     def total(self) -> Served:
         rows = list(_sound_lines(self._path, _COUNTS))
         return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))
-
-
-# ---- scores ------------------------------------------------------------------------------------------------------
 
 
 def combine_scores(one: float, other: float) -> float:

@@ -95,8 +95,6 @@ class RemoteBackend(Protocol):
 
     def close(self) -> None: ...
 
-    # ---- fetching ahead of the reads (core/query/streaming) ----
-
     def is_here(self, chunk_id: bytes, level: str) -> bool:
         """True if a read of a chunk at a level needs no fetching."""
 

@@ -92,8 +92,6 @@ class ChunkReader(StoreConnection):
         with self.snapshot() as snapshot:
             return {key for key in snapshot.keys(tables.ORIGINS) if origin_in(snapshot, key).is_foreign}
 
-    # ---- levels --------------------------------------------------------------------------------------------------
-
     def levels(self, chunk_id: bytes) -> list[str]:
         return list(self.level_sizes(chunk_id))
 
@@ -134,8 +132,6 @@ class ChunkReader(StoreConnection):
         with self.snapshot() as snapshot:
             mark = snapshot.ending(tables.RECORDS, tables.record_key(chunk_id, level, layer), DIGEST_BYTES)
             return mark and mark + bytes([origin_in(snapshot, chunk_id).is_foreign])
-
-    # ---- KV ------------------------------------------------------------------------------------------------------
 
     def read_kv(self, chunk_id: bytes, level: str, layer: int) -> KVRead | None:
         """Read a single layer of a chunk; None if it is not stored. Raises DamagedError."""

@@ -86,8 +86,6 @@ class Commits:
             self._write_within(budget, apply, need, texts)
         self._unindexed += _INDEX_SHARE * texts
 
-    # ---- counters ------------------------------------------------------------------------------------------------
-
     def _revision_rows(self, touched: set[RowKey], thinned: bool) -> list[Row]:
         """Make the counters after a commit; none if no answer depends on the rows that it touches."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
@@ -103,8 +101,6 @@ class Commits:
             dropped = new
         revision = (tables.META, tables.REVISION_KEY, tables.seal_number(tables.REVISION_KEY, new))
         return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
-
-    # ---- space ---------------------------------------------------------------------------------------------------
 
     def require_room(self) -> None:
         """Raise NoSpaceError if the store is at its budget already, its free pages not counted."""

@@ -449,8 +449,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def unviewed(self) -> Iterator[None]:
-        """Keep views out, for a writer: the map may change, for which no transaction may be open. Raises KvtoolError if
-        this thread holds a view."""
+        """Keep views out while a writer may change the map. Raises KvtoolError if this thread holds a view."""
         with self._viewing:
             if self._view is not None:
                 raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")

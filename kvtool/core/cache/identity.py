@@ -60,9 +60,6 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
     )
 
 
-# ---- as people name them -----------------------------------------------------------------------------------------
-
-
 def is_id(text: str) -> bool:
     return not text.strip().lower().strip("0123456789abcdef")
 

@@ -58,9 +58,6 @@ REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 
-# ---- small files -------------------------------------------------------------------------------------------------
-
-
 def atomic_write(path: Path, data: bytes) -> None:
     """Replace a file: write a temporary file, fsync, rename. Raises NoSpaceError: the old file is untouched."""
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
@@ -103,9 +100,6 @@ def side_file(root: Path, name: str) -> Path:
         for parent in reversed(path.parents[: len(parts) - 1]):
             make_folder(parent)
     return path
-
-
-# ---- the folder --------------------------------------------------------------------------------------------------
 
 
 def read_uuid(root: Path) -> str:
@@ -189,9 +183,6 @@ def concerns(root: Path) -> list[str]:
     if mode & 0o022:
         return [f"{root} can be written by others: chmod 700 it"]
     return [f"{root} can be read by others: chmod 700 it"] if mode & 0o055 else []
-
-
-# ---- LMDB's lock file --------------------------------------------------------------------------------------------
 
 
 def allocate_lock_file(generation: Path, size: int) -> bool:

@@ -35,8 +35,7 @@ class StoreOptions(Options):
 
     @property
     def place(self) -> str | Path:
-        """The store's folder or the URL of a shared store. Raises UntrustedError for a URL if a signature is required:
-        what is read record by record has none."""
+        """The store's folder or URL. Raises UntrustedError for a URL, which has no signature, if one is required."""
         if is_url(self.store) and self.require_signature:
             raise UntrustedError(
                 f"{for_people(self.store)} would be read without its signature, and require_signature is set",

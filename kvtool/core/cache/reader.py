@@ -151,9 +151,8 @@ class StoreReader(ChunkReader, StretchReader):
         return None if payload is None else FileEntry.from_bytes(payload)
 
     def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
-        """Find the files of these documents, by path; a file without documents is its own. A document is looked for in
-        the file of its own name or of the part before its last or first `#`; only for others all files are read. Raises
-        DamagedError."""
+        """Find the files of these documents, by path; a file without documents is its own. They are looked for under a
+        document's name and the part before its last or first `#`, then in all files. Raises DamagedError."""
         found: dict[str, FileEntry] = {}
         lost: set[str] = set()
         for source in sources:

@@ -29,9 +29,6 @@ _FOLDERS = ("index", "gate", "speeds", "seen")
 _sound: set[tuple[int, ...]] = set()  # files that this process has checked, as they are
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
-
-
 def tail_of(data: bytes) -> bytes:
     return _MAGIC + xxhash.xxh3_128_digest(data + _MAGIC)
 
@@ -49,9 +46,6 @@ def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryv
             raise DamagedError(f"{path} does not match its digest", "run `kvtool store verify --repair`")
         _sound.add(known)
     return body
-
-
-# ---- JSON --------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -79,9 +73,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 def json_digest(value: dict[str, Any]) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-# ---- all of a store's --------------------------------------------------------------------------------------------
 
 
 def damaged_files(root: Path) -> Iterator[tuple[str, str]]:

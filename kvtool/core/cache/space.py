@@ -34,8 +34,7 @@ def megabytes(size: int) -> str:
 
 
 def check_disk(folder: Path, need: int, reusable: int, spare: int) -> None:
-    """Refuse a commit that would fill the disk, of which `spare` bytes have to stay free. `reusable`: free bytes of the
-    file, which LMDB takes first."""
+    """Refuse a commit that would fill the disk, of which `spare` bytes stay free; LMDB takes `reusable` first."""
     free = disk_free(folder)
     if need - reusable > 0 and free - spare < need - reusable:
         raise NoSpaceError(
@@ -66,8 +65,7 @@ def check_file(folder: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget for the files in a store's folder, in bytes; `given` for one command (`--max-size`), not kept by the
-    store."""
+    """Maximum bytes of the files in a store's folder; `given` for one command (`--max-size`)."""
 
     size: int
     given: bool = False

@@ -29,10 +29,7 @@ _CREATE_WAIT = 10.0  # seconds for two processes that make the same store
 
 
 class Store(StoreReader):
-    """A folder of KV records, documents and chunks; see :class:`StoreReader`. A :class:`Writer` of it belongs to one
-    thread."""
-
-    # ---- opening and closing -------------------------------------------------------------------------------------
+    """A folder of KV records, documents and chunks. A :class:`Writer` of it belongs to one thread."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -60,8 +57,6 @@ class Store(StoreReader):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # ---- writing -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def writer(self, wait: float = 0.0, max_size: int | None = None, say: Warn = warn_nobody) -> Iterator[Writer]:
@@ -96,8 +91,7 @@ class Store(StoreReader):
 
 @contextlib.contextmanager
 def making(path: Path, wait: float, say: Warn) -> Iterator[None]:
-    """Let one process of this user at a time make the store at `path`, from before there is a folder for a lock. See
-    :func:`writer_lock` for the parameters."""
+    """Let one process of this user at a time make the store at `path`, before there is a folder for a lock."""
     root = os.path.realpath(path)
     try:
         folder = cache_dir() / "making" / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]

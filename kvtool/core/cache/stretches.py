@@ -153,9 +153,6 @@ def _names(snapshot: Snapshot) -> list[bytes]:
     return [key for key in snapshot.keys(tables.STRETCHES) if len(key) == ID_BYTES]
 
 
-# ---- rows, as a writer puts and removes them ----------------------------------------------------------------
-
-
 def part_row(stretch: bytes, place: Place, payload: bytes) -> Row:
     key = part_key(stretch, place)
     return tables.STRETCHES, key, seal(key, Kind.PART, payload)
@@ -167,8 +164,8 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """Order stretches for eviction: the least recently `used` (seconds) first; of a prompt the last first, since it
-    needs those before it."""
+    """Order stretches for eviction: the least recently `used` first; of a prompt the last first, which needs the
+    others."""
 
     return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
 

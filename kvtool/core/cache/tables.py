@@ -101,9 +101,6 @@ class LevelRow:
         return cls(*_LEVEL_ROW.unpack(payload))
 
 
-# ---- rows --------------------------------------------------------------------------------------------------------
-
-
 def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
     return META, key, seal(key, Kind.MANIFEST, dump_json(value))
 
@@ -144,8 +141,7 @@ def level_rows(
 
 
 def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Origin | None = None) -> list[Row]:
-    """Make the missing rows of a chunk's description, when it came and where from. Raises ValueError: another chunk is
-    stored under this id."""
+    """Make the missing rows of a chunk's description and origin. Raises ValueError: another chunk has this id."""
     stored = None
     data = snapshot.get(CHUNKS, chunk_id)
     if data is not None and not superseded(snapshot, chunk_id, origin):
@@ -206,9 +202,6 @@ def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[
             raise ValueError(f"layer {number} is no record of this chunk: {error.message}") from error
         if (header.level, header.layer, header.tokens) != (level, number, len(info.token_ids)):
             raise ValueError(f"layer {number} holds a record of another level, layer or length")
-
-
-# ---- keys of rows to delete --------------------------------------------------------------------------------------
 
 
 def level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[RowKey]:

@@ -51,8 +51,7 @@ class DataFile:
         return os.fstat(self._handle).st_size
 
     def tree(self, transaction: int, page_size: int) -> Tree | None:
-        """Return the data as of a held transaction; None: its meta page was just overwritten, by the next but one.
-        Raises DamagedError."""
+        """Return the data as of a held transaction; None: its meta page was just overwritten. Raises DamagedError."""
         if self._tree is None or self._tree.meta.transaction != transaction:
             meta = meta_of(self.read((transaction & 1) * page_size, page_size))
             if meta.transaction != transaction:

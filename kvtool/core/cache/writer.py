@@ -107,8 +107,7 @@ class Writer:
         return len(deletions)
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the store's manifest. The prompt's former beginning, which no document refers to, is then
-        unreferenced."""
+        """Replace the manifest. The prompt's former beginning, which no document refers to, is then unreferenced."""
         self._commit([meta_row(tables.MANIFEST_KEY, manifest), meta_row(tables.COLLECTED_KEY, {})])
         self._begun, self._loosened = True, None
         for path in [*self._unfinished_files()]:  # made with the former one, these are not what their files need
@@ -311,8 +310,7 @@ class Writer:
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
-        """Drop codec profiles, and replace what is known of the codec levels by `state`, if given, in the same
-        transaction. Returns how many were there."""
+        """Drop codec profiles, and set the `state` of the codec levels with them. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             deletions = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if deletions:
@@ -348,8 +346,7 @@ class Writer:
         return dropped
 
     def _unreferred(self, kept: set[bytes]) -> set[bytes]:
-        """List the chunks that neither a document nor a stretch refers to, but `kept`; stretches made of any such chunk
-        are dropped."""
+        """List the chunks that nothing refers to, but `kept`; stretches made of any such chunk are dropped."""
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
         self._drop_stretches_of(lambda info: not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
@@ -464,8 +461,7 @@ class Writer:
         return None
 
     def _check_references(self, chunk_ids: Iterable[bytes], own: Collection[bytes]) -> bool:
-        """Refuse chunks that were never put, and foreign ones among those of own files. True: some lack their KV, as
-        documents that come from elsewhere may."""
+        """Refuse chunks never put, and foreign ones among those of own files. True: some lack their KV."""
         hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:

@@ -22,9 +22,6 @@ MOST_ASKING = 256  # tokens of a question whose attention ranks the passages' ro
 _COMPUTED = ("fresh", "hole")  # computed by every mode: the question and the holes
 
 
-# ---- measured speeds ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PassSpeed:
     """Seconds of one pass: `fixed` (weights read, calls made), plus `row` for each row and `key` for each seen key."""
@@ -59,9 +56,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The speeds of one machine, device, model and dtype. `loads`: by codec level and `MEMORY`. `cores`: that this
-    process may use; `threads`: of a pass. `own_memory`: True for a GPU, whose loading takes no core from the compute.
-    """
+    """Speeds of a machine, device, model and dtype; `loads` by codec level and `MEMORY`. `cores`: of this process;
+    `threads`: of a pass. `own_memory`: True for a GPU, whose loading takes no core from the compute."""
 
     passes: PassSpeed
     loads: Mapping[str, LoadSpeed]
@@ -121,9 +117,6 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
                     best[column] = value
                 error = residual
     return best
-
-
-# ---- what a prompt costs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +215,7 @@ class PromptRows:
         return self._speeds.overlapped(self.load(*cost.reads), first) + after
 
     def _pass(self, kinds: Sequence[str], hits: float = 0.0, asks: bool = False) -> float:
-        """Estimate a pass over all rows of these kinds, and so many of the hits. `asks`: of the question, those whose
-        attention ranks."""
+        """Estimate a pass over all rows of these kinds and some hits. `asks`: of the question, only rows that rank."""
         rows, keys = (sum(counts.get(kind, 0) for kind in kinds) for counts in (self._rows, self._keys))
         if asks and (cut := self._rows["fresh"] - MOST_ASKING) > 0:
             rows, keys = rows - cut, keys - _keys_seen(self.length - cut, cut)

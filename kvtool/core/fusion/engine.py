@@ -253,9 +253,8 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 
 
 def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
-    """Make the plan that a mode computes, from one in which every token has a place. A chunk that is computed whole
-    keeps all its tokens: recomputing everything is full prefill. Any other chunk keeps the tokens that have stored
-    rows."""
+    """Make the plan that a mode computes, from one in which every token has a place: a chunk that is computed whole
+    keeps all tokens (recomputing everything is full prefill), any other those that have stored rows."""
     if all(segment.source.kept is None for segment in plan.segments):
         return plan
     whole = _computed_throughout(plan, selector, layers)

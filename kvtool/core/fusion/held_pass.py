@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 
 class HeldPass:
-    """The passes over a prompt whose reused rows are in its cache, on a GPU. Rows after the prompt have numbers, such
-    as zeros."""
+    """The passes over a prompt whose reused rows are in its cache, on a GPU; rows after it have numbers (zeros)."""
 
     def __init__(self, decoder: Decoder, forward: FusedForward, cache: PromptCache) -> None:
         self._decoder, self._forward, self._cache = decoder, forward, cache
@@ -52,9 +51,8 @@ class HeldPass:
     def attention(
         self, ids: list[int], rows: QueryRows, count: int, layers: range, pooling: Pooling, ends: bool
     ) -> torch.Tensor | None:
-        """Compute rows, and measure the attention of the last `count` as `question_attention` does, float32
-        `[capacity]`, overwritten by the next pass; None: there are too many rows. `ends`: nothing after the last of the
-        layers is needed."""
+        """Compute rows, and measure the attention of the last `count`, float32 `[capacity]`, overwritten by the next
+        pass; None: too many rows. `ends`: nothing after the last of the layers is needed."""
         size = _padded(len(rows), _ROWS)
         if size is None:
             return None
@@ -115,8 +113,7 @@ class HeldPass:
 
 
 class _StaticRows:
-    """Rows at fixed addresses. `ids`, `places`: int64 `[rows]`. `counted`: float32 `[rows]`, 1 of those that are asked
-    for their attention, 0 of others."""
+    """Rows at fixed addresses: `ids`, `places` int64 `[rows]`; `counted` float32, 1 if asked for their attention."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         self.captured = CapturedWork[Any](decoder.device, decoder.captured)

@@ -1,5 +1,4 @@
-"""Layer-wise selection of recomputed rows, by their deviation (`LayerwiseSelection`) or by the question's attention
-(`question_attention`)."""
+"""Layer-wise selection of recomputed rows by their deviation, or by the question's attention."""
 
 from __future__ import annotations
 
@@ -167,9 +166,6 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
     probe.run(module.forward, hidden, **(kwargs | {name: probe.cache for name in CACHES if name in kwargs}))
     assert probe.kv is not None, "the layer did not write to its cache"
     return probe.kv
-
-
-# ---- the question's attention -------------------------------------------------------------------------------------
 
 
 class QuestionWatch:

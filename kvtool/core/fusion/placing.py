@@ -147,8 +147,7 @@ class Placing:
         rotation: KeyRotation,
         layer: int,
     ) -> int:
-        """Place one layer, in one pass over its keys and values, `layers` by segment, read since the previous layer was
-        placed. Returns a mark for `wait`."""
+        """Place one layer, `layers` by segment, in one pass over its keys and values. Returns a mark for `wait`."""
         began = time.perf_counter()
         spans = [slice(segment.start, segment.stop) for segment in segments]
         turns = [
@@ -254,8 +253,7 @@ class CudaPlacing(Placing):
         buffers: Sequence[BufferLayer],
         rotation: KeyRotation,
     ) -> bool:
-        """Place all layers from the device's own memory, in the compute stream. False: nothing is placed, since one
-        launch cannot place each layer."""
+        """Place all layers held on the device, in the compute stream. False: nothing is, one needs more launches."""
         if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
             return False
         started = time.perf_counter()

@@ -111,8 +111,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Prompt = prefix + chunks + question, in this order. In the plan of a later round (`extend_plan`) the first
-    segment is all that is resident."""
+    """Prompt = prefix + chunks + question; in a later round (`extend_plan`) the first segment is all resident rows."""
 
     segments: tuple[Segment, ...]
 

@@ -42,8 +42,7 @@ _MOST_SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The stored checkpoints of a prompt's segments, question excluded: `ids` of all, and `infos` of those that are
-    stored, else None."""
+    """Checkpoints of a prompt's segments without the question: all `ids`, and the `infos` of those stored."""
 
     ids: tuple[bytes, ...]
     infos: tuple[StretchInfo | None, ...]
@@ -222,10 +221,9 @@ class PrefixFused:
 
 
 def checkpoint_ends(segments: int) -> frozenset[int]:
-    """Choose the segments of a prompt (from 0) whose checkpoints have states: the first, which is the prompt's own
-    beginning; the last; and those 1, 2, 4, 8, … before that. A state may be many times larger than a segment's keys and
-    values, so not all are stored. A prompt that differs from some segment on computes at most twice as many segments as
-    it must."""
+    """Choose the segments of a prompt (from 0) whose checkpoints have states: the first, the last, and those 1, 2, 4,
+    8, … before that. A state may be many times larger than a segment's keys and values, so not all are stored. A prompt
+    that differs from some segment on computes at most twice as many segments as it must."""
     last = segments - 1
     back = [0, *(2**power for power in range(segments.bit_length()))]
     return frozenset({0, *(last - steps for steps in back)} & {*range(segments)})
@@ -271,8 +269,7 @@ def extend_prefix(
     reserve: int = 0,
     timeline: Timeline | None = None,
 ) -> PrefixFused:
-    """Compute the segments of a plan after the first one, whose states `cache` holds; nothing of it is worth storing.
-    The cache keeps its mark."""
+    """Compute the segments of a plan after the first, whose states `cache` holds; nothing is worth storing."""
     started, resident = time.perf_counter(), plan.segments[0].stop
     cache.reserve(plan.length + reserve)
     logits = pass_of(decoder, plan.ids[resident:], resident, cache)

@@ -294,9 +294,8 @@ class ShiftSteps:
         self._old = rows_of(self._cache.buffers[layer], self._rows)
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add to each row its share of its chunk's offset, in float32, rounded once; `factors` replace those given
-        before. Returns sums of the squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks,
-        kv_heads]`."""
+        """Add to each row its share (`factors` replace the given ones) of its chunk's offset, in float32, rounded once.
+        Returns sums of squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks, kv_heads]`."""
         assert self._old is not None
         buffer = self._cache.buffers[layer]
         new = rows_of(buffer, self._rows)

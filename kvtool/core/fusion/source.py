@@ -43,9 +43,8 @@ class RecordMissing(Exception):
 
 @dataclass(slots=True)
 class ReadStats:
-    """State of one reading thread: bytes and seconds over all layers. `room` allocates memory for the records of the
-    current layer; a source that keeps any of them copies it. `reading`: the segment whose record is being read, and
-    since when (`time.perf_counter`); None between records."""
+    """State of one reading thread. `room` allocates memory for the current layer's records, copied by a source that
+    keeps any; `reading`: the segment whose record is being read, and since when; None between records."""
 
     bytes_read: int = 0
     read_s: float = 0.0
@@ -259,9 +258,8 @@ class ChunkCache:
 
 
 class RecentChunks:
-    """The chunk ids that an LRU memory of `limit` bytes holds after the questions so far. Ranking may depend on these:
-    they are counted a question at a time, and so do not vary with the speed of loader threads, as the contents of
-    `ChunkCache` do."""
+    """Chunk ids that an LRU memory of `limit` bytes holds after the questions so far. Ranking may depend on these:
+    unlike the contents of `ChunkCache` they do not vary with the speed of loader threads."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -31,8 +31,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True)
 class LeadIns:
-    """The lead-in of chunks, and the other one that their sensitivity is measured against; None: it is not measured, as
-    of the prompt's own beginning."""
+    """The lead-in of chunks, and the other one that sensitivity is measured against; None: it is not measured."""
 
     own: LeadIn
     other: LeadIn | None
@@ -62,8 +61,7 @@ class ChunkRecords:
 
 
 def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) -> list[PrefilledChunk]:
-    """Compute a batch of chunks, each independent of its batch (bit for bit on the CPU). Raises ModelError: a number
-    does not fit the store's format."""
+    """Compute chunks, each independent of its batch (bit for bit on the CPU). Raises ModelError: beyond float16."""
     kvs = prefill_chunks(decoder, lead_ins.own, [PrefillItem(chunk.ids, chunk.before) for chunk in chunks])
     check_float16_range(side for kv in kvs for sides in kv.layers for side in sides)
     values = [b""] * len(chunks)
@@ -76,8 +74,7 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) ->
 def encode(
     made: PrefilledChunk, level: str = RAW, profile: Profile | None = None, in_place: bool = False
 ) -> ChunkRecords:
-    """Make the records of a chunk. `in_place`: records of a verbatim level are the memory of their numbers, which
-    nothing else may write to."""
+    """Make the records of a chunk. `in_place`: those of a verbatim level are the memory of their numbers."""
     chunk_id, kv = made.chunk.chunk_id, made.kv
     layers: Sequence[Bytes]
     if in_place and kv.rooms and level_of(level).verbatim:

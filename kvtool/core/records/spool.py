@@ -1,6 +1,5 @@
-"""Spool of chunks that vLLM has computed, on their way to a store: one file a chunk, in a folder of the store's. Its
-name is random, and only a running `kvtool ingest --engine` makes it: who can only reach vLLM's port has no file
-written."""
+"""Spool of chunks that vLLM has computed, one file each, in a folder of the store's. Its name is random, and only
+`kvtool ingest --engine` makes it: who can only reach vLLM's port has no file written."""
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ _PREFIX, _ERROR = f"{TEMPORARY}spool-", ".error"
 
 @dataclass(frozen=True, slots=True)
 class SaveWish:
-    """The wish, stated in `kv_transfer_params`, that a request's keys and values be saved to the spool `save`, without
-    the first `after` tokens, the lead-in. `other`: the lead-in that sensitivity is measured against; None: it is not
-    measured."""
+    """Wish in `kv_transfer_params` to save a request's keys and values to the spool `save`, without the first `after`
+    tokens. `other`: the lead-in that sensitivity is measured against; None: it is not measured."""
 
     save: str
     after: int

@@ -66,8 +66,7 @@ TURNS = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 3, torch.int8: 3}
 def gate_store(
     store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
 ) -> ConformanceResult | None:
-    """Return the stored result, or measure and store one, on `chunks` (token ids) or some of the store's; None without
-    any chunk."""
+    """Return the stored result, or measure one on `chunks` (token ids; None: the store's); None without any chunk."""
     arithmetic = decoder.loaded.arithmetic
     result = stored_result(store, identity.fingerprint, arithmetic) if decoder.loaded.fingerprint else None
     if result is not None:

@@ -68,8 +68,6 @@ class LearnedStore:
         self._spotters.clear()  # they hold this object
         self.store.close()
 
-    # ---- finding ----
-
     def spot(self, ids: Sequence[int], owner: str) -> list[Span]:
         """Find an owner's passages in a prompt's token ids; see `Spotter.spot`. A damaged store holds none."""
         try:
@@ -122,8 +120,6 @@ class LearnedStore:
     def passage(self, chunk_id: bytes) -> Passage:
         """Make the passage of a chunk as answers name it: of no document."""
         return Passage(chunk_id, f"learned:{chunk_id.hex()[:12]}", 0, 0, 0)
-
-    # ---- writing ----
 
     def wanted(self, owner: str, ids: Ids) -> ChunkSpec:
         return replace(self.identity, namespace=f"{owner}, {self._decoder.loaded.arithmetic}").wanted(ids)

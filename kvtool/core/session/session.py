@@ -115,8 +115,6 @@ class Session:
             source.recheck()
         self._revision = revision
 
-    # ---- the model ----
-
     @cached_property
     def files(self) -> ModelFiles:
         """Raises ModelError if the files are not those of the store's model."""
@@ -216,8 +214,6 @@ class Session:
             self._conformance = cross_dtype_prefix(self.store, self.decoder, self._conformance, segments, found)
             self._conformance.enforce()
 
-    # ---- reading ----
-
     @cached_property
     def finder(self) -> Finder:
         return Finder(self.store, self.warn)
@@ -239,8 +235,7 @@ class Session:
         self.recent_chunks = RecentChunks(limit)
 
     def learn(self, budget: int, owners: Collection[str] | None = None) -> None:
-        """Open the store of learned passages, of at most `budget` bytes; the passages of all but `owners` are dropped
-        (None: all stay). Raises KvtoolError."""
+        """Open the store of learned passages, of at most `budget` bytes, and keep those of `owners` (None: all)."""
         from kvtool.core.session.learned import LearnedStore
 
         self.identity.check_movable("--learn")

@@ -155,9 +155,6 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
     return {level: [one for one in with_stored_rows(store, chunks) if one.level] for level, chunks in found.items()}
 
 
-# ---- computing ---------------------------------------------------------------------------------------------------
-
-
 def measure_pass(decoder: Decoder) -> PassSpeed:
     """Time passes over the first rows of a prompt, of some sizes, and over rows scattered in a longer one. Every size
     is timed in every round, and its least time counts: one disturbed round does not bend the fit."""
@@ -201,9 +198,6 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
             return time.perf_counter() - started
 
     return timed
-
-
-# ---- loading -----------------------------------------------------------------------------------------------------
 
 
 def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
