@@ -149,15 +149,9 @@ class ChunkReader(StoreConnection):
         allocate: Allocator = aligned,
     ) -> list[KVRead | KvtoolError | None]:
         """Read one layer of many chunks in one transaction; missing records are fetched if the link offers them.
-
         Returns header and payload of each, None if it is not stored, or its error. Payloads are private, writable and
-        64-byte aligned.
-
-        Parameters
-        ----------
-        before : called with each chunk's number before its record is read.
-        allocate : allocates memory for a record; no other code may write to it while the record is in use.
-        """
+        64-byte aligned, in memory of `allocate`, which no other code may write to. `before` is called with each chunk's
+        number before its record is read."""
         asked = [(chunk_id, level, layer) for chunk_id in chunk_ids]
         wanted = [tables.record_key(*one) for one in asked]
         with self.snapshot() as snapshot:  # each is checked while it is in the core's cache

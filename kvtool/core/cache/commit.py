@@ -48,17 +48,9 @@ class Commits:
     def commit(
         self, rows: Sequence[Row], deletions: Sequence[RowKey] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
-        """Put and delete rows in one durable transaction.
-
-        Parameters
-        ----------
-        weighed : False: the commit frees space, which must work on a full disk and over the budget.
-        thins : whether documents have less of their chunks than before; None: if a row of a chunk is deleted.
-
-        Raises
-        ------
-        NoSpaceError : the rows do not fit; the store is unchanged.
-        """
+        """Put and delete rows in one durable transaction. `weighed` is False if that frees space, which must work on a
+        full disk and over the budget. `thins`: whether documents have less of their chunks than before; None: if a row
+        of a chunk is deleted. Raises NoSpaceError: the store is unchanged."""
         heavy = [row for row in rows if weighed and row[0] not in _LIGHT]
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)

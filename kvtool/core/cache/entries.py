@@ -61,15 +61,9 @@ class DocumentEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as last ingested.
-
-    Parameters
-    ----------
-    settings : digest of the ingest settings that matter for its chunks.
-    documents : sources of its documents.
-    notes : what the reader skipped or replaced, for people.
-    origin : the source of the entry and its documents, if it was not read here.
-    """
+    """A file as last ingested, and its documents by their sources. `settings`: digest of the ingest settings that
+    matter for its chunks. `notes`: what the reader skipped or replaced, for people. `origin`: of the entry and its
+    documents."""
 
     path: str
     size: int
@@ -108,13 +102,9 @@ _ARITHMETICS = {bytes([_DTYPES[a], _DEVICES[b]]): Arithmetic(a, b) for a, b in p
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """A chunk itself: its ids (compared on every hit), its lead-in's digest, its layers, and side data.
-
-    Parameters
-    ----------
-    sensitivity : one little-endian float16 a token, or empty: how much the token's values depend on the text before.
-    arithmetic : what computed its KV; None: it has none (a model that keeps states).
-    """
+    """A chunk: its ids (compared on every hit), its lead-in's digest, and its layers. `sensitivity`: one little-endian
+    float16 a token, how much its values depend on the text before; or empty. `arithmetic`: None for a model that keeps
+    states."""
 
     token_ids: Ids
     lead_in: bytes

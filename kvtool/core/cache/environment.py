@@ -161,17 +161,9 @@ class Environment:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def write(self, apply: Callable[[Transaction], T], need: int) -> T:
-        """Run `apply` in one write transaction, durable on return; again from its start after the map has grown.
-
-        Parameters
-        ----------
-        apply : puts and deletes; computes nothing and keeps no state, for it may run more than once.
-        need : about how many bytes it writes.
-
-        Raises
-        ------
-        NoSpaceError : disk, quota or map limit; the store is unchanged.
-        """
+        """Run `apply`, puts and deletes, in one write transaction, durable on return; again from its start after the
+        map has grown, so it keeps no state. `need`: about how many bytes it writes. Raises NoSpaceError (disk, quota or
+        map limit): the store is unchanged."""
         while True:
             try:
                 return self._write_once(apply)

@@ -43,14 +43,9 @@ def ids_digest(token_ids: Sequence[int]) -> bytes:
 
 
 def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name a chunk: blake2b-160 over a canonical encoding of its identity. Raises ValueError: a token id does not fit.
-
-    Parameters
-    ----------
-    namespace : separates equal chunks of different owners.
-    model_fingerprint : digest of architecture, weights, tokenizer and the number format that KV is kept in.
-    lead_in : digest of the lead-in's token ids and mode.
-    """
+    """Name a chunk: blake2b-160 over a canonical encoding of its identity. `namespace` separates equal chunks of
+    different owners; `model_fingerprint` covers architecture, weights, tokenizer and the number format of KV; `lead_in`
+    is the digest of the lead-in's token ids and mode. Raises ValueError: a token id does not fit."""
     return _digest(
         b"kvtool chunk",
         namespace.encode("utf-8", "surrogatepass"),

@@ -35,14 +35,9 @@ TIMES = (tables.USED, tables.WARM, tables.ADDED)
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that does not match its digest, or is missing.
-
-    Parameters
-    ----------
-    table, key : where, for :func:`repair`; key in hex. Empty: the store as a whole.
-    chunk : the chunk's id in hex; empty where the damage is not in a chunk.
-    level, layer : of the KV record; empty and -1 where the damage is not in one.
-    """
+    """Something that does not match its digest, or is missing. `table` and `key` (in hex) say where, for
+    :func:`repair`; empty: the store as a whole. `chunk` (in hex), `level` and `layer` are empty and -1 where the damage
+    is not in one."""
 
     reason: str
     table: str = ""

@@ -187,9 +187,7 @@ def concerns(root: Path) -> list[str]:
 
 def allocate_lock_file(generation: Path, size: int) -> bool:
     """Give ``lock.mdb`` real disk blocks: LMDB maps it, and a hole on a full disk is a SIGBUS. False: no space for it.
-
-    Call only while no environment of this process is open on it (closing any handle drops POSIX locks).
-    """
+    Call only while no environment of this process is open on it (closing any handle drops POSIX locks)."""
     path = generation / "lock.mdb"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK, 0o600)
     try:
@@ -209,14 +207,9 @@ def allocate_lock_file(generation: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = "") -> Iterator[None]:
-    """Hold the store's writer lock; the kernel drops it when the process dies. Raises StoreLockedError.
-
-    Parameters
-    ----------
-    wait : seconds to wait for another holder; negative: without limit.
-    say : told which process it waits for.
-    what : is being done by the holder, in words.
-    """
+    """Hold the store's writer lock; the kernel drops it when the process dies. `wait`: seconds to wait for another
+    holder; negative: without limit. `say` is told which process it waits for, and `what` the holder does, in words.
+    Raises StoreLockedError."""
     import filelock  # 40 ms to import: only writers pay
 
     what = what or f"{root} is being written by"

@@ -24,11 +24,9 @@ _NOTES_SECONDS = 5.0  # maximum age of the notes that a killed session loses
 
 
 class StoreReader(ChunkReader, StretchReader):
-    """Reads a folder of KV records, documents and chunks.
-
-    Every read is its own short transaction, or part of a :meth:`view`: the result is a private copy whose digest
-    was checked. Readers never wait for a writer. Thread-safe. Not usable across fork.
-    """
+    """Reads a folder of KV records, documents and chunks. Every read is its own short transaction, or part of a
+    :meth:`view`: the result is a private copy whose digest was checked. Readers never wait for a writer. Thread-safe.
+    Not usable across fork."""
 
     def __init__(self, path: Path, uuid: str) -> None:
         super().__init__(path, uuid)

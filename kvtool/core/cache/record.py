@@ -115,13 +115,9 @@ def check_level(level: str) -> str:
 
 
 def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> bytes:
-    """Encode a KV record as it is stored. Raises ValueError: a ``raw`` payload whose length is not that of its shape.
-
-    Parameters
-    ----------
-    key : the **chunk id**; level and layer are in the header, which the digest covers too.
-    payload : parts, joined as they come. For level ``raw``: K then V, each ``[kv_heads, tokens, head_dim]`` in C order.
-    """
+    """Encode a KV record as it is stored. `key` is the **chunk id**; the digest covers level and layer in the header,
+    too. `payload`: parts, joined as they come; for level ``raw`` K then V, each ``[kv_heads, tokens, head_dim]`` in C
+    order. Raises ValueError: a ``raw`` payload whose length is not that of its shape."""
     parts = [_flat(part) for part in payload]
     length = sum(part.nbytes for part in parts)
     if level_of(header.level).verbatim and length != header.raw_bytes:

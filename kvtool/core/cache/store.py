@@ -60,19 +60,9 @@ class Store(StoreReader):
 
     @contextlib.contextmanager
     def writer(self, wait: float = 0.0, max_size: int | None = None, say: Warn = warn_nobody) -> Iterator[Writer]:
-        """Hold the one writer of the store. Leaving normally commits what is buffered; leaving by an error drops it.
-
-        Parameters
-        ----------
-        wait : seconds to wait for another writer; negative: without limit.
-        max_size : bytes that the store's folder may hold; None: the store's own budget.
-        say : told which process it waits for.
-
-        Raises
-        ------
-        StoreLockedError : another writer holds the store.
-        KvtoolError : the store is read-only, or this thread holds a view of it.
-        """
+        """Hold the one writer of the store; for `wait` and `say` see :func:`writer_lock`. Leaving normally commits what
+        is buffered; leaving by an error drops it. `max_size`: bytes that the store's folder may hold; None: the store's
+        own budget. Raises StoreLockedError; KvtoolError: the store is read-only, or this thread holds a view of it."""
         if self.read_only:
             raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
         with self.unviewed(), writer_lock(self.path, wait, say):

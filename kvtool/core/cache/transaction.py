@@ -162,7 +162,7 @@ class Snapshot:
                     self._tree.will_need(place)
 
     def has(self, table: bytes, key: bytes) -> bool:
-        return self._tree.has(table + key)
+        return self._tree.find(table + key) is not None
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
         """Yield the keys in order. Use them up before the snapshot ends."""

@@ -167,9 +167,6 @@ class Tree:
         header = self._file.read(page * self.meta.page_size, _BIG_HEADER_BYTES)
         return page, self._check_big(page, header, leaf.values[at][1])
 
-    def has(self, key: bytes) -> bool:
-        return self.find(key) is not None
-
     def will_need(self, found: Found) -> None:
         leaf, at = found
         _, size, big = leaf.values[at]

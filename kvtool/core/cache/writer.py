@@ -17,22 +17,7 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import ID_BYTES, Origin
 from kvtool.core.cache.record import Bytes
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
-from kvtool.core.cache.tables import (
-    BY_CHUNK,
-    Row,
-    RowKey,
-    check_layers,
-    chunk_keys,
-    document_row,
-    file_row,
-    info_rows,
-    level_keys,
-    level_rows,
-    meta_row,
-    origin_in,
-    profile_row,
-    superseded,
-)
+from kvtool.core.cache.tables import Row, RowKey, chunk_keys, file_row, meta_row, origin_in, superseded
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
@@ -56,13 +41,10 @@ class _Pending:
 class Writer:
     """Puts chunks and documents into a store. Belongs to one thread.
 
-    A chunk is stored before the document that needs it, so a document that is there never lacks a chunk.
-
-    Attributes
-    ----------
-    batch_bytes : of records that wait before they are written in one transaction, which holds its pages in memory.
-    needed : gives the chunks that this run counts on. If it is set, those of unfinished files that are not among
-        them are dropped before a commit is refused for lack of room.
+    A chunk is stored before the document that needs it, so a document that is there never lacks a chunk. So many
+    `batch_bytes` of records wait to be written in one transaction, which holds its pages in memory. If `needed`, which
+    gives the chunks that this run counts on, is set, chunks of unfinished files that are not among them are dropped
+    before a commit is refused for lack of room.
     """
 
     def __init__(self, store: StoreReader, max_size: int | None = None) -> None:
@@ -114,7 +96,9 @@ class Writer:
             self._note_unfinished(path)
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any] | None = None) -> None:
-        self._commit([profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])])
+        self._commit(
+            [tables.profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])]
+        )
 
     def set_budget(self, size: int | None) -> None:
         self._commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
@@ -140,7 +124,8 @@ class Writer:
         origin: Origin | None = None,
         made_here: bool = False,
     ) -> None:
-        """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
+        """Add a chunk at a level. Buffered; durable after the next flush or commit_file. Raises ValueError: the records
+        are not those of this chunk, level and layer; NoSpaceError: a batch was full and could not be written.
 
         Parameters
         ----------
@@ -150,14 +135,9 @@ class Writer:
         origin : where the records were made. HERE, or a trusted source, replaces all that a foreign one has put.
             None: the chunk stays of the origin that it has, as when a level of it is made from another.
         made_here : this process has just computed the digests, which are not compared again.
-
-        Raises
-        ------
-        ValueError : the records are not those of this chunk, level and layer.
-        NoSpaceError : a batch was full and could not be written.
         """
         self._check_open()
-        check_layers(chunk_id, info, level, layers, made_here)
+        tables.check_layers(chunk_id, info, level, layers, made_here)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
             self._pending[place] = _Pending(info, tuple(layers), replace, origin)
@@ -172,7 +152,7 @@ class Writer:
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
             for chunk_id, info in sorted(infos.items()):
-                rows += info_rows(snapshot, chunk_id, info, origin)
+                rows += tables.info_rows(snapshot, chunk_id, info, origin)
                 deletions.update(superseded(snapshot, chunk_id, origin))
         if rows:
             self._commit(rows, sorted(deletions))
@@ -219,12 +199,9 @@ class Writer:
 
         Chunks that wait for other files go on waiting: what does not fit any more is one document's, not a batch's.
         Documents that the file had before and no longer has are removed; their chunks stay until :meth:`collect`.
-
-        Raises
-        ------
-        ValueError : a document names a chunk that was never put, or that was made elsewhere although the file was not;
-            the entry names other documents; or one of them is another file's.
-        NoSpaceError : the file was not stored, and all chunks still buffered are dropped.
+        Raises ValueError: a document names a chunk that was never put, or that was made elsewhere although the file was
+        not; the entry names other documents; or one of them is another file's. Raises NoSpaceError: all buffered chunks
+        are dropped.
         """
         self.commit_files([(entry, documents)])
 
@@ -246,7 +223,7 @@ class Writer:
             deletions += self._stale_documents(entry.path, set(entry.documents))
         try:
             rows, replaced = self._pending_rows(needed)
-            rows += [*map(document_row, documents), *(file_row(entry) for entry, _ in files)]
+            rows += [*map(tables.document_row, documents), *(file_row(entry) for entry, _ in files)]
             self._commit(rows, [*deletions, *replaced], thins=hollow or None)
         except BaseException:
             others = {}
@@ -292,7 +269,7 @@ class Writer:
 
     def drop_level(self, chunk_ids: Iterable[bytes], level: str) -> int:
         """Drop the records of these chunks at one level; their descriptions stay. Returns how many chunks had it."""
-        return self._drop(chunk_ids, lambda snapshot, chunk_id: level_keys(snapshot, chunk_id, level))
+        return self._drop(chunk_ids, lambda snapshot, chunk_id: tables.level_keys(snapshot, chunk_id, level))
 
     def drop_chunks(self, chunk_ids: Iterable[bytes]) -> int:
         """Drop everything about these chunks, referred to or not. Returns how many were there."""
@@ -318,16 +295,10 @@ class Writer:
         return len(deletions)
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
-        """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns the
-        number of dropped chunks. Raises DamagedError, and drops nothing, if a document cannot be read.
-
-        Parameters
-        ----------
-        keep : chunks that are needed although no document has them (the prompt's own beginning).
-        referred : returns those of some chunks that documents refer to. If it is known to which chunks this
-            writer's documents no longer refer, and none were left before, only these are looked at. None: all documents
-            are read.
-        """
+        """Drop the chunks that no document and no unfinished file refers to, except `keep`, and fold the access log;
+        return how many. `referred` returns those of some chunks that documents refer to. If this writer knows to which
+        chunks its documents no longer refer, only these are looked at; else all documents are read. Raises
+        DamagedError, and drops nothing, if a document cannot be read."""
         self._check_open()
         self.flush()
         self.fold_access()
@@ -351,7 +322,7 @@ class Writer:
         self._drop_stretches_of(lambda info: not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
         with self._store.environment.read() as snapshot:
-            return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
+            return {key[:ID_BYTES] for table in tables.BY_CHUNK for key in snapshot.keys(table)} - wanted
 
     def _drop_stretches_of(self, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
         stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info)}
@@ -433,7 +404,9 @@ class Writer:
                 if only is not None and chunk_id not in only:
                     continue
                 origin = pending.origin
-                rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace, origin)
+                rows += tables.level_rows(
+                    snapshot, chunk_id, pending.info, level, pending.layers, pending.replace, origin
+                )
                 deletions.update(superseded(snapshot, chunk_id, origin))
         return rows, sorted(deletions)
 

@@ -31,7 +31,6 @@ class PassSpeed:
     key: float
 
     def seconds(self, rows: float, keys: float) -> float:
-        """`keys`: seen by all rows together."""
         return self.fixed + self.row * rows + self.key * keys
 
 
@@ -141,15 +140,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The work of a mode in addition to the question and the holes.
-
-    Attributes
-    ----------
-    reads : kinds of cached segments that are loaded.
-    computes : kinds of cached segments that are computed whole, by the pass that overlaps with loading.
-    overlapped : further rows of hits that this pass computes, the mean over the layers.
-    after : rows of hits that a second pass computes, after the question's own pass has seen all that is loaded.
-    """
+    """The work of a mode in addition to the question and the holes: it `reads` and `computes` (whole) kinds of cached
+    segments. `overlapped`: further rows of hits that are computed while loading, the mean over the layers. `after`:
+    rows of hits that a second pass computes, after the question's own pass has seen all that is loaded."""
 
     reads: tuple[Kind, ...] = CACHED
     computes: tuple[Kind, ...] = ()
@@ -158,15 +151,9 @@ class Cost:
 
 
 class PromptRows:
-    """The rows of a planned prompt, counted by kind. Records of a level that could not be measured cannot be read:
-    their segments are holes.
-
-    Attributes
-    ----------
-    context : cached tokens of chunks, which a ratio is a share of.
-    hit_chunks : tokens of each chunk that is a hit.
-    holes : True if a segment that should be stored is not.
-    """
+    """Rows of a planned prompt, counted by kind; segments at a level that could not be measured are holes. `context`:
+    cached tokens of chunks, which a ratio is a share of. `hit_chunks`: tokens of each hit. `holes`: True if a segment
+    that should be stored is not."""
 
     def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:
         self._speeds = speeds

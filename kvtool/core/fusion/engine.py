@@ -25,16 +25,9 @@ from kvtool.core.model.prompt_cache import PromptCache
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Rows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
-
-    Attributes
-    ----------
-    recomputed : cached rows that the last layer computes.
-    fresh : question and holes.
-    rows : computed at each layer, of all kinds together.
-    resident : fused in an earlier round.
-    dropped : tokens of the text that count among none of these, since their rows are not stored.
-    """
+    """Rows of a prompt: `prompt` = `resident` (fused in an earlier round) + `reused` + `recomputed` (by the last layer)
+    + `fresh` (question and holes). `rows`: computed at each layer, of all kinds together. `dropped`: tokens of the text
+    that count among none of these, since their rows are not stored."""
 
     prompt: int
     reused: int
@@ -68,16 +61,10 @@ class FuseTiming:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A prompt's fused cache and the logits of its last token.
-
-    Attributes
-    ----------
-    logits : float32 `[vocabulary]`.
-    plan : what was computed; segments with unusable records are holes, and rows that are not stored have no place.
-    recomputed : cached rows that the last layer computed, bool `[length]`.
-    reasons : by reason, the rows recomputed for it, bool `[length]`; no row has two.
-    shifted : which reused rows were shifted, and how far.
-    """
+    """A prompt's fused cache and the logits of its last token, float32 `[vocabulary]`. In its plan, segments with
+    unusable records are holes, and rows that are not stored have no place. `recomputed`: cached rows that the last
+    layer computed, bool `[length]`; `reasons`: the same by reason, one a row. `shifted`: which reused rows were
+    shifted, and how far."""
 
     logits: torch.Tensor
     cache: PromptCache

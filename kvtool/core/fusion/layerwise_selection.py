@@ -40,12 +40,8 @@ class LayerwiseSelection:
 
     A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
     stays untouched. To rank rows the hook runs the layer up to its cache write (norm and QKV projection only). The
-    keys and values that this gives for dropped rows are newer than the stored ones, and are cached.
-
-    Attributes
-    ----------
-    rows : the rows of the current layer.
-    computed : number of rows computed, by layer.
+    keys and values that this gives for dropped rows are newer than the stored ones, and are cached. `rows`: of the
+    current layer; `computed`: number of rows, by layer.
     """
 
     def __init__(
@@ -169,14 +165,8 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
 
 
 class QuestionWatch:
-    """Sum of the attention of a pass's last rows.
-
-    Parameters
-    ----------
-    count : rows that are watched.
-    ends : the pass ends with the last of `layers`.
-    counted : float32 `[count]`: 1 for those of them that count, 0 for others before them; None: all count.
-    """
+    """Sum of the attention of a pass's last `count` rows. `ends`: the pass ends with the last of `layers`. `counted`:
+    float32 `[count]`, 1 for those of them that count, 0 for others before them; None: all count."""
 
     def __init__(
         self,

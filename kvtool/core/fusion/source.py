@@ -144,11 +144,9 @@ class ChunkCache:
     Records are verified when they are read; :meth:`recheck` drops those that the store has replaced. An entry may be
     evicted at any time, so a caller whose GPU stream reads one keeps a reference until that is done.
 
-    Parameters
-    ----------
-    limit : bytes held at most; the least recently used chunk is evicted first, with all its layers.
-    mark : identifies the stored record of a chunk, level and layer; None if none is stored.
-    device : a GPU that holds entries as long as its memory suffices; None: they are held where they were decoded.
+    At most `limit` bytes are held; the least recently used chunk is evicted first, with all its layers. `mark`
+    identifies the stored record of a chunk, level and layer. `device`: a GPU that holds entries as long as its memory
+    suffices; None: they are held where they were decoded.
     """
 
     def __init__(

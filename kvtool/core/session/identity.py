@@ -82,7 +82,6 @@ class StoreIdentity:
         return self._id(ids, self.lead_in.digest(before))
 
     def wanted(self, ids: Ids, before: Ids = ()) -> ChunkSpec:
-        """Specify a chunk after this lead-in, and `before`, its own part of it."""
         return ChunkSpec(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
     @property

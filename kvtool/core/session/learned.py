@@ -38,15 +38,9 @@ _SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is
 
 
 class LearnedStore:
-    """The learned passages of a store. One thread uses it. Raises KvtoolError: the folder cannot be used.
-
-    Parameters
-    ----------
-    uuid : of the store.
-    identity : of the store. Chunks of another lead-in or model are never found, nor those of another arithmetic.
-    budget : maximum bytes of the folder; the least recently used passages are evicted first.
-    warn : reports damage, once.
-    """
+    """The learned passages of a store. One thread uses it. Chunks of another lead-in, model or arithmetic are never
+    found. `budget`: maximum bytes of the folder; the least recently used passages are evicted first. `warn` reports
+    damage, once. Raises KvtoolError: the folder cannot be used."""
 
     def __init__(self, uuid: str, identity: StoreIdentity, decoder: Decoder, budget: int, warn: Warn) -> None:
         folder = cache_dir() / "learned" / uuid
@@ -118,7 +112,6 @@ class LearnedStore:
         return ()
 
     def passage(self, chunk_id: bytes) -> Passage:
-        """Make the passage of a chunk as answers name it: of no document."""
         return Passage(chunk_id, f"learned:{chunk_id.hex()[:12]}", 0, 0, 0)
 
     def wanted(self, owner: str, ids: Ids) -> ChunkSpec:

@@ -48,11 +48,8 @@ class Session:
 
     Parameters
     ----------
-    wanted : the model as the user names it, and its device.
     identity : of the store that is being made; None: the identity in the store's manifest.
     gradients : True if gradients will be computed; the model is packed for speed otherwise.
-    decoder : the store's model if it is loaded already.
-    warn : reports problems that do not stop the work.
 
     Attributes
     ----------
@@ -117,7 +114,6 @@ class Session:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """Raises ModelError if the files are not those of the store's model."""
         return model_files(self.identity, self._wanted, self.store.made_by())
 
     @property
@@ -174,17 +170,9 @@ class Session:
         return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
-        """Run the conformance checks at a model's first use of the store. Raises GateError, with the measured numbers.
-
-        Parameters
-        ----------
-        chunk_ids : chunks that are about to be used; some that another arithmetic has made are compared with this one's
-            own records.
-
-        Returns
-        -------
-        False: what another arithmetic has made of these chunks could not be compared, so none of it can be read.
-        """
+        """Run the conformance checks at a model's first use of the store, and compare those of `chunk_ids` that another
+        arithmetic has made with this one's own records. False: they could not be compared, so none of them can be read.
+        Raises GateError, with the measured numbers."""
         if self._conformance is None:
             is_known = not self.is_loaded or self.decoder.loaded.fingerprint
             stored = stored_result(self.store, self.identity.fingerprint, self.arithmetic) if is_known else None

@@ -33,18 +33,6 @@ AUTO = "auto"  # the controller (query/auto.py) chooses between a mode that reco
 WEIGHED = "union"  # the mode that recomputes a share
 FUSIONS = (*MODES, AUTO)  # what `--fusion` takes
 
-__all__ = [
-    "AUTO",
-    "EXACTLY",
-    "FUSIONS",
-    "MODES",
-    "REFERENCE",
-    "SELECTORS",
-    "WEIGHED",
-    "parameters_of_mode",
-    "selector_for",
-]
-
 
 def __getattr__(name: str) -> Any:
     """Import the selectors, and torch with them, only when they are asked for."""
