@@ -53,8 +53,6 @@ def plan_of(chunks: Sequence[Ids] = CHUNKS, question: Ids = QUESTION, prefix: Id
 
 @dataclass
 class Shelf:
-    """State checkpoints in memory, as bytes."""
-
     infos: dict[bytes, StretchInfo] = field(default_factory=dict)
     parts: dict[tuple[bytes, Place], bytes] = field(default_factory=dict)
     read_of: list[tuple[bytes, Place]] = field(default_factory=list)
