@@ -78,8 +78,6 @@ def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
-    """Scattered rows attend to all keys of the prompt."""
-
     patch.setattr(attention, "attend", _all_visible)
 
 
@@ -95,7 +93,6 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    """Run layers before their records are in the buffers."""
     patch.setattr(loader.Loader, "wait", lambda self, layer: None)
 
 
