@@ -1,7 +1,6 @@
 """Container format of a pack: a zip whose members are stored uncompressed, KV as safetensors.
 
-Raw KV is stored as tensors that every reader of safetensors can open; other levels as the bytes of their records.
-"""
+Raw KV is stored as tensors that every reader of safetensors can open; other levels as the bytes of their records."""
 
 from __future__ import annotations
 
@@ -32,21 +31,13 @@ CATALOGUE = "catalogue"  # the member's name; other members have the names of a 
 
 
 def kv_member(key: str, level: str, mark: str) -> str:
-    """Return the name of the member with all layers of a chunk at a level."""
     return f"kv/{key}/{level}-{mark}.safetensors"
 
 
 @contextmanager
 def writing(path: Path, force: bool) -> Iterator[Callable[[str, bytes], None]]:
-    """Write a pack. The file appears at `path` when all of it is durable, or never.
-
-    Yields a function that adds a member with a name and bytes.
-
-    Raises
-    ------
-    UsageError : the path exists without `force`, or is no file; or its folder does not exist.
-    NoSpaceError : the disk is full.
-    """
+    """Write a pack. The file appears at `path` when all of it is durable, or never. Yields a function that adds a
+    member with a name and bytes. Raises UsageError for a path that cannot be written, NoSpaceError."""
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} is there already", "name another file, or replace it with --force")
     if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # of /dev/null nothing else is to be made
@@ -94,7 +85,6 @@ class PackReader:
     """Members of a pack by name. No name is ever a path: nothing is unpacked."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError where there is no such file, DamagedError where it is no pack."""
         self.path = path
         self._file = _opened(path)
         try:
@@ -106,11 +96,9 @@ class PackReader:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all members, in the order of the file."""
         return list(self._members)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a member; 0 if it does not exist."""
         member = self._members.get(name)
         return 0 if member is None else member.file_size
 
@@ -131,13 +119,12 @@ class PackReader:
             raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def _has_its_header(self, member: zipfile.ZipInfo) -> bool:
-        """Return True if a member's header equals the one in the list at the end; zipfile compares only names."""
+        """Compare a member's header with the one in the list at the end; zipfile compares only names."""
         self._file.seek(member.header_offset)
         wanted = member.FileHeader()
         return self._file.read(len(wanted)) == wanted
 
     def close(self) -> None:
-        """Close the file."""
         self._zip.close()
         self._file.close()
 
@@ -162,12 +149,7 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 
 
 def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> bytes:
-    """Write records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded.
-
-    Raises
-    ------
-    DamagedError : one is no record of this chunk.
-    """
+    """Write records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded."""
     parts: dict[str, Part] = {}
     for layer, record in enumerate(records):
         header, payload = decode_record(chunk_id, record)
@@ -181,12 +163,7 @@ def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> byt
 
 
 def from_safetensors(chunk_id: bytes, level: str, layers: int, data: Bytes) -> list[bytes]:
-    """Inverse of :func:`to_safetensors`; what the records are worth their own digests say.
-
-    Raises
-    ------
-    DamagedError : it is no such file.
-    """
+    """Inverse of :func:`to_safetensors`; what the records are worth their own digests say. Raises DamagedError."""
     try:
         parts = _read(memoryview(data))
         if not level_of(level).verbatim:

@@ -25,13 +25,8 @@ from kvtool.core.upkeep.selectors import named_documents
 
 @dataclass(slots=True)
 class ExportReport:
-    """Report of an export: the contents of a pack.
-
-    Attributes
-    ----------
-    chunks : at a level each. `stretches` : of answered prompts. `bytes` : of the file.
-    damaged : entries that the store could not read, and why; they were left out.
-    """
+    """What a pack holds: chunks at a level each, `stretches` of answered prompts, `bytes` of the file. Entries that the
+    store could not read are `damaged`: they were left out."""
 
     path: str
     documents: int = 0
@@ -43,7 +38,6 @@ class ExportReport:
     damaged: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, as `--json` shows it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -120,13 +114,11 @@ class _Export:
         self.write(HEAD, seal_head(Head(digest_of(packed))))
 
     def _add(self, name: str, value: bytes) -> str:
-        """Write a value under its name, into which its digest is put. Returns the digest."""
         mark = digest_of(value)
         self.write(name.format(mark), value)
         return mark
 
     def _files(self, entries: Iterable[FileEntry]) -> tuple[dict[str, File], list[bytes]]:
-        """Write every file. Returns them, and the chunks that their documents need, each once."""
         files: dict[str, File] = {}
         wanted: dict[bytes, None] = {}
         for entry in entries:
@@ -168,7 +160,6 @@ class _Export:
                     self.report.stretches += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
-        """Write the profiles that records or new records need. Returns their digests."""
         named = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
         named.add(str(self.store.codec_state().get("profile", "")))
         sound: list[str] = []
@@ -184,7 +175,6 @@ class _Export:
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """Leave out what is damaged in the store, and note it in the report."""
         try:
             yield
         except DamagedError as error:

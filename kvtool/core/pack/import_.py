@@ -79,7 +79,6 @@ def take(
     max_size: int | None = None,
     events: Events | None = None,
 ) -> TransferReport:
-    """Import one pack, or one store. Raises as :func:`import_sources` does."""
     return import_sources(path, [source], trust=trust, lock_wait=lock_wait, max_size=max_size, events=events)[0]
 
 
@@ -139,7 +138,6 @@ def _opened(place: Path) -> Iterator[PackBlobs | StoreBlobs]:
 
 
 def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs, report: TransferReport) -> None:
-    """Import the stretches that the store lacks. A damaged one is left out, and named in the report."""
     chunks = {*store.chunk_ids()}
     for stretch in [bytes.fromhex(found[1]) for name in source.names if (found := _STRETCH.fullmatch(name))]:
         try:
@@ -171,13 +169,7 @@ def _part(source: PackBlobs | StoreBlobs, stretch: bytes, place: Place) -> bytes
 
 
 class PackBlobs:
-    """A pack's members by the names of a shared store's values, as a pull reads them.
-
-    Raises
-    ------
-    UsageError : the file is an archive, but no pack.
-    DamagedError, StoreFormatError : its index is damaged, or has another format.
-    """
+    """A pack's members by the names of a shared store's values. Raises UsageError, DamagedError, StoreFormatError."""
 
     def __init__(self, pack: PackReader) -> None:
         if not {HEAD, CATALOGUE} & {*pack.names}:  # of a pack one of them may be damaged
@@ -194,7 +186,7 @@ class PackBlobs:
         self.proof = self.catalogue.proof
 
     def check_manifest(self) -> None:
-        """Check what the pack says of its model, before a store is made for it. Raises as the class does."""
+        """Check what the pack says of its model, before a store is made for it."""
         with self._of_the_index():
             name = f"meta/manifest-{self.catalogue.meta.get('manifest', '')}"
             value = self.get(name, most_bytes(name))
@@ -243,7 +235,7 @@ class PackBlobs:
 
 
 class StoreBlobs:
-    """A store's own values by the names of a shared store's, as a pull reads them. The store stays as it is."""
+    """A store's own values by the names of a shared store's."""
 
     proof: Proof | None = None  # stores are never signed
 

@@ -1,7 +1,4 @@
-"""Protocol of a shared store's backend, named values; and all that a backend needs: readers, leases, its registry.
-
-A backend is one file with one class, and one line in `common/urls.py`.
-"""
+"""Protocol of a shared store's backend, and what a backend needs: readers, leases, the registry of URLs."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Reader(Protocol):
-    """Protocol of a stream of values: requests are sent ahead, so that the connection is never idle in between."""
+    """A stream of values: requests are sent ahead, so that the connection is never idle in between."""
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Request more values; return before they arrive. Raises RemoteError."""
@@ -36,18 +33,11 @@ class Reader(Protocol):
         value at all, shorter if a part is cut off. Raises RemoteError; the reader is of no more use then."""
         ...
 
-    def close(self) -> None:
-        """Stop; requests that were not taken are given up."""
-        ...
+    def close(self) -> None: ...
 
 
 class SequentialReader:
-    """A reader without requests ahead: a value is read when it is taken.
-
-    Parameters
-    ----------
-    read : returns a value, as `Reader.take` does.
-    """
+    """A reader without requests ahead: `read` returns a value when it is taken."""
 
     def __init__(self, read: Callable[[BlobRequest], bytes | None]) -> None:
         self._read, self._asked = read, deque[BlobRequest]()
@@ -63,31 +53,21 @@ class SequentialReader:
 
 
 class Readable(Protocol):
-    """Protocol of a source that a pull reads from: a shared store, or a pack.
-
-    Attributes
-    ----------
-    url : of the source, as it is shown to people.
-    """
+    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people."""
 
     url: str
 
     def reader(self) -> Reader:
-        """Open a stream of values. Raises RemoteError."""
+        """Raises RemoteError."""
         ...
 
 
 class Blobs(Protocol):
-    """Protocol of a shared store's named values. Names are ASCII, with `/` between their parts. Methods raise
-    RemoteError.
+    """Named values of a shared store; `url` is shown to people. Names are ASCII, with `/` between their parts. Methods
+    raise RemoteError.
 
     A value is never changed, only put again with the same bytes or deleted; only `head` is replaced. So a reader sees
-    either all of a push or nothing of it. Digests protect the values, not the shared store.
-
-    Attributes
-    ----------
-    url : the address that messages and reports show.
-    """
+    either all of a push or nothing of it. Digests protect the values, not the shared store."""
 
     url: str
 
@@ -104,7 +84,7 @@ class Blobs(Protocol):
         ...
 
     def flush(self) -> None:
-        """Make what was put durable, as far as the backend can."""
+        """Make durable what was put, as far as the backend can."""
         ...
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
@@ -128,21 +108,15 @@ class Blobs(Protocol):
         """Return the names with a valid lease by the shared store's own clock; the caller has just renewed its own."""
         ...
 
-    def release(self, name: str) -> None:
-        """Give a lease back."""
-        ...
+    def release(self, name: str) -> None: ...
 
-    def reader(self) -> Reader:
-        """Open a stream of values."""
-        ...
+    def reader(self) -> Reader: ...
 
-    def close(self) -> None:
-        """Close the connection."""
-        ...
+    def close(self) -> None: ...
 
 
 def seconds_held(name: str) -> float:
-    """Return the seconds that a lease of this name lasts. Raises KeyError for another name."""
+    """Raises KeyError for a name that is no lease's."""
     return LEASES[name.partition("-")[0]]
 
 
@@ -162,14 +136,8 @@ _MOST_HELD = 64 * 2**20  # bytes that have arrived and are not taken; more are r
 
 @dataclass(eq=False)
 class RangeRequest:
-    """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`.
-
-    Attributes
-    ----------
-    left : number of values that are still to be read from it.
-    data : the bytes that have arrived.
-    missing : no value has this name. `too_large` : the value is too large, and nothing of it is read.
-    """
+    """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`. `left`
+    values are still to be taken from it. If it is `missing` or `too_large`, `data` stays empty."""
 
     name: str
     start: int
@@ -184,7 +152,6 @@ class RangeRequest:
     error: KvtoolError | None = None
 
     def holds(self, wanted: BlobRequest) -> bool:
-        """Return True if all bytes of a part have arrived."""
         return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
 
 
@@ -212,12 +179,7 @@ def _is_near(span: RangeRequest, one: BlobRequest) -> bool:
 
 
 class RangeReader:
-    """See Reader.
-
-    Parameters
-    ----------
-    fetch : the bytes of a request; run in a thread of its own.
-    """
+    """Several requests at once; `fetch` yields the bytes of one, in a separate thread."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -251,7 +213,7 @@ class RangeReader:
             return value
 
     def close(self) -> None:
-        """See Reader. Requests under way run to their end."""
+        """Requests under way run to their end."""
         with self._news:
             self._closed = True
             self._waiting.clear()
@@ -303,13 +265,8 @@ _PLUGINS = found("blobs", own=KINDS)
 
 
 def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
-    """Return the backend of a URL; no request is sent yet.
-
-    Raises
-    ------
-    UsageError : no such kind of URL, or a broken one.
-    KvtoolError : a package is missing. PluginError : the plugin for such URLs cannot be used.
-    """
+    """Return the backend of a URL; no request is sent yet. Raises UsageError for a broken URL or an unknown kind,
+    KvtoolError if a package is missing, PluginError if the plugin for such URLs cannot be used."""
     kind, mark, _ = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
         raise UsageError(f"'{for_people(url)}' is no URL of a shared store", _way_to_a_url(url))
@@ -320,14 +277,12 @@ def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
 
 
 def _way_to_a_url(place: str) -> str:
-    """Return a hint for a place that is no URL: usually it is the path of a folder."""
     if is_url(place) or "@" in place or "\0" in place:  # something meant as a URL, with a password perhaps
         return _SUCH_AS
     return f"a folder is named by {Path(place).absolute().as_uri()}; others are such as redis://host:6379/0"
 
 
 def _opener(kind: str) -> Callable[[str, float], Blobs]:
-    """Return the function that opens URLs of a kind, given the URL and the seconds to wait for a value."""
     if kind in KINDS:
         try:
             backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")

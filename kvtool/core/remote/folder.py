@@ -33,7 +33,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def from_url(url: str, timeout: float) -> FolderBlobs:
-    """Open the folder of a `file://` URL, which has no timeout. Raises UsageError."""
     if "?" in url or "#" in url:  # left out of a path without a word, it would be another folder
         raise UsageError(f"{for_people(url)} has text after ? or #", "in a folder's name write ? # as %3F %23")
     parts = urlsplit(url)
@@ -44,8 +43,6 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
 
 
 class FolderBlobs:
-    """A folder; made on the first put."""
-
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
@@ -60,7 +57,7 @@ class FolderBlobs:
             return [_size_of(self._root / name) for name in names]
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs. The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
+        """The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
         with self._explained("written"):
             make_folder(self._root)
             self._writing = self._writing or Writing(self._root)
@@ -68,11 +65,9 @@ class FolderBlobs:
                 self._writing.write(parts, {name.rpartition("/")[2]: values[name] for name in names})
 
     def flush(self) -> None:
-        """See Blobs. Covers what a push before this one has put, too."""
         os.sync()
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """See Blobs. A lock file excludes other writers."""
         with self._explained("written"):
             make_folder(self._root)
             try:
@@ -85,7 +80,7 @@ class FolderBlobs:
                 raise RemoteError(f"{self.url} is locked by another push", "try again") from error
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs. Lists what killed pushes left, too; of a nested shared store its `head` only."""
+        """Lists what killed pushes left, too; of a nested shared store its `head` only."""
         start = self._root / below if below else self._root
         start = start if start.is_dir() else start.parent if below else self._root
         with self._explained("read"):
@@ -101,7 +96,6 @@ class FolderBlobs:
                         yield name
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Blobs; folders that are left empty go, too."""
         with self._explained("written"):
             for parts, group in groupby(sorted(names), lambda name: tuple(name.split("/")[:-1])):
                 with suppress(FileNotFoundError), opened(self._root, parts) as folder:
@@ -111,11 +105,10 @@ class FolderBlobs:
                 self._remove_if_empty(parts)
 
     def reader(self) -> SequentialReader:
-        """See Blobs. A file system has no requests ahead."""
         return SequentialReader(self._wanted)
 
     def hold(self, name: str) -> None:
-        """See Blobs. The file's time counts, which the file system sets."""
+        """The file's time counts, which the file system sets."""
         with self._explained("written"):
             make_folder(self._root)
             again_if_gone(lambda: self._touch(name))
@@ -196,8 +189,7 @@ class FolderBlobs:
 def read_bounded(path: Path, most: int) -> bytes | None:
     """Read a file; None if it is missing, empty if it is no plain file or larger than `most` bytes.
 
-    Links are not followed, a FIFO or a device is never waited for.
-    """
+    Links are not followed, a FIFO or a device is never waited for."""
     with _plain_file(path) as found:
         if not isinstance(found, int):
             return found
@@ -260,12 +252,7 @@ _TRIES = 3  # between which a folder may be removed, being empty
 
 @contextmanager
 def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int]:
-    """Open the folder at `parts` below `root`, entered step by step.
-
-    Raises
-    ------
-    OSError : it is not there, or one of the steps is a symbolic link.
-    """
+    """Open the folder at `parts` below `root`, entered step by step. Raises OSError, also for a symbolic link."""
     handle = os.open(root, _FOLDER)
     try:
         for part in parts:
@@ -300,14 +287,12 @@ class Writing:
         self._tidied: set[tuple[str, ...]] = set()
 
     def write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
-        """Write files into the folder at `parts`. Raises OSError; what has its name by then is whole."""
         names = list(values)
         for at in range(0, len(names), _AT_ONCE):
             some = {name: values[name] for name in names[at : at + _AT_ONCE]}
             again_if_gone(lambda some=some: self._write_some(parts, some))  # type: ignore[misc]
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def _write_some(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
@@ -332,7 +317,6 @@ class Writing:
 
 
 def new_name() -> str:
-    """Return an unpredictable name for a temporary file."""
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 

@@ -35,14 +35,8 @@ def _is_below(name: str, nested: set[str]) -> bool:
 
 
 def check_ours(blobs: Blobs) -> None:
-    """Refuse to push where other things are, and no `head` of ours says that they may be there.
-
-    A push that was cut off before its first head leaves values of ours, and nothing else.
-
-    Raises
-    ------
-    StoreFormatError
-    """
+    """Refuse to push where other things are, and no `head` of ours says that they may be there. A push that was cut off
+    before its first head leaves values of ours, and nothing else."""
     names = set(blobs.names())
     foreign = sorted(names - _own(names))
     if HEAD in names and not _is_head(blobs):
@@ -70,12 +64,7 @@ def _is_catalogue(blobs: Blobs, name: str) -> bool:
 
 
 def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
-    """Refuse to delete more than half of a shared store unasked.
-
-    Raises
-    ------
-    UsageError : with the counts.
-    """
+    """Refuse to delete more than half of a shared store without `yes`."""
     blobs = {name for name in listed if name != HEAD and not name.startswith(("catalogue/", "shard/"))}
     gone = blobs - mine.blobs()
     documents = theirs.files if theirs is not None else {}
@@ -89,18 +78,12 @@ def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url
 
 
 class GarbageCollector:
-    """Collector that deletes unreferenced values, under a lease, and reports those that it spares."""
-
     def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
         self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
 
     def run(self, listed: set[str]) -> None:
-        """Delete those of the listed names to which the catalogue in force does not refer.
-
-        Parameters
-        ----------
-        listed : the names that were there when the push began; later ones stay.
-        """
+        """Delete those of the listed names to which the catalogue in force does not refer. They were listed when the
+        push began: later ones stay."""
         gone: set[str] = set()
         head, wanted = self._in_force()
         with self._lease.sweeping() as alone:
@@ -115,17 +98,9 @@ class GarbageCollector:
                 gone.update(doomed)
 
     def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
-        """Delete values to which only catalogues long out of force refer. Nothing is deleted if `head` is no longer in
-        force: another push may count on just those values by now.
-
-        Parameters
-        ----------
-        joined : the catalogue of the next head, of this digest.
-
-        Returns
-        -------
-        Digests of the earlier catalogues that stay valid, for the next head.
-        """
+        """Delete values to which only catalogues long out of force refer, unless `head` is no longer in force: another
+        push may count on just those values by now. Return the earlier catalogues that stay valid with the next head,
+        which is of `joined` and its `digest`."""
         was = unseal_head(head)
         before = tuple(dict.fromkeys((was.catalogue, *was.before)))
         kept, old = before[:KEPT], before[KEPT:]
@@ -189,7 +164,7 @@ _LONGER = 5.0  # seconds to wait for what should be over by then
 
 
 class Lease:
-    """The lease by which a running push is seen by others. Use `running`."""
+    """The lease by which a running push is seen by others."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -211,7 +186,6 @@ class Lease:
             self._release("push")
 
     def renew(self) -> None:
-        """Go on holding it; to be called now and then."""
         if time.monotonic() - self._renewed > _RENEWED_EVERY:
             self._hold("push")
 

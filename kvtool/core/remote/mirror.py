@@ -41,14 +41,12 @@ from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_f
 
 
 def open_store(place: Path | str, *, warn: Warn = warn_nobody) -> Store:
-    """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
     return Store.open(place) if isinstance(place, Path) else open_shared(place, warn=warn)
 
 
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
-    """Open the local cache of a shared store, with the shared store as its remote backend.
-
-    If the shared store does not answer, is gone or cannot be used, the local cache is used without it.
+    """Open the local cache of a shared store, with the shared store as its remote backend. If the shared store does not
+    answer, is gone or cannot be used, the local cache is used without it.
 
     Parameters
     ----------
@@ -56,8 +54,7 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
 
     Raises
     ------
-    RemoteError : the shared store does not answer, and the local cache is empty.
-    StoreNotFoundError : nothing was pushed there, and the local cache is empty.
+    RemoteError, StoreNotFoundError : of the shared store, if the local cache is empty.
     """
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
@@ -82,7 +79,6 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
 
 
 def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
-    """Open the local store without its shared store, or raise `error` if nothing is stored locally."""
     with suppress(KvtoolError):
         store = Store.open(place)
         if store.manifest():
@@ -93,7 +89,6 @@ def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
 
 
 def local_place(url: str) -> Path:
-    """Return the folder of the local cache of a URL. Its contents can be fetched again."""
     return cache_folder("remote", url)
 
 
@@ -102,18 +97,8 @@ _MOST_TOLD = 10  # damages, one by one
 
 
 class MirrorUpdater:
-    """Updater of a local cache to the latest catalogue of its shared store.
-
-    Parameters
-    ----------
-    digest : of the catalogue, by which the shared store names it.
-    root : of the catalogue.
-    timeout : seconds to wait for a value.
-
-    Attributes
-    ----------
-    mark : digest of the catalogue, as it is stored next to the local cache.
-    """
+    """Updater of a local cache to the root of its shared store's catalogue, of this digest. `mark` is the digest of the
+    root as the local cache stores it."""
 
     def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
         self._store, self._blobs, self._digest, self._root = store, blobs, digest, root
@@ -122,12 +107,8 @@ class MirrorUpdater:
         self.mark = digest_of(self._packed)
 
     def sync_catalogue(self, lock_wait: float) -> bool:
-        """Bring the local cache up to date. False: the shared store cannot be used, the local cache can.
-
-        Raises
-        ------
-        KvtoolError : the local cache is empty, and the shared store does not answer, or no space is left.
-        """
+        """Return False if the shared store cannot be used, and the local cache can. Raises KvtoolError if it is
+        empty."""
         store, url, warn = self._store, self._blobs.url, self._warn
         mine = store.manifest()
         try:
@@ -149,7 +130,6 @@ class MirrorUpdater:
         return True
 
     def _adopt(self, lock_wait: float) -> None:
-        """Import what the catalogue describes, once for each catalogue."""
         adopted = self._store.read_side(_ADOPTED)
         if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
             return
@@ -172,7 +152,6 @@ class MirrorUpdater:
         self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged)))
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
-        """Import the descriptions, and evict KV for them. Raises NoSpaceError if no KV is left to evict."""
         while True:
             try:
                 return adopt(
@@ -183,7 +162,6 @@ class MirrorUpdater:
                     raise
 
     def _before(self) -> Catalogue | None:
-        """Return the root of the catalogue that was imported last; None if that is not known."""
         with suppress(OSError, KvtoolError):
             return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
         return None
@@ -196,7 +174,6 @@ class MirrorUpdater:
 
 
 def _adopted(mark: str, damaged: bool = False) -> dict[str, object]:
-    """Return the note of a catalogue that was copied here."""
     return {"catalogue": mark, "damaged": damaged}
 
 
@@ -212,12 +189,10 @@ def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
 
 
 def _within(count: int, changed: set[int] | None) -> Callable[[str], bool]:
-    """Return a test of a key: True if it is in one of the shards that have changed."""
     return lambda key: changed is None or number_of(key, count) in changed
 
 
 def _entries(blobs: Blobs, before: Catalogue | None, changed: set[int] | None) -> Catalogue | None:
-    """Read the changed shards of the last catalogue; None if they can no longer be read."""
     if before is None:
         return None
     with suppress(KvtoolError):

@@ -44,7 +44,6 @@ _T = TypeVar("_T")
 
 
 def from_url(url: str, timeout: float) -> ObjectBlobs:
-    """Open the bucket and folder of a URL. Raises UsageError."""
     return ObjectBlobs(address_of(url), for_people(url.rstrip("/")), timeout)
 
 
@@ -61,7 +60,7 @@ class ObjectBlobs:
         return self._each(lambda name: self._value(name)[0], names)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See Blobs. Many of one folder are listed, a thousand in a request; missing ones are asked for."""
+        """Many of one folder are listed, a thousand in a request; missing ones are asked for."""
         folders, wanted = Counter(name.partition("/")[0] for name in names), {*names}
         many = [folder for folder, count in folders.items() if count > _MANY]
         listed = {name: size for folder in many for name, size in self._list(folder) if name in wanted}
@@ -78,8 +77,6 @@ class ObjectBlobs:
         return self._each(size, names)
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs."""
-
         def send(name: str) -> None:
             value = values[name]
             with self._changing():
@@ -91,7 +88,6 @@ class ObjectBlobs:
         """Do nothing: an object is durable when it is acknowledged."""
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """See Blobs. The service refuses it where another one came first."""
         value, meta = self._value(name)
         return value == before and self._replace(name, meta, after)
 
@@ -101,7 +97,6 @@ class ObjectBlobs:
                 yield name
 
     def _list(self, folder: str) -> Iterator[tuple[str, int]]:
-        """Yield the names and sizes of the objects in a folder."""
         with self._changing():
             listed = 0
             for page in obstore.list(self._store, prefix=folder or None):
@@ -111,8 +106,6 @@ class ObjectBlobs:
                     raise RemoteError(f"{self.url} lists names without an end", "check the address of the service")
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Blobs."""
-
         def one(name: str) -> None:
             with suppress(FileNotFoundError), self._changing():
                 obstore.delete(self._sending, name)
@@ -125,7 +118,7 @@ class ObjectBlobs:
                 self._each(one, names)
 
     def hold(self, name: str) -> None:
-        """See Blobs. One object holds all leases; the one that was written last has the object's own time."""
+        """One object holds all leases; the one that was written last has the object's own time."""
         self._lease(
             lambda held, at: {each: when for each, when in held.items() if _stands(each, when, at)} | {name: None}
         )
@@ -169,7 +162,6 @@ class ObjectBlobs:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
     def _pieces(self, span: RangeRequest) -> Iterator[bytes]:
-        """Yield the bytes of a request as they arrive."""
         try:
             with self._explained():
                 try:
@@ -193,7 +185,6 @@ class ObjectBlobs:
         return open_objects(self._address, self._timeout, writing=True)
 
     def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
-        """Put a value in the place of the very one that was read, or of none."""
         known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
         version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
         with suppress(FileNotFoundError), self._changing():
@@ -275,20 +266,16 @@ _SUCH_AS = "such as s3://bucket/folder, gs://bucket/folder, az://container/folde
 
 
 class Address(NamedTuple):
-    """An address taken from a URL: its kind, the bucket, container or host, and the folder in it."""
-
     kind: str
     place: str
     folder: str
 
     @property
     def read_only(self) -> bool:
-        """Return True for a web server, which can only be read."""
         return self.kind in ("https", "http")
 
 
 def address_of(url: str) -> Address:
-    """Raises UsageError for a URL that names no place, or holds what does not belong into it."""
     parts = urlsplit(url)
     shown = for_people(url)
     if "@" in url:
@@ -303,17 +290,7 @@ def address_of(url: str) -> Address:
 
 
 def open_objects(address: Address, timeout: float, writing: bool = False) -> ObjectStore:
-    """Open an address with obstore; no request is sent yet.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a connection, an answer or the next bytes.
-    writing : allow enough time to send values over a slow line.
-
-    Raises
-    ------
-    KvtoolError : boto3, which a profile needs, is not installed.
-    """
+    """Open an address with obstore; no request is sent yet. `writing` allows time to send values over a slow line."""
     options: dict[str, Any] = {"client_options": _client(address, timeout, writing), "retry_config": _retries(timeout)}
     if address.read_only:
         return HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
@@ -405,7 +382,6 @@ def explained(url: str, timeout: float) -> Iterator[None]:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status in an error of obstore; 0: none."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else 0
 

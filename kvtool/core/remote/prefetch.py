@@ -20,14 +20,9 @@ _AHEAD = 4  # groups that are asked for before the first is there
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of values that are fetched all or not at all.
-
-    Attributes
-    ----------
-    key : of the file or chunk, in hex; what : the same for people.
-    most : bytes of all values together.
-    levels : of a chunk's records, in the order of `wanted`; `replaces` : they replace the stored ones.
-    """
+    """Values that are fetched all or not at all: of the file or chunk `key` (in hex; `what` for people), of at most
+    `most` bytes together. Records of a chunk are of its `levels` in this order; `replaces`: they replace the stored
+    ones."""
 
     key: str
     what: str
@@ -95,13 +90,7 @@ _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
 
 
 class Prefetcher:
-    """A shared store's reader in a separate thread, which ends with the process if it has to.
-
-    Attributes
-    ----------
-    url : of the shared store.
-    alive : nothing has gone wrong so far.
-    """
+    """A shared store's reader in a daemon thread. `alive`: nothing has gone wrong so far."""
 
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
@@ -116,20 +105,11 @@ class Prefetcher:
         self._thread.start()
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
-        """Ask for some more; never waits."""
         self._asked.put(wanted)
 
     def take(self, timeout: float) -> BlobResponse:
-        """Return the next value in the order of the requests.
-
-        Parameters
-        ----------
-        timeout : seconds to wait.
-
-        Raises
-        ------
-        RemoteError : the shared store is gone, or the time is over.
-        """
+        """Return the next value in the order of the requests. Raises RemoteError, also if `timeout` seconds are
+        over."""
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
         except queue.Empty:
@@ -180,7 +160,6 @@ class Prefetcher:
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
-        """Wait while much is untaken, so that a fast shared store does not fill the memory."""
         with self._room:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)

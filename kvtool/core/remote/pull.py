@@ -147,7 +147,7 @@ def preview(
     delete: bool = False,
     trust: Trust | None = None,
 ) -> TransferReport:
-    """Report what a pull would do; only the catalogue is fetched, and nothing is written. Raises as `pull` does."""
+    """Report what a pull would do; only the catalogue is fetched, and nothing is written."""
     started = time.perf_counter()
     catalogue = read_catalogue(blobs)
     origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
@@ -178,7 +178,6 @@ def preview(
 def pull_from(
     url: str, folder: Path, options: PullOptions, events: Events, store: StoreOptions | None = None
 ) -> TransferReport:
-    """Pull from a URL into the store in a folder, as options say. Raises as :func:`pull` does."""
     levels, trust = options.levels or None, options.trusted(store)
     with closing(open_blobs(url, options.remote_timeout)) as blobs:
         if options.dry_run:
@@ -228,7 +227,6 @@ class _Pull:
             self._forget(catalogue, mirror or (lambda key: True))
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
-        """Fetch groups of values; note damaged or missing ones, and leave out their groups."""
         for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
@@ -243,8 +241,7 @@ class _Pull:
         """Yield small values, some for a transaction, sorted by key as far as memory allows.
 
         Keys are digests, so a document's keys are on as many pages of the store; unsorted, each page would be read,
-        checked and written for one key. If the shared store stops answering, what has come is yielded first.
-        """
+        checked and written for one key. If the shared store stops answering, what has come is yielded first."""
         most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
         held, size, failure = list[tuple[Group, bytes]](), 0, None
         try:
@@ -263,7 +260,6 @@ class _Pull:
     # ---- the parts ----
 
     def _manifest(self, catalogue: Catalogue, new: bool, mirror: bool) -> None:
-        """Store the shared store's manifest; a store that has a manifest keeps its own."""
         if new:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
@@ -273,8 +269,7 @@ class _Pull:
             self.report.made_with = str(catalogue.identity.get("model", ""))
 
     def _state(self, catalogue: Catalogue, mirror: bool) -> None:
-        """Store the measurements of the codec levels: the shared store's in a mirror, else the store's own with those
-        that only the shared store has."""
+        """A mirror takes the shared store's measurements; another store only those that it lacks."""
         try:
             stored = self.store.codec_state()
         except DamagedError:  # replaced by the shared store's
@@ -398,7 +393,6 @@ class _Pull:
 
     @contextmanager
     def _noted(self, group: Group) -> Iterator[None]:
-        """Note damage of one group in the report, and go on with the next."""
         try:
             yield
         except DamagedError as error:
@@ -427,7 +421,6 @@ def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]
 
 
 def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
-    """Return the group of one value: of a name, or at a place in a pack."""
     request = BlobRequest(name, MOST_BYTES)
     if place is not None:
         request = BlobRequest(name, place.lengths[0], place.pack.name, place.start)
@@ -457,16 +450,11 @@ class Bundle:
 def bundles(
     chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
 ) -> list[Bundle]:
-    """Return the levels of a chunk that are to be fetched, grouped.
+    """Return the levels of a chunk that are to be fetched, grouped, of those `asked` in the order of
+    :func:`with_bases`.
 
     A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
-    chunk, computed or compressed elsewhere, rounds differently), the coarser level is fetched, too.
-
-    Parameters
-    ----------
-    asked : levels, each after those that it refines (:func:`with_bases`).
-    is_theirs : returns True if the stored records of a level are those of the catalogue.
-    """
+    chunk, computed or compressed elsewhere, rounds differently; `is_theirs` is False), it is fetched, too."""
     asked = list(asked)
     missing = [level for level in asked if level not in stored]
     refined = {base for level in missing for base in with_bases(chunk, [level]) if base in stored}
@@ -509,29 +497,18 @@ def wanted_records(
 
 
 class Origins:
-    """The origin that each entry of a catalogue counts as.
-
-    Parameters
-    ----------
-    own : of what the catalogue's owner made. What the owner has from others counts as untrusted.
-    place : where the catalogue is from, for messages.
-    """
+    """The origin that each entry of a catalogue counts as: `own` if the catalogue's owner made it. What the owner has
+    from others counts as untrusted."""
 
     def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
         self.own, self._other = own, own if mirror else Origin.untrusted(place)
 
     def of(self, entry: File | Chunk) -> Origin:
-        """Return the origin of a file, or of a chunk."""
         return self._other if entry.foreign else self.own
 
 
 def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origins) -> tuple[list[str], list[str]]:
-    """Find the files that a store lacks, or has in another version.
-
-    Returns
-    -------
-    Keys of those to fetch; and paths of those that stay as they are, since they are of another origin.
-    """
+    """Return the keys of the files to fetch, and the paths of those that stay, since they are of another origin."""
     mine, kept = dict[str, File](), dict[str, str]()
     for entry in store.files():
         key = tables.name_key(entry.path).hex()
@@ -548,13 +525,12 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
 
 
 def _may_replace(theirs: Origin, mine: Origin) -> bool:
-    """Return True if a source may replace or remove what another put: a trusted one all, others only their own."""
     return not theirs.is_foreign or theirs == mine
 
 
 def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
-    """List the paths of a store's files that the catalogue lacks, of those whose keys it covers; for an untrusted
-    origin only the files that came from it."""
+    """Return the paths of files that the catalogue lacks, of those whose keys it covers; for an untrusted origin only
+    files that came from it."""
     paths = (
         (entry.path, tables.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
     )
@@ -587,7 +563,6 @@ def own_references(store: Store) -> set[bytes]:
 
 
 def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:
-    """Raises UsageError where more than half of a store's files would be forgotten."""
     gone, count = len(only_here(store, catalogue, origin)), sum(1 for _ in store.files())
     if gone > max(1, count // 2):
         raise UsageError(

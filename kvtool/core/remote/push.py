@@ -74,7 +74,6 @@ def push(
 
 
 def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> TransferReport:
-    """Push the store in a folder to a URL, as options say. Raises as :func:`push` does."""
     with closing(open_blobs(url, options.remote_timeout)) as blobs, Store.open(folder) as store:
         return push(
             store,
@@ -131,7 +130,6 @@ class _Push:
                 self.garbage.run(listed)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
-        """Refuse to remove a signature, and to sign what another user has pushed."""
         url = self.blobs.url
         if self.key is None and theirs.proof is not None:
             raise UsageError(f"{url} is signed by {theirs.proof.signer}", "push with --sign KEY, or to another place")
@@ -145,7 +143,6 @@ class _Push:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
 
     def _say_what_stays(self) -> None:
-        """Warn of states of prompts, which a catalogue has no name for."""
         if count := len(self.store.stretches()):
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
@@ -189,8 +186,8 @@ class _Push:
         return self._with_codec(less if less != joined and self._is_whole(mine) else joined, theirs)
 
     def _with_codec(self, joined: Catalogue, theirs: Catalogue) -> Catalogue:
-        """Add what the shared store knows of the codec levels if the store has no profile: it was never
-        compressed, or all KV that needed one has gone from it. Else what the store says is as it is."""
+        """Add what the shared store knows of the codec levels if the store has no profile: it was never compressed, or
+        all KV that needed one has gone from it. Else what the store says is as it is."""
         state, mark = self.store.codec_state(), theirs.meta.get("codec")
         if state.get("profile") or mark in (None, joined.meta["codec"]):
             return joined
@@ -207,7 +204,6 @@ class _Push:
         return replace(joined, meta=joined.meta | {"codec": digest_of(sealed)})
 
     def _is_whole(self, mine: Catalogue) -> bool:
-        """Return True if nothing is damaged or lost here; otherwise the shared store may hold the sound copy."""
         return not self.report.damaged and values.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
@@ -237,10 +233,8 @@ def join(mine: Catalogue, theirs: Catalogue) -> Catalogue:
 
 
 def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
-    """Drop chunks and profiles of earlier versions if every document is the store's own.
-
-    Documents of others are not read to find that out: with them, all is kept.
-    """
+    """Drop chunks and profiles of earlier versions if every document is the store's own. Documents of others are not
+    read to find that out: with them, all is kept."""
     if joined.files != mine.files:
         return joined
     chunks = {key: joined.chunks[key] for key in mine.chunks}
@@ -285,20 +279,14 @@ class DryRunBlobs:
         return True
 
     def held(self) -> set[str]:
-        """Return no leases: a dry run conflicts with nothing."""
         return set()
 
-    def hold(self, name: str) -> None:
-        """Do nothing."""
+    def hold(self, name: str) -> None: ...
 
-    def release(self, name: str) -> None:
-        """Do nothing."""
+    def release(self, name: str) -> None: ...
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Do nothing."""
+    def delete(self, names: Sequence[str]) -> None: ...
 
-    def flush(self) -> None:
-        """Do nothing."""
+    def flush(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing: the caller opened the shared store."""
+    def close(self) -> None: ...  # the caller opened the shared store

@@ -41,7 +41,6 @@ _BYTES_AT_ONCE = 16 * 2**20
 
 
 def from_url(url: str, timeout: float) -> RedisBlobs:
-    """Open the database of a `redis://` URL. Raises UsageError, and ValueError if a password is not escaped."""
     parts = urlsplit(url)
     more = parts.path + parts.query
     if not is_host(parts.netloc.rpartition("@")[2]) or parts.fragment or url.count("@") > 1 or "@" in more:
@@ -54,12 +53,7 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
 
 
 class RedisBlobs:
-    """A Redis database, or the part of it below a prefix.
-
-    Raises
-    ------
-    UsageError : the URL is none.
-    """
+    """A Redis database, or the part of it below a prefix."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         server_url, self._prefix = _split_prefix(url)
@@ -219,7 +213,7 @@ _OPTIONS = "such as redis://host:6379/0; options of redis-py follow after `?`"
 
 
 class RedisReader:
-    """GETRANGEs on a connection of its own, sent ahead: Redis answers in order."""
+    """GETRANGEs on a separate connection, sent ahead: Redis answers in order."""
 
     def __init__(self, blobs: RedisBlobs, pool: Any) -> None:
         self._blobs, self._pool = blobs, pool
@@ -259,7 +253,6 @@ def _bounded(value: bytes, most: int) -> bytes | None:
 
 
 def _split_prefix(url: str) -> tuple[str, str]:
-    """Return the URL without `prefix`, and the prefix."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
     prefix = query.pop("prefix", PREFIX)
@@ -282,12 +275,7 @@ _READ_AHEAD = 2**17  # bytes of later answers, which come with its end
 
 
 class Bounds(threading.local):
-    """The bounds of the next reply that a thread reads: its bytes, and the seconds without data.
-
-    Parameters
-    ----------
-    timeout : seconds, of each thread.
-    """
+    """The bounds of the next reply that a thread reads: its bytes, and the seconds without data."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -295,7 +283,6 @@ class Bounds(threading.local):
 
     @contextmanager
     def of(self, most: int) -> Iterator[None]:
-        """Let answers have so many bytes inside."""
         before, self.most = self.most, max(most, _PLAIN)
         try:
             yield
@@ -312,12 +299,10 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         self._begun, self._came = 0.0, 0
 
     def read_response(self, *given: Any, **more: Any) -> Any:
-        """Read one answer. Raises InvalidResponse, TimeoutError."""
         self._begun, self._came = time.monotonic(), 0
         return super().read_response(*given, **more)
 
     def read_from_socket(self, *given: Any, **more: Any) -> Any:
-        """Read what has come of it. Raises as `read_response` does."""
         before = self._reader.len()
         done = super().read_from_socket(*given, **more)
         self._came += self._reader.len() - before
@@ -329,5 +314,4 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         return done
 
     def handle_push_response(self, response: Any, **more: Any) -> Any:
-        """Refuse unrequested messages: nothing is subscribed to."""
         raise errors.InvalidResponse("it sends what nobody has asked for")

@@ -36,12 +36,7 @@ _AT_ONCE = 4  # values of some megabytes each: a place far away takes as long fo
 
 
 class Sender:
-    """Sends what a catalogue of the store names.
-
-    Parameters
-    ----------
-    verify : read back what is there, and send again what is damaged; else its size has to do.
-    """
+    """`verify`: read back what is there, and send again what is damaged; else its size has to do."""
 
     def __init__(
         self, store: Store, blobs: Blobs, lease: Lease, report: TransferReport, events: Events, verify: bool
@@ -53,13 +48,7 @@ class Sender:
         """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
 
         It also differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are
-        gone: a level may not mix two roundings.
-
-        Raises
-        ------
-        RemoteError, NoSpaceError : the shared store is gone or full.
-        KvtoolError : the store was changed meanwhile.
-        """
+        gone: a level may not mix two roundings. Raises KvtoolError if the store was changed meanwhile."""
         self._send_facts(mine)
         broken, thin = self._unsound(mine, theirs)
         mine = self._send_descriptions(mine, broken | thin)
@@ -81,7 +70,6 @@ class Sender:
         self._put({name: value for name in broken if (value := shelf.get(name.rpartition("/")[2])) is not None})
 
     def _unsound(self, mine: Catalogue, theirs: Catalogue | None) -> tuple[set[Pack], set[Pack]]:
-        """Return the packs that are missing or cut off there, and those that are mostly garbage."""
         packs = sorted(mine.packs())
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
@@ -90,7 +78,6 @@ class Sender:
     # ---- KV ----
 
     def _gaps(self, mine: Catalogue, broken: set[Pack], thin: set[Pack]) -> set[Member]:
-        """Return what has to be sent: what is missing, and what is stored in packs that are to be replaced."""
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
@@ -194,7 +181,6 @@ class Sender:
     # ---- all the rest ----
 
     def _send_facts(self, mine: Catalogue) -> None:
-        """Send the store's manifest, the state of its codec levels, and its profiles."""
         names = [f"meta/{name}-{mark}" for name, mark in mine.meta.items()]
         names += [f"profile/{digest}" for digest in mine.profiles]
         facts = {name: values.value_of(self.store, name) or b"" for name in names}
@@ -205,7 +191,6 @@ class Sender:
         self._put(missing)
 
     def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
-        """Send descriptions of files and chunks. Return the catalogue with their places."""
         descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
         self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
         self.report.files.unchanged = len(mine.files) - self.report.files.moved
@@ -222,7 +207,6 @@ class Sender:
 
 
 def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield packs in groups of a few packs' bytes; a larger pack is a group of its own."""
     some, size = list[Packed](), 0
     for packed in packs:
         if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:
@@ -235,7 +219,6 @@ def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
 
 
 def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level | None:
-    """Return a shared store's entry of a chunk at a level, if its records are these very ones."""
     chunk = theirs.chunks.get(key) if theirs is not None else None
     stored = chunk.levels.get(level) if chunk is not None else None
     return stored if stored is not None and stored.mark == mine.mark else None
@@ -266,21 +249,14 @@ FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
 
 
 class Packed(NamedTuple):
-    """A pack that is made, with the place of each member in it."""
-
     value: bytes
     pack: Pack
     places: dict[Member, Place]
 
 
 def packs_of(members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]) -> Iterator[Packed]:
-    """Pack the records of some members, in their order. The same members and records make the same packs.
-
-    Parameters
-    ----------
-    members : all of one level.
-    records_of : returns a member's records, layer by layer; None: it is left out.
-    """
+    """Pack the records of some members of one level, in their order. The same members and records make the same packs.
+    `records_of` returns a member's records, layer by layer; None: it is left out."""
     filling, size = dict[Member, list[bytes]](), 0
     for member in members:
         records = records_of(member)
@@ -340,12 +316,7 @@ _MOST_SMALL = 16  # of a store
 
 
 class Descriptions:
-    """The descriptions of a store that its catalogue has no place for yet.
-
-    Parameters
-    ----------
-    unsound : packs that are to be replaced.
-    """
+    """The descriptions of a store that its catalogue has no place for yet, or in packs that are `unsound`."""
 
     def __init__(self, store: Store, mine: Catalogue, unsound: set[Pack]) -> None:
         self._store, self._mine = store, mine
@@ -353,12 +324,7 @@ class Descriptions:
         self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
 
     def in_order(self) -> Iterator[Member]:
-        """Yield all that lack a place: chunks in the order in which documents have them, then files.
-
-        Raises
-        ------
-        KvtoolError : one is in the store no more.
-        """
+        """Yield all that lack a place: chunks in the order in which documents have them, then files."""
         files, left = list[Member](), set(self.lacking)
         for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
             member = (tables.name_key(entry.path).hex(), FILE)
@@ -380,7 +346,6 @@ class Descriptions:
             yield from ((ref.chunk_id.hex(), CHUNK) for ref in (document.chunks if document is not None else ()))
 
     def records_of(self, member: Member) -> list[bytes]:
-        """Return the value of one. Raises KvtoolError if the store was changed since it was surveyed."""
         key, kind = member
         entry = self._mine.files[key] if kind == FILE else self._mine.chunks[key]
         value = values.value_of(self._store, f"{kind[1:]}/{key}-{entry.mark}")
@@ -389,7 +354,6 @@ class Descriptions:
         return [value]
 
     def placed(self, places: Mapping[Member, Place]) -> Catalogue:
-        """Return the catalogue with the places of what was sent."""
         files, chunks = dict(self._mine.files), dict(self._mine.chunks)
         for (key, kind), place in places.items():
             if kind == FILE:
@@ -413,5 +377,4 @@ def _lacks(entry: File | Chunk, unsound: set[Pack]) -> bool:
 
 
 def changed() -> KvtoolError:
-    """Return the error for a store that no longer holds what was found in it."""
     return KvtoolError("the store was changed meanwhile", "push again")

@@ -1,8 +1,7 @@
 """Ed25519 signatures of catalogues of packs and shared stores, and the keys that the user trusts.
 
 A signature covers the catalogue, and the catalogue names a digest of every value: of descriptions and profiles by their
-names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them.
-"""
+names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them."""
 
 from __future__ import annotations
 
@@ -29,14 +28,8 @@ _INSTALL = "`pip install 'kvtool[sign]'`"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The signature of a catalogue, as the catalogue carries it; nothing of it has been checked yet.
-
-    Parameters
-    ----------
-    key : the Ed25519 public key, 32 bytes. `name` : the comment of its file, as the signer wrote it.
-    signature : 64 bytes.
-    digest : BLAKE2b-512 of the catalogue that it is of, without the signature itself.
-    """
+    """The signature of a catalogue by an Ed25519 key, not yet verified. `name` is the comment of the key's file;
+    `digest` is of the catalogue without the signature."""
 
     name: str
     key: bytes
@@ -45,47 +38,34 @@ class Proof:
 
     @property
     def signer(self) -> str:
-        """Name the key for people: its comment, and how its digest begins."""
         return f"{self.name or 'a key'} ({fingerprint(self.key)})"
 
     @property
     def message(self) -> bytes:
-        """Return what the signature is of: the catalogue, and the key and the name that it is shown with."""
         return _CONTEXT + self.digest + self.key + self.name.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A private key, and the name that readers see."""
-
     private: Ed25519PrivateKey
     name: str
 
     @property
     def public(self) -> bytes:
-        """Return the public key, 32 bytes."""
         return self.private.public_key().public_bytes_raw()
 
     def sign(self, digest: bytes) -> Proof:
-        """Sign a catalogue by its digest."""
         proof = Proof(self.name, self.public, b"", digest)
         return replace(proof, signature=self.private.sign(proof.message))
 
     def has_signed(self, proof: Proof | None) -> bool:
-        """Return True if a catalogue's signature is of this key, and fits."""
         return proof is not None and proof.key == self.public and is_valid(proof)
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The sources that the user trusts like this machine.
-
-    Parameters
-    ----------
-    keys : public keys, 32 bytes each.
-    required : refuse what no trusted key has signed.
-    mine : whatever is named now was made by the user.
-    """
+    """The public keys that the user trusts. `required`: refuse what none of them has signed. `mine`: whatever is named
+    now was made by the user."""
 
     keys: frozenset[bytes] = frozenset()
     required: bool = False
@@ -93,21 +73,11 @@ class Trust:
 
     @classmethod
     def of(cls, files: Sequence[str], required: bool = False, mine: bool = False) -> Trust:
-        """Read the files of trusted keys. Raises UsageError."""
         return cls(frozenset(key for file in files for key in public_keys(Path(file))), required, mine)
 
     def origin(self, proof: Proof | None, place: str) -> Origin:
-        """Decide what values that a catalogue describes count as.
-
-        Parameters
-        ----------
-        place : the pack, store or shared store that they are taken from, as people call it.
-
-        Raises
-        ------
-        UntrustedError : a signature of a trusted key is required.
-        DamagedError : the signature is not of this catalogue: one of them was changed.
-        """
+        """Decide what the values of a catalogue from a place count as. Raises UntrustedError without a required
+        signature, DamagedError if the signature is not of this catalogue: one of them was changed."""
         trusted = proof is not None and proof.key in self.keys
         if proof is not None and (trusted or self.keys or self.required) and not is_valid(proof):
             raise DamagedError(f"the signature of {place} does not fit its contents", "get it again from its signer")
@@ -135,7 +105,6 @@ def fingerprint(key: bytes) -> str:
 
 
 def is_valid(proof: Proof) -> bool:
-    """Check a signature. Raises KvtoolError where no library for that is installed."""
     from_library = _library()
     try:
         key: Ed25519PublicKey = from_library.Ed25519PublicKey.from_public_bytes(proof.key)
@@ -146,7 +115,6 @@ def is_valid(proof: Proof) -> bool:
 
 
 def catalogue_digest(canonical: bytes) -> bytes:
-    """Return the digest of a catalogue's canonical JSON without its signature that a signature is of."""
     return hashlib.blake2b(canonical).digest()
 
 
@@ -162,12 +130,11 @@ def seal_of(records: Sequence[bytes]) -> str:
 
 
 def proof_row(proof: Proof) -> dict[str, str]:
-    """Return a signature as a catalogue has it."""
     return {"name": proof.name, "key": proof.key.hex(), "signature": proof.signature.hex()}
 
 
 def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
-    """Read a signature, inverse of :func:`proof_row`. Raises ValueError, KeyError."""
+    """Inverse of :func:`proof_row`."""
     name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that cannot be printed")
@@ -181,7 +148,6 @@ def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
 
 
 def signing_key(path: Path) -> SigningKey:
-    """Read a private key that has no passphrase. Raises UsageError."""
     library, data = _serialization(), _key_file(path)
     load = library.load_ssh_private_key if b"OPENSSH" in data else library.load_pem_private_key
     try:
@@ -206,7 +172,7 @@ def _comment(path: Path) -> str:
 
 
 def public_keys(path: Path) -> list[bytes]:
-    """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`. Raises UsageError."""
+    """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`."""
     data, library = _key_file(path), _serialization()
     if b"-----BEGIN" in data:
         return [_public(path, library.load_pem_public_key, data)]
@@ -229,7 +195,6 @@ def _public(path: Path, load: Any, data: bytes) -> bytes:
 
 
 def _hint(path: Path, wanted: str) -> str:
-    """Return a hint that names the other file of a pair of keys, where that file exists."""
     other = path.with_suffix("") if path.suffix == ".pub" else path.with_name(path.name + ".pub")
     return f"{wanted}: {other}" if other.is_file() else _MAKE
 

@@ -37,15 +37,9 @@ CATALOGUE = "remote/catalogue"  # side file of the local cache: root of the cata
 class Tier:
     """A shared store as the :class:`kvtool.core.cache.backend.RemoteBackend` of its local cache.
 
-    Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
-    layer by layer, is checked, and is written into the local cache after the answer: a chunk is kept whole or not at
-    all. When the shared store stops answering, it is not asked again: missing KV is a miss like any other, with a
-    notice.
-
-    Attributes
-    ----------
-    timeout : seconds to wait for a value.
-    """
+    KV of a chunk is requested when its first layer is read, arrives layer by layer, is checked, and is written into the
+    local cache after the answer: a chunk is kept whole or not at all. When the shared store stops answering, it is not
+    asked again: missing KV is a miss like any other, with a notice."""
 
     def __init__(
         self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
@@ -60,13 +54,11 @@ class Tier:
 
     @property
     def url(self) -> str:
-        """Return the URL of the shared store, without its secrets."""
         return self._blobs.url
 
     # ---- what there is ----
 
     def offers(self, chunk_id: bytes) -> Mapping[str, Level]:
-        """Return the levels that the shared store has of a chunk; none if it is gone."""
         chunk = self._chunk(chunk_id)
         return chunk.levels if chunk is not None else {}
 
@@ -78,7 +70,6 @@ class Tier:
             return None
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
-        """Return True if a read of a chunk at a level needs no fetching."""
         chunk = self._chunk(chunk_id)
         fetched = self._fetched.get((chunk_id, level), {})
         return level in self._store.sizes_here(chunk_id) or (chunk is not None and len(fetched) == chunk.layers)
@@ -135,7 +126,6 @@ class Tier:
                 raise
 
     def _take(self, asked: Sequence[Place], lacking: set[_Record]) -> None:
-        """Request some chunks, and keep what arrives until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
         try:
             self._ask(arrivals, asked)
@@ -173,12 +163,11 @@ class Tier:
     # ---- streaming (core/streaming) ----
 
     def arrivals(self) -> Prefetcher:
-        """Open a stream of values of the shared store."""
         return Prefetcher(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
-        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged or
-        too large."""
+        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged or too
+        large."""
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
         held = self._fetched.setdefault(place, {})
@@ -190,7 +179,6 @@ class Tier:
         return True
 
     def give_up(self, error: KvtoolError) -> None:
-        """Send no more requests to the shared store."""
         if self._there is not None:
             self._there = None
             self._warn(f"{error.message}: what is not here is computed", error.hint)
@@ -206,8 +194,7 @@ class Tier:
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
 
     def _write_fetched(self) -> None:
-        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched. Raises as
-        `Store.writer` does, and NoSpaceError."""
+        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched."""
         whole, sizes = self._whole(), Counter[bytes]()
         self._fetched = {}
         for chunk_id, _, _, records in whole:
@@ -242,7 +229,6 @@ class Tier:
         return False
 
     def close(self) -> None:
-        """Close the connection."""
         if self._arrivals is not None:
             self._arrivals.close()
         self._blobs.close()
@@ -274,20 +260,12 @@ def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) 
 
 
 def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes], dict[str, list[bytes]]]:
-    """Plan the eviction of the least used KV until the incoming chunks fit into the store's budget.
+    """Plan the eviction of the least used KV until the incoming chunks, of so many bytes each, fit into the store's
+    budget. Return those that fit, and the stored chunks to evict, by level.
 
     No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
-    itself. Pinned documents and chunks, and the prompt's own beginning, stay. All that is evicted can be fetched again.
-    An eviction leaves a share of the budget free, so that the next one is not due at once.
-
-    Parameters
-    ----------
-    coming : bytes by chunk.
-
-    Returns
-    -------
-    The incoming chunks that fit; and the stored chunks to evict, by level.
-    """
+    itself. Pinned documents and chunks, and the prompt's own beginning, stay. An eviction leaves a share of the budget
+    free, so that the next one is not due at once."""
     budget = store.budget()
     if budget is None or sum(coming.values()) <= _room(store, budget):
         return {*coming}, {}
