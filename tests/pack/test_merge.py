@@ -18,16 +18,7 @@ from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.values import survey
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    break_record,
-    chunks_of,
-    damages,
-    kvtool,
-    state,
-    write_corpus,
-)
+from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound
 
 PARTS = 3

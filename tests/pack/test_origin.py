@@ -482,10 +482,7 @@ def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
         (ref,) = document.chunks
         path = "/docs/long.md"
         refs = (replace(ref, start=0, end=len(text)),)
-        return (
-            replace(entry, path=path, documents=(path,)),
-            replace(document, source=path, text=text, chunks=refs),
-        )
+        return (replace(entry, path=path, documents=(path,)), replace(document, source=path, text=text, chunks=refs))
 
     before = scene.ask()
     rewrite(scene.theirs, scene.own, swell)

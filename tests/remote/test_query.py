@@ -162,12 +162,7 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
     for what in ((), ("plan", QUESTION), ("gate",)):
         done = kvtool("inspect", *what, "--store", shared, "--json").fine()
         assert done.json
-    for command in (
-        ("ingest", tmp_path),
-        ("compress",),
-        ("store", "stats"),
-        ("store", "push", shared),
-    ):
+    for command in (("ingest", tmp_path), ("compress",), ("store", "stats"), ("store", "push", shared)):
         kvtool(*command, "--store", shared).failed(2, "local store")
 
 

@@ -20,11 +20,7 @@ MOVED, TRUSTED = "Transfer", "Trust"  # headings in the commands' help
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions(Options, sections=("query",)):
     remote_timeout: float = option(
-        TIMEOUT,
-        "Maximum wait for an answer of a shared store.",
-        group=STORE,
-        unit="duration",
-        lowest=0.001,
+        TIMEOUT, "Maximum wait for an answer of a shared store.", group=STORE, unit="duration", lowest=0.001
     )
 
 

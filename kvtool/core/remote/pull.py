@@ -22,16 +22,7 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable, open_blobs
-from kvtool.core.remote.catalogue import (
-    Catalogue,
-    Chunk,
-    File,
-    Place,
-    chunk_name,
-    digest_of,
-    file_name,
-    records_wanted,
-)
+from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Place, chunk_name, digest_of, file_name, records_wanted
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
 from kvtool.core.remote.prefetch import Group, fetch_groups
@@ -140,12 +131,7 @@ def adopt(
 
 
 def preview(
-    path: Path,
-    blobs: Blobs,
-    *,
-    levels: Sequence[str] | None = None,
-    delete: bool = False,
-    trust: Trust | None = None,
+    path: Path, blobs: Blobs, *, levels: Sequence[str] | None = None, delete: bool = False, trust: Trust | None = None
 ) -> TransferReport:
     """Report what a pull would do; only the catalogue is fetched, and nothing is written."""
     started = time.perf_counter()

@@ -89,13 +89,7 @@ def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> Tra
 
 class _Push:
     def __init__(
-        self,
-        store: Store,
-        blobs: Blobs,
-        report: TransferReport,
-        events: Events,
-        verify: bool,
-        key: SigningKey | None,
+        self, store: Store, blobs: Blobs, report: TransferReport, events: Events, verify: bool, key: SigningKey | None
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
         self.verify, self.key = verify, key
