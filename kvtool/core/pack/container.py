@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import secrets
 import struct
@@ -16,16 +15,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError, deserialize
+
 from kvtool.core.cache.layout import TEMPORARY, sync_folder
 from kvtool.core.cache.record import Bytes, KVHeader, decode_record, encode_record
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.remote import validation
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BROKEN = (zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, ValueError, LookupError, EOFError)
-
 
 CATALOGUE = "catalogue"  # the member's name; other members have the names of a shared store's values, except KV
 
@@ -145,7 +144,6 @@ Part = tuple[str, list[int], Bytes]  # dtype as safetensors names it, shape, byt
 MOST_HEADER = 2**24
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 
 
 def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> bytes:
@@ -165,13 +163,14 @@ def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> byt
 def from_safetensors(chunk_id: bytes, level: str, layers: int, data: Bytes) -> list[bytes]:
     """Inverse of :func:`to_safetensors`; what the records are worth their own digests say. Raises DamagedError."""
     try:
-        parts = _read(memoryview(data))
+        tensors = deserialize(bytes(data))  # type: ignore[no-untyped-call]
+        parts = {name: (row["dtype"], row["shape"], row["data"]) for name, row in tensors}
         if not level_of(level).verbatim:
             return [bytes(parts[f"layers.{layer}"][2]) for layer in range(layers)]
         return [
             _raw(chunk_id, layer, parts[f"layers.{layer}.k"], parts[f"layers.{layer}.v"]) for layer in range(layers)
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:
         raise DamagedError(f"KV that cannot be read: {error!r}") from error
 
 
@@ -183,9 +182,6 @@ def _raw(chunk_id: bytes, layer: int, keys: Part, values: Part) -> bytes:
     return encode_record(chunk_id, header, [k_bytes, v_bytes])
 
 
-# ---- the format (https://github.com/huggingface/safetensors) -----------------------------------------------------
-
-
 def _written(parts: dict[str, Part], about: dict[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": about}
     at = 0
@@ -195,22 +191,3 @@ def _written(parts: dict[str, Part], about: dict[str, str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, *(data for _, _, data in parts.values())])
-
-
-def _read(data: memoryview) -> dict[str, Part]:
-    size = int.from_bytes(data[:8], "little")
-    if not 0 < size <= min(MOST_HEADER, len(data) - 8):
-        raise ValueError("its header is cut off")
-    header, body = validation.object_of(validation.strict_json(data[8 : 8 + size])), data[8 + size :]
-    header.pop("__metadata__", None)
-    parts: dict[str, Part] = {}
-    for name, row in header.items():
-        facts = validation.object_of(row)
-        start, stop = (
-            validation.count_of(number, 0, len(body)) for number in validation.list_of(facts["data_offsets"], 2)
-        )
-        shape = [validation.count_of(number, 0, 2**32 - 1) for number in validation.list_of(facts["shape"])]
-        if stop - start != math.prod(shape) * _SIZES[facts["dtype"]]:
-            raise ValueError(f"{name} has not the bytes of its shape")
-        parts[name] = (facts["dtype"], shape, body[start:stop])
-    return parts

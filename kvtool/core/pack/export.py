@@ -166,7 +166,7 @@ class _Export:
         for digest in (profile.hex() for profile in self.store.profile_digests()):
             if digest in named:
                 with self._noting(f"profile {digest}"):
-                    self.write(f"profile/{digest}", values.profile_value(self.store, digest))
+                    self.write(f"profile/{digest}", values.value_of(self.store, f"profile/{digest}") or b"")
                     sound.append(digest)
         return tuple(sound)
 

@@ -26,12 +26,10 @@ class Reader(Protocol):
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Request more values; return before they arrive. Raises RemoteError."""
-        ...
 
     def take(self) -> bytes | None:
         """Return the next value in the order of the requests: None if it is missing, empty if it is too large or no
         value at all, shorter if a part is cut off. Raises RemoteError; the reader is of no more use then."""
-        ...
 
     def close(self) -> None: ...
 
@@ -59,58 +57,44 @@ class Readable(Protocol):
 
     def reader(self) -> Reader:
         """Raises RemoteError."""
-        ...
 
 
-class Blobs(Protocol):
-    """Named values of a shared store; `url` is shown to people. Names are ASCII, with `/` between their parts. Methods
+class Blobs(Readable, Protocol):
+    """Named values of a shared store. Names are ASCII, with `/` between their parts. Methods
     raise RemoteError.
 
     A value is never changed, only put again with the same bytes or deleted; only `head` is replaced. So a reader sees
     either all of a push or nothing of it. Digests protect the values, not the shared store."""
 
-    url: str
-
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """Read values: None if one is missing, empty if one is larger than its name allows, or no value at all."""
-        ...
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return each value's size in bytes; 0 if it is missing or empty (kvtool never stores an empty value)."""
-        ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """Store values, each whole or not at all."""
-        ...
 
     def flush(self) -> None:
         """Make durable what was put, as far as the backend can."""
-        ...
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         """Replace a value if it is still `before` (None: missing). False: another value is there by now."""
-        ...
 
     def names(self, below: str = "") -> Iterator[str]:
         """List the names that begin so, in no order."""
-        ...
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete values; missing ones are no error."""
-        ...
 
     def hold(self, name: str) -> None:
         """Take or renew a lease, which all users of the store see until it expires. Its name is a key of `LEASES`, `-`
         and an id. A lease is no value: `names` does not list it."""
-        ...
 
     def held(self) -> set[str]:
         """Return the names with a valid lease by the shared store's own clock; the caller has just renewed its own."""
-        ...
 
     def release(self, name: str) -> None: ...
-
-    def reader(self) -> Reader: ...
 
     def close(self) -> None: ...
 
@@ -137,7 +121,7 @@ _MOST_HELD = 64 * 2**20  # bytes that have arrived and are not taken; more are r
 @dataclass(eq=False)
 class RangeRequest:
     """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`. `left`
-    values are still to be taken from it. If it is `missing` or `too_large`, `data` stays empty."""
+    values are still to be taken from it. `data` stays empty if it is missing or too large."""
 
     name: str
     start: int
@@ -146,16 +130,15 @@ class RangeRequest:
     left: int = 0
     data: bytearray = field(default_factory=bytearray)
     missing: bool = False
-    too_large: bool = False
     begun: bool = False
     done: bool = False
-    error: KvtoolError | None = None
+    error: Exception | None = None
 
     def holds(self, wanted: BlobRequest) -> bool:
         return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
 
 
-Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing` and `too_large`
+Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing`
 
 
 def range_requests(wanted: Sequence[BlobRequest]) -> list[RangeRequest]:
@@ -199,12 +182,12 @@ class RangeReader:
     def take(self) -> bytes | None:
         with self._news:
             wanted, span = self._asked.popleft()
-            if not span.begun:
-                self._begin(span)
+            self._begin(span)
             self._news.wait_for(lambda: span.done or span.holds(wanted))
             if span.error is not None and not span.holds(wanted):
                 raise span.error
-            value = self._cut(wanted, span)
+            at = wanted.start - span.start
+            value = None if span.missing else bytes(span.data[at : at + wanted.most])
             span.left -= 1
             if not span.left:
                 self._held -= len(span.data)
@@ -218,25 +201,18 @@ class RangeReader:
             self._closed = True
             self._waiting.clear()
 
-    def _cut(self, wanted: BlobRequest, span: RangeRequest) -> bytes | None:
-        if span.missing or span.too_large:
-            return None if span.missing else b""
-        at = wanted.start - span.start if span.is_part else 0
-        return bytes(span.data[at : at + wanted.most] if span.is_part else span.data)
-
     def _go_on(self) -> None:
         while self._waiting and self._flying < AT_ONCE and self._held < _MOST_HELD:
-            span = self._waiting.popleft()
-            if not span.begun:
-                self._begin(span)
+            self._begin(self._waiting.popleft())
 
     def _begin(self, span: RangeRequest) -> None:
-        span.begun = True
-        self._flying += 1
-        threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
+        if not span.begun:
+            span.begun = True
+            self._flying += 1
+            threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
 
     def _run(self, span: RangeRequest) -> None:
-        error: KvtoolError | None = None
+        error: Exception | None = None
         try:
             for piece in self._fetch(span):
                 with self._news:
@@ -245,10 +221,8 @@ class RangeReader:
                     span.data += piece
                     self._held += len(piece)
                     self._news.notify_all()
-        except KvtoolError as failed:
-            error = failed
         except Exception as failed:  # raised in the caller that waits
-            error = KvtoolError(f"a request failed: {type(failed).__name__}")
+            error = failed
         with self._news:
             span.error, span.done = error, True
             self._flying -= 1

@@ -26,7 +26,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BY
 
 HEAD = "head"
 FORMAT = 1  # of the head, and of a catalogue or its root
-_DIGEST = "[0-9a-f]{32}"
+_MARK = "[0-9a-f]{32}"
 _HEAD_KEY = b"remote head"
 _PUSH_AGAIN = "push again from a store that is whole"
 
@@ -67,7 +67,7 @@ def unseal_head(data: bytes) -> Head:
         value = validation.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
         check_format(value["format"])
         digests = [value["catalogue"], *value["before"]]
-        if not all(isinstance(digest, str) and re.fullmatch(_DIGEST, digest) for digest in digests):
+        if not all(isinstance(digest, str) and re.fullmatch(_MARK, digest) for digest in digests):
             raise ValueError("it names no catalogue")
         return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:
@@ -186,7 +186,6 @@ def records_wanted(key: str, chunk: Chunk, level: str) -> list[BlobRequest]:
     return [BlobRequest(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
 
 
-_MARK = "[0-9a-f]{32}"
 _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
 _FOLDERS = f"catalogue|shard|meta|profile|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
@@ -251,9 +250,6 @@ class Catalogue:
 
     def packs(self) -> set[Pack]:
         return {place.pack for place in places_of(self.files, self.chunks)}
-
-    def with_entries(self, files: dict[str, File], chunks: dict[str, Chunk]) -> Catalogue:
-        return replace(self, files=files, chunks=chunks)
 
     def blobs(self) -> set[str]:
         """Return the names of all blobs that it refers to, except its root and `head`."""

@@ -58,23 +58,26 @@ _AT_ONCE = 256  # shards that are asked for together
 def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
     """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed. Raises
     RemoteError, DamagedError, StoreFormatError."""
-    return _of_head(blobs, in_force)
+    try:
+        return _of_head(blobs, in_force)
+    except StoreNotFoundError:
+        return None, None
 
 
 def read_root(blobs: Blobs) -> tuple[str, Catalogue]:
     """Read the digest and the root of the catalogue in force. Raises StoreNotFoundError if nothing was ever pushed, and
     as :func:`read_head`."""
     head, root = _of_head(blobs, root_of)
-    if head is None or root is None:
-        raise _nothing(blobs)
     return unseal_head(head).catalogue, root
 
 
-def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes | None, Catalogue | None]:
+def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes, Catalogue]:
     (head,) = blobs.get([HEAD])
     for _ in range(_TRIES):
         if head is None:
-            return None, None
+            raise StoreNotFoundError(
+                f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`"
+            )
         try:
             return head, read(blobs, unseal_head(head).catalogue)
         except DamagedError:
@@ -123,27 +126,13 @@ def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[
             yield number, value
 
 
-def put_copies(blobs: Blobs, values: Iterable[bytes]) -> None:
-    """Keep what was just sent of a catalogue, so that the next push from here does not fetch it."""
-    copies = CatalogueCache(blobs.url)
-    for value in values:
-        copies.put(digest_of(value), value)
-
-
 def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
     CatalogueCache(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
 
 
 def read_catalogue(blobs: Blobs) -> Catalogue:
     """Read the whole catalogue. Raises StoreNotFoundError if nothing was pushed, and as :func:`read_head`."""
-    _, catalogue = read_head(blobs)
-    if catalogue is None:
-        raise _nothing(blobs)
-    return catalogue
-
-
-def _nothing(blobs: Blobs) -> StoreNotFoundError:
-    return StoreNotFoundError(f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`")
+    return _of_head(blobs, in_force)[1]
 
 
 def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:
@@ -228,9 +217,8 @@ def _shard_row(value: Any) -> Shard | None:
     digest, size, files, chunks = validation.list_of(value, 4)
     validation.count_of(size, 1, most_bytes("shard"))
     validation.count_of(files, 0, validation.INT64)
-    validation.count_of(
-        chunks, 0 if files else 1, validation.INT64
-    )  # of nothing there is no shard: a root could name it often
+    least = 0 if files else 1  # of nothing there is no shard: a root could name it often
+    validation.count_of(chunks, least, validation.INT64)
     return Shard(validation.hex_of(digest, MARK_BYTES), size, files, chunks)
 
 

@@ -146,14 +146,21 @@ class FolderBlobs:
             self._writing.close()
 
     def _read(self, name: str, most: int = MOST_BYTES) -> bytes | None:
-        with self._explained("read"):
-            return read_bounded(self._root / name, min(most_bytes(name), most))
+        most = min(most_bytes(name), most)
+        with self._explained("read"), _plain_file(self._root / name) as found:
+            if not isinstance(found, int):
+                return found
+            size = os.fstat(found).st_size
+            value = _read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
+        return value if len(value) <= most else b""
 
     def _wanted(self, wanted: BlobRequest) -> bytes | None:
         if not wanted.pack:
             return self._read(wanted.name, wanted.most)
-        with self._explained("read"):
-            return read_part(self._root / wanted.pack, wanted.start, wanted.most)
+        with self._explained("read"), _plain_file(self._root / wanted.pack) as found:
+            if not isinstance(found, int):
+                return found
+            return _read_at(found, wanted.start, min(wanted.most, os.fstat(found).st_size))
 
     def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
         for depth in range(len(parts), 0, -1):
@@ -186,27 +193,10 @@ class FolderBlobs:
             raise RemoteError(f"{self.url} cannot be {what}: {error.strerror or error}", hint) from error
 
 
-def read_bounded(path: Path, most: int) -> bytes | None:
-    """Read a file; None if it is missing, empty if it is no plain file or larger than `most` bytes.
-
-    Links are not followed, a FIFO or a device is never waited for."""
-    with _plain_file(path) as found:
-        if not isinstance(found, int):
-            return found
-        size = os.fstat(found).st_size
-        value = _read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
-    return value if len(value) <= most else b""
-
-
-def read_part(path: Path, start: int, size: int) -> bytes | None:
-    """Read up to `size` bytes of a file from `start` on; else as :func:`read_bounded`."""
-    with _plain_file(path) as found:
-        return _read_at(found, start, min(size, os.fstat(found).st_size)) if isinstance(found, int) else found
-
-
 @contextmanager
 def _plain_file(path: Path) -> Iterator[int | bytes | None]:
-    """Open a file: a handle, None if it is missing, empty if it is no plain file."""
+    """Open a file: a handle, None if it is missing, empty if it is no plain file. Links are not followed, a FIFO or a
+    device is never waited for."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -135,12 +135,21 @@ class MirrorUpdater:
             return
         with self._store.writer(lock_wait) as writer:
             last = self._store.side_file(CATALOGUE)
-            before = self._before()
-            sound = before is not None and adopted == _adopted(digest_of(last.read_bytes()))
-            changed = _changed(self._root, before) if sound else None
-            then = _entries(self._blobs, before, changed)
-            now = with_shards(self._blobs, self._root, range(len(self._root.shards)) if changed is None else changed)
-            within = _within(len(self._root.shards), changed)
+            count = len(self._root.shards)
+            changed, then = {*range(count)}, None
+            with suppress(OSError, KvtoolError):  # then all may have changed
+                packed = last.read_bytes()
+                before = catalogue_in(packed)
+                if adopted == _adopted(digest_of(packed)) and len(before.shards) == count:
+                    changed = {number for number in changed if self._root.shards[number] != before.shards[number]}
+                then = with_shards(
+                    self._blobs, before, changed if len(before.shards) == count else range(len(before.shards))
+                )
+            now = with_shards(self._blobs, self._root, changed)
+
+            def within(key: str) -> bool:
+                return number_of(key, count) in changed
+
             report = self._described(writer, now, within)
             if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
                 writer.set_budget(default_budget(self._store.path))
@@ -161,11 +170,6 @@ class MirrorUpdater:
                 if not evict_some(self._store, writer):
                     raise
 
-    def _before(self) -> Catalogue | None:
-        with suppress(OSError, KvtoolError):
-            return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
-        return None
-
     def _tell(self, report: TransferReport) -> None:
         for damage in report.damaged[:_MOST_TOLD]:
             self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
@@ -175,29 +179,6 @@ class MirrorUpdater:
 
 def _adopted(mark: str, damaged: bool = False) -> dict[str, object]:
     return {"catalogue": mark, "damaged": damaged}
-
-
-# ---- what has changed since the last one -------------------------------------------------------------------------
-
-
-def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
-    """Return the numbers of the shards that differ; None: all may."""
-    if before is None or len(before.shards) != len(now.shards):
-        return None
-    pairs = zip(now.shards, before.shards, strict=True)
-    return {number for number, (one, other) in enumerate(pairs) if one != other}
-
-
-def _within(count: int, changed: set[int] | None) -> Callable[[str], bool]:
-    return lambda key: changed is None or number_of(key, count) in changed
-
-
-def _entries(blobs: Blobs, before: Catalogue | None, changed: set[int] | None) -> Catalogue | None:
-    if before is None:
-        return None
-    with suppress(KvtoolError):
-        return with_shards(blobs, before, range(len(before.shards)) if changed is None else changed)
-    return None
 
 
 def _drop_stale(

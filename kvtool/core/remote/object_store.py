@@ -119,14 +119,12 @@ class ObjectBlobs:
 
     def hold(self, name: str) -> None:
         """One object holds all leases; the one that was written last has the object's own time."""
-        self._lease(
-            lambda held, at: {each: when for each, when in held.items() if _stands(each, when, at)} | {name: None}
-        )
+        self._lease(lambda held, at: _valid(held, at) | {name: None})
 
     def held(self) -> set[str]:
         value, meta = self._value(_LEASES)
         at = _time_of(meta)
-        return {name for name, held in _leases(value, at).items() if _stands(name, held, at)}
+        return {*_valid(_leases(value, at), at)}
 
     def release(self, name: str) -> None:
         self._lease(lambda held, at: {each: when for each, when in held.items() if each != name})
@@ -162,16 +160,16 @@ class ObjectBlobs:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
     def _pieces(self, span: RangeRequest) -> Iterator[bytes]:
+        part: Any = {"range": (span.start, span.stop)} if span.is_part else None
         try:
             with self._explained():
                 try:
-                    found = obstore.get(self._store, span.name, options=_range_of(span))
+                    found = obstore.get(self._store, span.name, options=part)
                 except BaseError as error:
-                    if span.is_part and status_of(error) == 416:  # it ends before: it was cut off
+                    if span.is_part and status_of(str(error)) == 416:  # it ends before: it was cut off
                         return
                     raise
                 if not span.is_part and found.meta["size"] > min(span.stop, most_bytes(span.name)):
-                    span.too_large = True
                     return
                 yield from self._bounded(found.stream(min_chunk_size=_PIECE), span.stop - span.start)
         except FileNotFoundError:
@@ -194,7 +192,7 @@ class ObjectBlobs:
             except (AlreadyExistsError, PreconditionError):
                 return False
             except BaseError as error:
-                if status_of(error) != 409:  # two at the same moment
+                if status_of(str(error)) != 409:  # two at the same moment
                     raise
         return False
 
@@ -226,10 +224,6 @@ class ObjectBlobs:
             yield
 
 
-def _range_of(span: RangeRequest) -> Any:
-    return {"range": (span.start, span.stop)} if span.is_part else None
-
-
 def _time_of(meta: ObjectMeta | None) -> float:
     return meta["last_modified"].timestamp() if meta is not None else 0.0
 
@@ -244,8 +238,8 @@ def _leases(value: bytes | None, at: float) -> dict[str, float]:
     return found
 
 
-def _stands(name: str, held: float, now: float) -> bool:
-    return lease_is_valid(name, held, now - _RESOLUTION)
+def _valid(leases: Mapping[str, float], now: float) -> dict[str, float]:
+    return {name: renewed for name, renewed in leases.items() if lease_is_valid(name, renewed, now - _RESOLUTION)}
 
 
 # ---- the place of a URL, with the credentials of the environment, a profile or the machine's role ----------------
@@ -291,18 +285,6 @@ def address_of(url: str) -> Address:
 
 def open_objects(address: Address, timeout: float, writing: bool = False) -> ObjectStore:
     """Open an address with obstore; no request is sent yet. `writing` allows time to send values over a slow line."""
-    options: dict[str, Any] = {"client_options": _client(address, timeout, writing), "retry_config": _retries(timeout)}
-    if address.read_only:
-        return HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
-    options["prefix"] = address.folder or None
-    if address.kind == "s3":
-        return S3Store(address.place, credential_provider=_profile(), **options)
-    if address.kind == "gs":
-        return GCSStore(address.place, **options)
-    return AzureStore(address.place, **options)
-
-
-def _client(address: Address, timeout: float, writing: bool) -> dict[str, Any]:
     endpoint = next((os.environ[name] for name in _ENDPOINTS.get(address.kind, ()) if os.environ.get(name)), "")
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=timeout),
@@ -311,12 +293,17 @@ def _client(address: Address, timeout: float, writing: bool) -> dict[str, Any]:
     }
     if address.kind == "http" or endpoint.startswith("http://"):
         client["allow_http"] = True
-    return client
-
-
-def _retries(timeout: float) -> dict[str, Any]:
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1.0), "base": 2}
-    return {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
+    retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
+    options: dict[str, Any] = {"client_options": client, "retry_config": retries}
+    if address.read_only:
+        return HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
+    options["prefix"] = address.folder or None
+    if address.kind == "s3":
+        return S3Store(address.place, credential_provider=_profile(), **options)
+    if address.kind == "gs":
+        return GCSStore(address.place, **options)
+    return AzureStore(address.place, **options)
 
 
 def _profile() -> Any:
@@ -381,15 +368,14 @@ def explained(url: str, timeout: float) -> Iterator[None]:
         raise _in_words(url, timeout, type(error).__name__, str(error)) from None
 
 
-def status_of(error: BaseException) -> int:
-    found = _STATUS.search(str(error))
+def status_of(text: str) -> int:
+    found = _STATUS.search(text)
     return int(found[1]) if found else 0
 
 
 def _in_words(url: str, timeout: float, kind: str, text: str) -> KvtoolError:
-    found, code = _STATUS.search(text), _CODE.search(text)
-    status = int(found[1]) if found else 0
-    said = " ".join([str(status), *([code[1]] if code else [])])
+    status, code = status_of(text), _CODE.search(text)
+    said = f"{status} {code[1]}" if code else str(status)
     if _NO_PLACE.search(text):
         return _no_place(url)
     if _ROLE.search(text):

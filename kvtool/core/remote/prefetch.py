@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Readable, Reader
 
+_T = TypeVar("_T")
 _AHEAD = 4  # groups that are asked for before the first is there
 
 
@@ -84,6 +86,19 @@ def _trouble(wanted: BlobRequest, value: bytes | None, left: int) -> str:
     if left < 0:
         return f"{what} is larger than the catalogue says"
     return "" if values.is_sound(wanted.name, value) else f"{what} is damaged there"
+
+
+def batches(items: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yield items in lists of at most so many bytes; a larger item is alone in its list."""
+    some, size = list[_T](), 0
+    for item in items:
+        if some and size + size_of(item) > most:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += size_of(item)
+    if some:
+        yield some
 
 
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer

@@ -25,7 +25,7 @@ from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable, open_blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Place, chunk_name, digest_of, file_name, records_wanted
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
-from kvtool.core.remote.prefetch import Group, fetch_groups
+from kvtool.core.remote.prefetch import Group, batches, fetch_groups
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.validation import MOST_BYTES
@@ -40,7 +40,7 @@ _UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
 _MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 64  # of all of them: so many bytes, and so many for each that came
 _SMALL_AT_ONCE = 2048  # descriptions that are asked for together
-_TRIES = 8  # pushes that come in between and delete what is just fetched
+_TRIES = 9  # while pushes come in between and delete what is just fetched
 
 
 def pull(
@@ -77,24 +77,23 @@ def pull(
     catalogue, trust = read_catalogue(blobs), trust or Trust()
     origin = trust.origin(catalogue.proof, blobs.url)
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
-        if delete and not yes:
-            check_share(store, catalogue, blobs.url, origin)
         if events is not None and catalogue.identity.get("keeps_states") and not store.stretches():
             events.warn(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
+        before: TransferReport | None = None
         for _ in range(_TRIES):
+            if delete and not yes:
+                check_share(store, catalogue, blobs.url, origin)
+            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
+            report.signer = trust.signer(catalogue.proof)
+            if before is not None:
+                report.goes_on_from(before)
             if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
                 break
-            origin = trust.origin(latest.proof, blobs.url)
-            if delete and not yes:
-                check_share(store, latest, blobs.url, origin)
             before, catalogue = report, latest  # what did not come may have been deleted with the one before
-            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
-            report.goes_on_from(before)
-        report.signer = trust.signer(catalogue.proof)
+            origin = trust.origin(catalogue.proof, blobs.url)
         return report
 
 
@@ -124,8 +123,8 @@ def adopt(
     started = time.perf_counter()
     report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
     origins = Origins(origin, blobs.url, mirror=mirror is not None)
-    job = _Pull(store, writer, blobs, origins, report, timeout, events or Events())
-    job.run(catalogue, levels, delete, newer, mirror)
+    job = _Pull(store, writer, blobs, origins, report, timeout, events or Events(), mirror)
+    job.run(catalogue, levels, delete, newer)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -191,26 +190,26 @@ class _Pull:
     report: TransferReport
     timeout: float
     events: Events
+    mirror: Within | None
     unpacked: int = 0  # bytes of documents that came
 
-    def run(
-        self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: Within | None
-    ) -> None:
+    def run(self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool) -> None:
         for what, why in catalogue.left_out:
             self.report.note_damage(what, why)
         mine = self.store.manifest()
         if mine:
             check_same_identity(catalogue.identity, mine.get("identity", {}), str(self.store.path))
-        self._manifest(catalogue, new=not mine, mirror=mirror is not None)
+        else:
+            self._manifest(catalogue)
         self._profiles(catalogue)  # before the state that names them
         if not self.origins.own.is_foreign:  # losses that others state are not taken at their word
-            self._state(catalogue, mirror is not None)
+            self._state(catalogue)
         allowed = takeable(self.store, catalogue, self.origins)
         self._describe(allowed)
         self._records(allowed, levels)
         self._files(catalogue, newer)
         if delete:
-            self._forget(catalogue, mirror or (lambda key: True))
+            self._forget(catalogue, self.mirror or (lambda key: True))
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
         for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
@@ -245,16 +244,15 @@ class _Pull:
 
     # ---- the parts ----
 
-    def _manifest(self, catalogue: Catalogue, new: bool, mirror: bool) -> None:
-        if new:
-            manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
-            if not manifest or manifest.get("identity") != catalogue.identity:
-                raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
-            origin = Origin.untrusted(self.blobs.url) if mirror else self.origins.own
-            self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
-            self.report.made_with = str(catalogue.identity.get("model", ""))
+    def _manifest(self, catalogue: Catalogue) -> None:
+        manifest = self._meta(catalogue, "manifest")
+        if not manifest or manifest.get("identity") != catalogue.identity:
+            raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
+        origin = Origin.untrusted(self.blobs.url) if self.mirror else self.origins.own
+        self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
+        self.report.made_with = str(catalogue.identity.get("model", ""))
 
-    def _state(self, catalogue: Catalogue, mirror: bool) -> None:
+    def _state(self, catalogue: Catalogue) -> None:
         """A mirror takes the shared store's measurements; another store only those that it lacks."""
         try:
             stored = self.store.codec_state()
@@ -262,26 +260,23 @@ class _Pull:
             stored = {}
         if catalogue.meta.get("codec") == digest_of(values.sealed_meta("codec", stored)):
             return
-        theirs = self._metas(catalogue, ["codec"]).get("codec")
-        joined = theirs if mirror or theirs is None else join_codec(stored, theirs)
-        if joined not in (None, stored):
+        theirs = self._meta(catalogue, "codec")
+        joined = theirs if self.mirror or theirs is None else join_codec(stored, theirs)
+        if joined is not None and joined != stored:
             self.writer.set_codec_state(joined)
 
-    def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        known = [(name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
-        groups = [_one_value(name, name, blob) for name, blob in known]
-        metas = {}
-        for group, value in self._single(groups):
-            with self._noted(group):
-                metas[group.key] = values.open_meta(group.key, value)
-        return metas
+    def _meta(self, catalogue: Catalogue, name: str) -> dict[str, Any] | None:
+        if name in catalogue.meta:
+            for group, value in self._single([_one_value(name, name, f"meta/{name}-{catalogue.meta[name]}")]):
+                with self._noted(group):
+                    return values.open_meta(name, value)
+        return None
 
     def _profiles(self, catalogue: Catalogue) -> None:
         known = {digest.hex() for digest in self.store.profile_digests()}
-        missing = [digest for digest in catalogue.profiles if digest not in known]
-        for group, value in self._single(
-            _one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
-        ):
+        missing = (digest for digest in catalogue.profiles if digest not in known)
+        groups = (_one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing)
+        for group, value in self._single(groups):
             with self._noted(group):
                 self.writer.put_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
@@ -381,9 +376,7 @@ class _Pull:
     def _noted(self, group: Group) -> Iterator[None]:
         try:
             yield
-        except DamagedError as error:
-            self.report.note_damage(group.what, error.message)
-        except ValueError as error:
+        except (DamagedError, ValueError) as error:
             self.report.note_damage(group.what, str(error))
 
     def _forget(self, catalogue: Catalogue, within: Within) -> None:
@@ -395,15 +388,9 @@ class _Pull:
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
     """Yield values by key, as many as go into one transaction."""
-    some, size = list[tuple[Group, bytes]](), 0
-    for group, value in sorted(held, key=lambda pair: pair[0].key):
-        some.append((group, value))
-        size += len(value)
-        if len(some) == _COMMITTED_AT_ONCE or size > MOST_BYTES // 64:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+    ordered = sorted(held, key=lambda pair: pair[0].key)
+    for at in range(0, len(ordered), _COMMITTED_AT_ONCE):
+        yield from batches(ordered[at : at + _COMMITTED_AT_ONCE], lambda pair: len(pair[1]), MOST_BYTES // 64)
 
 
 def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
@@ -532,7 +519,7 @@ def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
     own = ({*store.chunk_ids()} - store.foreign_chunks()) | own_references(store)
     taboo = foreign.intersection(chunk_id.hex() for chunk_id in own)
     chunks = {key: chunk for key, chunk in catalogue.chunks.items() if key not in taboo}
-    return catalogue.with_entries(catalogue.files, chunks)
+    return replace(catalogue, chunks=chunks)
 
 
 def own_references(store: Store) -> set[bytes]:

@@ -26,7 +26,7 @@ from kvtool.core.remote.catalogue import (
     seal_head,
     unseal_head,
 )
-from kvtool.core.remote.catalogue_io import check_same_identity, pack_root, put_copies, read_head, sharded
+from kvtool.core.remote.catalogue_io import CatalogueCache, check_same_identity, pack_root, read_head, sharded
 from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_share, own_names
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
@@ -92,8 +92,7 @@ class _Push:
         self, store: Store, blobs: Blobs, report: TransferReport, events: Events, verify: bool, key: SigningKey | None
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
-        self.verify, self.key = verify, key
-        self.lease = Lease(blobs)
+        self.verify, self.key, self.lease = verify, key, Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
         self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
@@ -206,7 +205,9 @@ class _Push:
         digest = digest_of(root)
         self.blobs.put({**shards, catalogue_name(digest): root})
         self.blobs.flush()
-        put_copies(self.blobs, [root, *shards.values()])
+        copies = CatalogueCache(self.blobs.url)
+        for value in (root, *shards.values()):  # so that the next push from here does not fetch them
+            copies.put(digest_of(value), value)
         before: tuple[str, ...] = ()
         if head is not None and theirs is not None:
             before = self.garbage.reclaim(head, joined, theirs, digest)

@@ -28,15 +28,19 @@ if not HIREDIS_AVAILABLE:  # whose parser is the default one then, and the one t
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
-_ANSWERS = {"getrange": bytes, "strlen": int, "unlink": int}  # the type of a command's answer
 # Errors that redis-py and hiredis raise on malformed answers.
 _STRANGE = (
-    *(TypeError, ValueError, LookupError, AttributeError),
-    *(RecursionError, MemoryError, OverflowError, AssertionError),
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+    ArithmeticError,
+    AssertionError,
 )
 _SCANNED = 1000  # keys of one round of a scan
-_AT_ONCE = {"getrange": 128}  # commands in one round trip
-_SMALL_AT_ONCE = 1024  # of those that carry no values
+_VALUES_AT_ONCE, _NUMBERS_AT_ONCE = 128, 1024  # commands in one round trip
 _BYTES_AT_ONCE = 16 * 2**20
 
 
@@ -56,14 +60,16 @@ class RedisBlobs:
     """A Redis database, or the part of it below a prefix."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        server_url, self._prefix = _split_prefix(url)
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        self._prefix = query.pop("prefix", PREFIX)
         self.url = for_people(url)
         self._secrets = _secrets_of(url)
         self._timeout = timeout
         self._bounds = Bounds(timeout)
         try:
             self._client: Any = redis.Redis.from_url(
-                server_url,
+                urlunsplit(parts._replace(query=urlencode(query))),
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
                 retry=None,
@@ -73,16 +79,18 @@ class RedisBlobs:
             pool = self._client.connection_pool
             pool.connection_class(**pool.connection_kwargs)  # what the URL asks of a connection is checked here
         except (ValueError, TypeError):  # what it says repeats parts of the URL
-            raise UsageError(f"{self.url} is no Redis URL", _OPTIONS) from None
+            hint = "such as redis://host:6379/0; options of redis-py follow after `?`"
+            raise UsageError(f"{self.url} is no Redis URL", hint) from None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         limits = [most_bytes(name) for name in names]
         with self._bounds.of(max(limits, default=0)):
-            values = self._all("getrange", names, [(0, most) for most in limits])
+            calls = [(name, 0, most) for name, most in zip(names, limits, strict=True)]
+            values = self._all("getrange", calls, bytes, _VALUES_AT_ONCE)
         return [_bounded(value, most) for value, most in zip(values, limits, strict=True)]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        return self._all("strlen", names)
+        return self._all("strlen", [(name,) for name in names])
 
     def put(self, values: Mapping[str, bytes]) -> None:
         with self._explained():
@@ -125,15 +133,14 @@ class RedisBlobs:
                 raise RemoteError(f"{self.url} lists names without an end", _CHECK)
 
     def delete(self, names: Sequence[str]) -> None:
-        self._all("unlink", names)
+        self._all("unlink", [(name,) for name in names])
 
     def hold(self, name: str) -> None:
         with self._explained():
             now, waiting = self._now(), self._client.pipeline()
             waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
-            waiting.zremrangebyscore(
-                self._key(_LEASES), now + max(LEASES.values()) + AHEAD, "+inf"
-            )  # see `lease_is_valid`
+            latest = now + max(LEASES.values()) + AHEAD  # see `lease_is_valid`
+            waiting.zremrangebyscore(self._key(_LEASES), latest, "+inf")
             waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
             waiting.execute()
 
@@ -154,17 +161,17 @@ class RedisBlobs:
         with suppress(Exception):  # it may be gone already
             self._client.close()
 
-    def _all(self, command: str, names: Sequence[str], more: Sequence[tuple[int, ...]] = ()) -> list[Any]:
+    def _all(
+        self, command: str, calls: Sequence[tuple[Any, ...]], kind: type = int, at_once: int = _NUMBERS_AT_ONCE
+    ) -> list[Any]:
         answers: list[Any] = []
-        arguments = more or [()] * len(names)
         with self._explained():
-            step = _AT_ONCE.get(command, _SMALL_AT_ONCE)
-            for at in range(0, len(names), step):
+            for at in range(0, len(calls), at_once):
                 waiting = self._client.pipeline(transaction=False)
-                for name, more_of_it in zip(names[at : at + step], arguments[at:], strict=False):
-                    getattr(waiting, command)(self._key(name), *more_of_it)
+                for name, *more in calls[at : at + at_once]:
+                    getattr(waiting, command)(self._key(name), *more)
                 answers += waiting.execute()
-        if not all(type(answer) is _ANSWERS[command] for answer in answers):
+        if not all(type(answer) is kind for answer in answers):
             raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
         return answers
 
@@ -209,7 +216,6 @@ class RedisBlobs:
 
 _CHECK = "check the address and that the server runs"
 _MOST_SAID = 1000  # characters of what a server says of an error
-_OPTIONS = "such as redis://host:6379/0; options of redis-py follow after `?`"
 
 
 class RedisReader:
@@ -250,13 +256,6 @@ def _bounded(value: bytes, most: int) -> bytes | None:
     """Return the reply of GETRANGE from 0 to `most`, or b"" if it has the one byte too many. An empty reply is None:
     Redis sends that for a missing value, and kvtool never stores an empty one."""
     return None if not value else value if len(value) <= most else b""
-
-
-def _split_prefix(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query))
-    prefix = query.pop("prefix", PREFIX)
-    return urlunsplit(parts._replace(query=urlencode(query))), prefix
 
 
 def _secrets_of(url: str) -> list[str]:

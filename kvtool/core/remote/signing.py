@@ -105,9 +105,9 @@ def fingerprint(key: bytes) -> str:
 
 
 def is_valid(proof: Proof) -> bool:
-    from_library = _library()
+    ed25519, _ = _library()
     try:
-        key: Ed25519PublicKey = from_library.Ed25519PublicKey.from_public_bytes(proof.key)
+        key: Ed25519PublicKey = ed25519.Ed25519PublicKey.from_public_bytes(proof.key)
         key.verify(proof.signature, proof.message)
     except Exception:  # of the library's own kinds; whatever it is, it is no valid signature
         return False
@@ -138,17 +138,15 @@ def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
     name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that cannot be printed")
-    key, signature = (
-        bytes.fromhex(validation.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64))
-    )
-    return Proof(name, key, signature, digest)
+    key, signature = validation.hex_of(row["key"], 32), validation.hex_of(row["signature"], 64)
+    return Proof(name, bytes.fromhex(key), bytes.fromhex(signature), digest)
 
 
 # ---- key files ---------------------------------------------------------------------------------------------------
 
 
 def signing_key(path: Path) -> SigningKey:
-    library, data = _serialization(), _key_file(path)
+    (ed25519, library), data = _library(), _key_file(path)
     load = library.load_ssh_private_key if b"OPENSSH" in data else library.load_pem_private_key
     try:
         private = load(data, password=None)
@@ -156,7 +154,7 @@ def signing_key(path: Path) -> SigningKey:
         raise UsageError(f"the key {path} has a passphrase, which kvtool does not ask for", _OPEN) from error
     except Exception as error:
         raise UsageError(f"{path} holds no private key", _hint(path, "--sign takes the private key")) from error
-    if not isinstance(private, _library().Ed25519PrivateKey):
+    if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise UsageError(f"the key {path} is not an Ed25519 key", _MAKE)
     return SigningKey(private, _comment(path))
 
@@ -173,7 +171,7 @@ def _comment(path: Path) -> str:
 
 def public_keys(path: Path) -> list[bytes]:
     """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`."""
-    data, library = _key_file(path), _serialization()
+    data, (_, library) = _key_file(path), _library()
     if b"-----BEGIN" in data:
         return [_public(path, library.load_pem_public_key, data)]
     lines = [line for line in data.splitlines() if line.strip() and not line.lstrip().startswith(b"#")]
@@ -186,10 +184,9 @@ def _public(path: Path, load: Any, data: bytes) -> bytes:
     try:
         key = load(data)
     except Exception as error:
-        raise UsageError(
-            f"{path} holds something else than public keys", _hint(path, "--trust takes a public key")
-        ) from error
-    if not isinstance(key, _library().Ed25519PublicKey):
+        hint = _hint(path, "--trust takes a public key")
+        raise UsageError(f"{path} holds something else than public keys", hint) from error
+    if not isinstance(key, _library()[0].Ed25519PublicKey):
         raise UsageError(f"{path} holds a key that is not Ed25519", _MAKE)
     return bytes(key.public_bytes_raw())
 
@@ -209,16 +206,10 @@ def _key_file(path: Path) -> bytes:
         raise UsageError(f"the key file {path} cannot be read: {error.strerror}", "check who owns it") from error
 
 
-def _library() -> Any:
+def _library() -> tuple[Any, Any]:
     try:
+        from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise KvtoolError("signatures need the package cryptography, which is not installed", _INSTALL) from error
-    return ed25519
-
-
-def _serialization() -> Any:
-    _library()
-    from cryptography.hazmat.primitives import serialization
-
-    return serialization
+    return ed25519, serialization

@@ -198,7 +198,7 @@ class Tier:
         whole, sizes = self._whole(), Counter[bytes]()
         self._fetched = {}
         for chunk_id, _, _, records in whole:
-            sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
+            sizes[chunk_id] += sum(pages(len(record)) + _ROW for record in records)
         with self._store.writer(0.0) as writer:
             kept, mine = evict_until_fits(self._store, writer, sizes), self._is_in_force()
             for chunk_id, info, level, records in whole:
@@ -237,7 +237,7 @@ class Tier:
 # ---- eviction: the local cache has a budget, by the rules of `store prune` ---------------------------------------
 
 MOST_BUDGET = 20 * 10**9
-_ROW = 256
+_ROW = 256  # bytes of the B-tree for a record
 _SLACK = 3 * 2**19  # tree pages, locks, notes of use until they are folded, and what else a commit touches
 _SPARE = 1 - LOW_WATER  # share of the budget that an eviction leaves free
 
@@ -249,27 +249,25 @@ def default_budget(path: Path) -> int:
 
 
 def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) -> set[bytes]:
-    """Evict as :func:`plan_eviction` says. Returns the incoming chunks that fit."""
-    kept, evicted = plan_eviction(store, coming)
-    _drop(writer, evicted)
-    budget = store.budget()
-    if budget is not None and space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
-        with suppress(NoSpaceError):
-            writer.compact()
-    return kept
-
-
-def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes], dict[str, list[bytes]]]:
-    """Plan the eviction of the least used KV until the incoming chunks, of so many bytes each, fit into the store's
-    budget. Return those that fit, and the stored chunks to evict, by level.
+    """Evict the least used KV until the incoming chunks, of so many bytes each, fit into the store's budget. Return
+    those that fit.
 
     No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
     itself. Pinned documents and chunks, and the prompt's own beginning, stay. An eviction leaves a share of the budget
     free, so that the next one is not due at once."""
     budget = store.budget()
-    if budget is None or sum(coming.values()) <= _room(store, budget):
-        return {*coming}, {}
-    plan = _Eviction(store, {*coming}, _room(store, budget))
+    if budget is None:
+        return {*coming}
+    room = budget - space.folder_bytes(store.path) + store.environment.free_bytes() - _SLACK
+    kept = {*coming} if sum(coming.values()) <= room else _evict(store, writer, coming, budget, room)
+    if space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
+        with suppress(NoSpaceError):
+            writer.compact()
+    return kept
+
+
+def _evict(store: Store, writer: Writer, coming: Mapping[bytes, int], budget: int, room: int) -> set[bytes]:
+    plan = _Eviction(store, {*coming}, room)
     plan.until(0)  # a budget that was lowered is met, whatever comes
     kept = set[bytes]()
     for chunk_id in sorted(coming, key=lambda chunk_id: (-plan.score(chunk_id), chunk_id)):
@@ -278,7 +276,8 @@ def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes]
             kept.add(chunk_id)
             plan.room -= coming[chunk_id]
     plan.until(int(budget * _SPARE), below=min(map(plan.score, coming)))
-    return kept, plan.evicted
+    _drop(writer, plan.evicted)
+    return kept
 
 
 def evict_some(store: Store, writer: Writer) -> bool:
@@ -295,11 +294,6 @@ def evict_for_files(store: Store, writer: Writer, size: int) -> None:
     while budget is not None and space.folder_bytes(store.path) + size > budget and evict_some(store, writer):
         with suppress(NoSpaceError):
             writer.compact()
-
-
-def bytes_of(record: int) -> int:
-    """Return the bytes on disk that a record of this many bytes needs, with its share of the B-tree."""
-    return pages(record) + _ROW
 
 
 class _Eviction:
@@ -329,7 +323,3 @@ class _Eviction:
 def _drop(writer: Writer, evicted: Mapping[str, list[bytes]]) -> None:
     for level in known(evicted):  # the finer first: none is ever there without what it refines
         writer.drop_level(evicted[level], level)
-
-
-def _room(store: Store, budget: int) -> int:
-    return budget - space.folder_bytes(store.path) + store.environment.free_bytes() - _SLACK

@@ -82,12 +82,15 @@ def value_of(store: Store, name: str) -> bytes | None:
     if kind == "meta":
         return meta_value(store, key)
     if kind == "profile":
-        return profile_value(store, rest)
+        data = store.profile(bytes.fromhex(rest))
+        if data is None:
+            raise DamagedError(f"the codec profile {rest} is lost")
+        return seal(bytes.fromhex(rest), Kind.PROFILE, data)
     if kind == "file":
         entry = store.file_at(bytes.fromhex(key))
         return None if entry is None else file_value(store, entry)
     info = store.chunk_info(bytes.fromhex(key))
-    return None if info is None else chunk_value(bytes.fromhex(key), info)
+    return None if info is None else seal(bytes.fromhex(key), Kind.CHUNK, info.to_bytes())
 
 
 def unpacked_size(key: bytes, value: bytes) -> int:
@@ -134,12 +137,8 @@ def _checked_file(
     return entry, documents
 
 
-def chunk_value(chunk_id: bytes, info: ChunkInfo) -> bytes:
-    return seal(chunk_id, Kind.CHUNK, info.to_bytes())
-
-
 def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layers: int) -> ChunkInfo:
-    """Inverse of :func:`chunk_value`, of a store of this identity. A chunk's id is a digest of its contents."""
+    """Read a chunk's value, of a store of this identity. A chunk's id is a digest of its contents."""
     info = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
     described = chunk_id_of(
         namespace=identity.get("namespace", ""),
@@ -150,14 +149,6 @@ def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layer
     if described != chunk_id or info.layers != layers:
         raise DamagedError("it describes another chunk")
     return info
-
-
-def profile_value(store: Store, digest: str) -> bytes:
-    key = bytes.fromhex(digest)
-    data = store.profile(key)
-    if data is None:
-        raise DamagedError(f"the codec profile {digest} is lost")
-    return seal(key, Kind.PROFILE, data)
 
 
 def open_profile(digest: str, value: bytes) -> bytes:
@@ -260,9 +251,8 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool
 
 def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
     files = dict[str, File]()
-    named = sorted(
-        (tables.name_key(entry.path), entry) for entry in store.files()
-    )  # the order of documents in the store
+    # in the order of documents in the store
+    named = sorted((tables.name_key(entry.path), entry) for entry in store.files())
     for name, entry in _in_views(store, named):
         try:
             file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
@@ -278,11 +268,10 @@ def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, s
         key = chunk_id.hex()
         try:
             chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign)
-        except DamagedError as error:
-            damaged(f"chunk {key}", error.message)
-        else:
             if chunk is not None:
                 chunks[key] = chunk
+        except DamagedError as error:
+            damaged(f"chunk {key}", error.message)
     return chunks
 
 
