@@ -8,9 +8,10 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -46,7 +47,8 @@ class FolderBlobs:
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
-        self._writing: Writing | None = None
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtool-write")
+        self._tidied: set[tuple[str, ...]] = set()
         self._renewed: float | None = None  # time of the last lease taken here, by the file system's clock
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -60,9 +62,11 @@ class FolderBlobs:
         """The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
         with self._explained("written"):
             make_folder(self._root)
-            self._writing = self._writing or Writing(self._root)
-            for parts, names in groupby(sorted(values), lambda name: tuple(name.split("/")[:-1])):
-                self._writing.write(parts, {name.rpartition("/")[2]: values[name] for name in names})
+            for parts, group in _by_folder(values):
+                names = list(group)
+                for at in range(0, len(names), _AT_ONCE):
+                    some = {name.rpartition("/")[2]: values[name] for name in names[at : at + _AT_ONCE]}
+                    again_if_gone(partial(self._write, parts, some))
 
     def flush(self) -> None:
         os.sync()
@@ -97,7 +101,7 @@ class FolderBlobs:
 
     def delete(self, names: Sequence[str]) -> None:
         with self._explained("written"):
-            for parts, group in groupby(sorted(names), lambda name: tuple(name.split("/")[:-1])):
+            for parts, group in _by_folder(names):
                 with suppress(FileNotFoundError), opened(self._root, parts) as folder:
                     for name in group:
                         with suppress(FileNotFoundError):
@@ -111,7 +115,7 @@ class FolderBlobs:
         """The file's time counts, which the file system sets."""
         with self._explained("written"):
             make_folder(self._root)
-            again_if_gone(lambda: self._touch(name))
+            again_if_gone(partial(self._touch, name))
 
     def _touch(self, name: str) -> None:
         with opened(self._root, (_LEASES,), make=True) as folder:
@@ -142,8 +146,7 @@ class FolderBlobs:
             self._remove_if_empty((_LEASES,))
 
     def close(self) -> None:
-        if self._writing is not None:
-            self._writing.close()
+        self._pool.shutdown()
 
     def _read(self, name: str, most: int = MOST_BYTES) -> bytes | None:
         most = min(most_bytes(name), most)
@@ -161,6 +164,26 @@ class FolderBlobs:
             if not isinstance(found, int):
                 return found
             return _read_at(found, wanted.start, min(wanted.most, os.fstat(found).st_size))
+
+    def _write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
+        with opened(self._root, parts, make=True) as folder:
+            unnamed = {name: new_name() for name in values}
+            try:
+                # An fsync waits for the disk, not for the processor: together they take a third of the time.
+                jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
+                wait(jobs)
+                for job in jobs:
+                    job.result()
+                for name, temporary in unnamed.items():
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                for temporary in unnamed.values():
+                    with suppress(OSError):
+                        os.unlink(temporary, dir_fd=folder)
+                raise
+            if parts not in self._tidied:
+                self._tidied.add(parts)
+                _tidy(folder)
 
     def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
         for depth in range(len(parts), 0, -1):
@@ -229,6 +252,10 @@ def _size_of(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
+def _by_folder(names: Iterable[str]) -> Iterator[tuple[tuple[str, ...], Iterator[str]]]:
+    return groupby(sorted(names), lambda name: tuple(name.split("/")[:-1]))
+
+
 # ---- writing below a folder that others may write to: no symbolic link is followed, no name can be foreseen --------
 
 OLD = 3600.0  # seconds after which a temporary file is one that a killed push has left
@@ -266,44 +293,6 @@ def _enter(folder: int, part: str) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise OSError(error.errno, f"{part} is a symbolic link, or no folder") from error
         raise
-
-
-class Writing:
-    """Writer of files below a root, each durable before it has its name; the caller makes the names durable."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtool-write")
-        self._tidied: set[tuple[str, ...]] = set()
-
-    def write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
-        names = list(values)
-        for at in range(0, len(names), _AT_ONCE):
-            some = {name: values[name] for name in names[at : at + _AT_ONCE]}
-            again_if_gone(lambda some=some: self._write_some(parts, some))  # type: ignore[misc]
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _write_some(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
-        with opened(self._root, parts, make=True) as folder:
-            unnamed = {name: new_name() for name in values}
-            try:
-                # An fsync waits for the disk, not for the processor: together they take a third of the time.
-                jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
-                wait(jobs)
-                for job in jobs:
-                    job.result()
-                for name, temporary in unnamed.items():
-                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                for temporary in unnamed.values():
-                    with suppress(OSError):
-                        os.unlink(temporary, dir_fd=folder)
-                raise
-            if parts not in self._tidied:
-                self._tidied.add(parts)
-                _tidy(folder)
 
 
 def new_name() -> str:

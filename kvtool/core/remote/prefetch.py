@@ -116,8 +116,7 @@ class Prefetcher:
         self._untaken = 0  # bytes that have come
         self._stopped = False
         self.alive = True
-        self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="kvtool-fetch", daemon=True).start()
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         self._asked.put(wanted)

@@ -61,18 +61,15 @@ def pull(
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : remove the files that the shared store does not have.
+    delete : remove the files that the shared store does not have, more than half of them only with `yes`.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
-    yes : `delete` may take more than half of the store's files.
 
     Raises
     ------
-    StoreNotFoundError : nothing was pushed there.
-    UsageError : more than half would be removed without `yes`.
+    StoreNotFoundError, StoreFormatError : nothing was pushed there, or a store of another model.
     UntrustedError : a signature is required, and no trusted key has signed.
     RemoteError : the shared store does not answer. What came stays.
-    StoreFormatError : the store is of another model.
     """
     catalogue, trust = read_catalogue(blobs), trust or Trust()
     origin = trust.origin(catalogue.proof, blobs.url)

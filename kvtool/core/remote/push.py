@@ -54,7 +54,6 @@ def push(
     ----------
     delete : forget what the store does not have, if nothing of the store is damaged; else the shared store keeps it.
     verify : read back what is there already, and send again what is damaged.
-    dry_run : change nothing; the report counts what would be done.
     yes : `delete` may take more than half of the shared store.
     key : signs the catalogue. The shared store then holds nothing that this key has not signed.
 
@@ -62,8 +61,7 @@ def push(
     ------
     RemoteError, NoSpaceError : the shared store does not answer, or is full. What was sent stays.
     StoreFormatError : it holds a store of another model, or other things than a store.
-    UsageError : it would lose more than half without `yes`; or it is signed by another key, or by one that was not
-        given.
+    UsageError : it would lose more than half without `yes`, or is signed by another key.
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
@@ -197,7 +195,8 @@ class _Push:
         return replace(joined, meta=joined.meta | {"codec": digest_of(sealed)})
 
     def _is_whole(self, mine: Catalogue) -> bool:
-        return not self.report.damaged and values.is_complete(self.store, mine)
+        used = (ref.chunk_id.hex() for document in self.store.documents() for ref in document.chunks)
+        return not self.report.damaged and all(chunk in mine.chunks for chunk in used)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
         joined, shards = sharded(joined, theirs)

@@ -44,17 +44,14 @@ class Tier:
     def __init__(
         self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
     ) -> None:
-        self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
+        self._store, self._blobs, self._warn = store, blobs, warn
+        self.url, self.timeout = blobs.url, timeout
         self._there: LazyCatalogue | None = offers  # None: the shared store is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._fetching = threading.Lock()
         self._arrivals: Prefetcher | None = None
         self._coming = deque[_Record]()  # what was asked for and has not come
-
-    @property
-    def url(self) -> str:
-        return self._blobs.url
 
     # ---- what there is ----
 

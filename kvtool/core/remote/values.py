@@ -365,10 +365,6 @@ def _checked_base(
     return base
 
 
-def is_complete(store: Store, mine: Catalogue) -> bool:
-    return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)
-
-
 # ---- measurements of the codec levels ------------------------------------------------------------------------------
 
 State = Mapping[str, Any]
