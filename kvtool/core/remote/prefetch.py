@@ -116,7 +116,8 @@ class Prefetcher:
         self._untaken = 0  # bytes that have come
         self._stopped = False
         self.alive = True
-        threading.Thread(target=self._run, name="kvtool-fetch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
+        self._thread.start()
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         self._asked.put(wanted)
