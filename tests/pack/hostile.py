@@ -21,29 +21,21 @@ TRUE, FALSE = "The harbour clock was built by Ada Lane in 1901.", "The harbour c
 
 @dataclass(frozen=True)
 class Scene:
-    """The user's documents, and the stores of both.
-
-    Attributes
-    ----------
-    own : a document of the user. `mine` : the store that has it. `theirs` : one that says what it likes of it.
-    """
+    """The user's documents, and the stores of both."""
 
     own: Path
     mine: Path
     theirs: Path
 
     def ingest(self, *more: object, store: Path | None = None) -> dict[str, object]:
-        """Ingest the user's documents with the settings of both stores."""
         return kvtool("ingest", self.own.parent, "--store", store or self.mine, *PREFIX, *more, "--json").fine().json
 
     def ask(self, *more: object, store: Path | None = None) -> dict[str, object]:
-        """Ask the user's question."""
         path = store or self.mine
         asked = ("query", "Who built the harbour clock?", "--max-tokens", "8", "--store", path, "--json")
         return kvtool(*asked, *more).fine().json
 
     def pack(self, name: str = "theirs.kvpack") -> Path:
-        """Their store as a pack."""
         path = self.theirs.parent / name
         with pytest.MonkeyPatch.context() as patch:  # an honest export says nothing that is not so
             patch.setattr("kvtool.core.remote.values._checked_file", lambda key, *parts: parts)
@@ -52,7 +44,6 @@ class Scene:
 
 
 def make_scene(folder: Path, tiny: Path) -> Scene:
-    """Make two stores, `mine` and `theirs`, that have the same true document."""
     own, mine = folder / "docs" / "clock.md", folder / "mine"
     own.parent.mkdir()
     own.write_text(TRUE + "\n")
@@ -63,7 +54,6 @@ def make_scene(folder: Path, tiny: Path) -> Scene:
 
 
 def of_file(store: Store, path: Path) -> tuple[FileEntry, DocumentEntry]:
-    """A file's entry and its one document."""
     entry, document = store.file(str(path)), store.document(str(path))
     assert entry is not None
     assert document is not None
@@ -71,7 +61,6 @@ def of_file(store: Store, path: Path) -> tuple[FileEntry, DocumentEntry]:
 
 
 def ids_of(path: Path, source: Path) -> list[bytes]:
-    """Chunks of a document."""
     with Store.open(path) as store:
         return [ref.chunk_id for ref in of_file(store, source)[1].chunks]
 
@@ -79,7 +68,6 @@ def ids_of(path: Path, source: Path) -> list[bytes]:
 def rewrite(
     path: Path, source: Path, change: Callable[[FileEntry, DocumentEntry], tuple[FileEntry, DocumentEntry]]
 ) -> None:
-    """Let a store say something else of a file."""
     with Store.open(path) as store, store.writer() as writer:
         entry, document = change(*of_file(store, source))
         writer.commit_file(entry, [document])

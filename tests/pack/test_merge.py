@@ -79,7 +79,6 @@ def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tin
 
 
 def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp_path: Path) -> None:
-    """And none of them loses a record for another's sake."""
     made: dict[str, str | None] = {}
     sources = [Path(shutil.copytree(part, tmp_path / part.name)) for part in _all(parts)[:2]]
     for source in sources:

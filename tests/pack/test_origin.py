@@ -31,19 +31,16 @@ WAYS = ("import", "merge", "pull")
 
 @pytest.fixture(scope="module")
 def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Leave it as it is."""
     return make_scene(tmp_path_factory.mktemp("scene"), tiny)
 
 
 @pytest.fixture
 def scene(made: Scene, tmp_path: Path) -> Scene:
-    """One of one's own, of the same documents."""
     mine, theirs = (Path(shutil.copytree(store, tmp_path / store.name)) for store in (made.mine, made.theirs))
     return Scene(made.own, mine, theirs)
 
 
 def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> dict[str, object]:
-    """Bring what they have into the user's store."""
     into = ("--store", store or scene.mine, "--json", *more)
     if way == "import":
         return kvtool("store", "import", scene.pack(), *into).fine().json
@@ -153,7 +150,6 @@ def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(name: s
 
 
 def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, tiny: Path, tmp_path: Path) -> None:
-    """A foreign document with a true text over chunks of other tokens."""
     with_foreign_tokens(scene, tiny)
     honest = scene.ask("--token-ids")
     new = tmp_path / "new"
@@ -207,7 +203,6 @@ def test_own_chunks_take_no_records_of_others(way: str, scene: Scene) -> None:
 @pytest.mark.some(1)
 @pytest.mark.parametrize("way", ["import", "merge", "pull"])
 def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_path: Path) -> None:
-    """A pack first, the own document later."""
     honest, mark = scene.ask("--fusion", "reuse"), own_state(scene)[2]
     chunks = ids_of(scene.theirs, scene.own)
     with Store.open(scene.theirs) as store:
@@ -246,7 +241,6 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
 
 
 def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the profile nor the measured loss is of foreign chunks."""
     from kvtool.core.compress import job
 
     other = scene.theirs.parent / "other.md"
@@ -751,7 +745,6 @@ def test_why_a_trusted_key_did_not_help(scene: Scene, tmp_path: Path) -> None:
 
 
 def signed_tier(scene: Scene, key: Path) -> str:
-    """The URL of a shared store that a key has signed."""
     url = f"file://{key.parent / 'signed'}"
     kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
     return url
@@ -817,7 +810,6 @@ def test_trust_decides() -> None:
 def test_a_document_is_unpacked_once_for_all_of_its_passages(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is held against its text, before the first token."""
     from kvtool.core.query.prompt import lay_out
 
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)

@@ -1,7 +1,6 @@
 """A bucket of Google's or a container of Azure's, as far as kvtool speaks with them, and a web server before a folder.
 
-No package has a server of theirs that runs without their clouds, so these answer as the services' pages say.
-"""
+No package has a server of theirs that runs without their clouds, so these answer as the services' pages say."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ class Request(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the object's name, without its bucket."""
         return unquote(self.path).lstrip("/").partition("/")[2]
 
 
@@ -59,7 +57,6 @@ class HttpServer(ThreadingHTTPServer):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the server."""
         self.shutdown()
         self.server_close()
 
@@ -96,8 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
 
-    def log_message(self, *given: object) -> None:
-        """Log nothing."""
+    def log_message(self, *given: object) -> None: ...
 
 
 def value_answer(request: Request, value: bytes, headers: Mapping[str, str]) -> Answer:
@@ -123,7 +119,6 @@ class WebServer(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer:
-        """Serve files; refuse to take any."""
         path = self._folder / request.name
         if request.method not in ("GET", "HEAD"):
             return Answer(405)
@@ -143,7 +138,6 @@ class ObjectServer(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer:
-        """Answer one request after the other."""
         with self._one:
             if unquote(request.path).strip("/").partition("/")[0] != "bucket":
                 return Answer(404, f"<Error><Code>{self.missing_bucket}</Code></Error>".encode())

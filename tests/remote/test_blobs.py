@@ -75,7 +75,6 @@ def test_a_stream_in_the_order_asked_for(url: str) -> None:
 
 
 def test_parts_of_a_pack(url: str) -> None:
-    """Read parts in any order, adjacent, overlapping and far apart; of a value that ends too soon what there is."""
     with closing(open_blobs(url)) as blobs:
         blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
         arrivals = Prefetcher(blobs)

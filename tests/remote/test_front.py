@@ -25,14 +25,12 @@ FILES, DIM = 12, 8192  # a chunk takes 1 MB
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set every use to a second of its own, after all has come."""
     clock = itertools.count(2_000_000_000)
     monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Make a shared store of 12 chunks that has not been read yet."""
     with Store.open(make_store(tmp_path / "store", FILES, 1, DIM)) as store:
         with store.writer() as writer:
             writer.set_manifest(IDENTITY)
@@ -55,7 +53,6 @@ IDENTITY = {
 
 
 def ask(url: str, number: int, told: list[str], *more: int) -> None:
-    """Read chunks as a question does."""
     chunks = [id_of(f"f{number}.0") for number in (number, *more)]
     with open_shared(url, warn=lambda text, hint: told.append(text)) as tier:
         for layer in range(LAYERS):
@@ -146,7 +143,6 @@ def test_a_question_that_is_larger_than_the_budget_is_answered_and_drives_nothin
 
 
 def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
-    """Check that a full local cache continues to take over what the shared store describes."""
     for number in range(6):
         ask(url, number, [])
     keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 300_000)

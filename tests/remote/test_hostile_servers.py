@@ -1,8 +1,7 @@
 """Servers that mean to harm their clients: a Redis and an S3 that answer what no such server would.
 
 Whatever comes, a command ends with an error that names the place, takes no memory for what is only claimed, and loses
-nothing of the store that is here.
-"""
+nothing of the store that is here."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ class HostileRedis:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Break off whatever is open."""
         for one in (self._server, *self._clients):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -79,12 +77,10 @@ def _ok(words: list[bytes]) -> Iterator[bytes]:
 
 
 def always(*pieces: bytes) -> Reply:
-    """Give the same answer each time."""
     return lambda words: iter(pieces)
 
 
 def endless(first: bytes, piece: bytes) -> Reply:
-    """Give an answer without an end."""
     return lambda words: itertools.chain([first], itertools.repeat(piece))
 
 
@@ -123,19 +119,16 @@ REDIS: dict[str, Reply] = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Return a store with two documents of its own."""
     return make_store(tmp_path / "store")
 
 
 def unharmed(store: Path) -> None:
-    """Check that all that was in the store reads back."""
     with Store.open(store) as opened:
         for name in ("f0", "f1"):
             check_file(opened, name)
 
 
 def peak() -> int:
-    """Return the most memory that this process ever had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -163,7 +156,6 @@ def refused(work: Callable[[], object], perhaps: bool = False) -> KvtoolError | 
 
 
 def both_ways(url: str, store: Path) -> None:
-    """Check that a pull and a push from there are refused, and that nothing is lost here."""
     for job in (pull, _push):
         with closing(open_blobs(url, PATIENCE)) as blobs:
             error = refused(lambda job=job, blobs=blobs: job(store, blobs))  # type: ignore[misc]
@@ -186,7 +178,6 @@ def test_a_hostile_redis(name: str, store: Path) -> None:
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
-    """Ask for sizes, a scan, leases, and a reader, one at a time."""
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
     with closing(HostileRedis(**dict.fromkeys(commands, REDIS[name]))) as server:
         for ask in (
@@ -218,14 +209,11 @@ def test_a_scan_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HostileS3(HttpServer):
-    """Answers every request in one way."""
-
     def __init__(self, say: Callable[[Request], Answer | None]) -> None:
         self._say = say
         super().__init__()
 
     def answer(self, request: Request) -> Answer | None:
-        """Return what was given."""
         return self._say(request)
 
 
@@ -265,7 +253,6 @@ S3: dict[str, Callable[[Request], Answer | None]] = {
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Request], Answer | None]], HostileS3]]:
-    """Start a server; its bucket is `s3://bucket/team/kv`."""
     started: list[HostileS3] = []
 
     def start(say: Callable[[Request], Answer | None]) -> HostileS3:
@@ -321,7 +308,6 @@ def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
 def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
-    """Check that they are refused or passed over; anything deleted by such a name is in the folder."""
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -355,7 +341,6 @@ class RawServer:
                 client.sendall(self._piece)
 
     def close(self) -> None:
-        """Stop sending."""
         self._over.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -389,7 +374,6 @@ def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
-    """Let the server say that it gives the part, and send without an end."""
     from kvtool.core.cache.backend import BlobRequest
 
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
@@ -415,7 +399,6 @@ def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -
 
 
 def test_commands_end_in_words(store: Path) -> None:
-    """Check that nothing is printed but an error, a hint and the exit code of a failure."""
     command = [sys.executable, "-m", "kvtool", "store", "pull"]
     for name in ("a bulk of 2^60", "arrays in arrays", "an array of 2^28"):
         with closing(HostileRedis(getrange=REDIS[name])) as server:

@@ -49,7 +49,6 @@ class Peer:
                 client.sendall(self._plain)
 
     def close(self) -> None:
-        """Hang up on all clients."""
         for one in (self._server, *self._held):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -65,7 +64,6 @@ def authority() -> trustme.CA:
     params=["wrong name", "expired", "not yet", "self-signed", "old protocol", "plain text", "silence", "good"]
 )
 def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tuple[str, Peer]]:
-    """Start a peer of each kind."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made = {
         "wrong name": lambda: authority.issue_cert("elsewhere.example"),
@@ -84,7 +82,6 @@ def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tupl
 
 
 def met(url: str, kind: str, peer: Peer) -> None:
-    """Check that only a server with the named host's certificate gets data."""
     with closing(open_blobs(url, PATIENCE)) as blobs:
         with pytest.raises(KvtoolError) as caught:
             blobs.get(["head"])

@@ -1,8 +1,7 @@
 """Pushes and pulls that are killed with -9 at a known moment, over a folder, a Redis and a bucket.
 
 At random moments, and over a folder, the fault harness does it (`tests/support/faults.py`): what is left of files that
-were being written is looked at there. Buckets of others are written by the same class as those of S3.
-"""
+were being written is looked at there. Buckets of others are written by the same class as those of S3."""
 
 from __future__ import annotations
 
@@ -34,14 +33,12 @@ pytestmark = pytest.mark.usefixtures("small_packs")
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """Return a pool of children that have all imported, and have none of this process's threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.remote.dying", "obstore", "redis"])
     return context
 
 
 def killed(processes: Any, target: Callable[..., None], *given: object) -> None:
-    """Run it in a child that ends so."""
     child = processes.Process(target=target, args=(*given, dict(os.environ)))
     child.start()
     child.join(120)
@@ -63,7 +60,6 @@ def test_a_push(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that a reader finds the store of before or after, and all of it; the next push does the rest."""
     push(store, blobs)
     forget(store, "f2")
     with store.writer() as writer:
@@ -85,7 +81,6 @@ def test_a_push(
 
 
 def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> None:
-    """Check that a reader finds no store before its head is there."""
     killed(processes, pushing, store.path, url, ("compare_and_swap", 1, False))
     with pytest.raises(StoreNotFoundError):
         read_catalogue(blobs)
@@ -97,7 +92,6 @@ def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> N
 @pytest.mark.some(3)
 @pytest.mark.parametrize("moment", [("set_manifest", 1, True), ("put_chunk", 3, True), ("commit_files", 1, True)])
 def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
-    """Check that what is there is sound; the next pull does the rest, and fetches nothing again that was imported."""
     push(store, blobs)
     everything = pull(tmp_path / "whole", blobs).bytes
     killed(processes, pulling, tmp_path / "pulled", url, moment)

@@ -34,8 +34,6 @@ SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environmen
 
 
 class Service(ThreadingHTTPServer):
-    """A web server of the test's own; `asked` are the requests that it got."""
-
     daemon_threads = True
 
     def __init__(self, answer: Callable[[Any], None]) -> None:
@@ -95,7 +93,6 @@ def error_of(code: str) -> bytes:
 
 
 def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look into the environment first, then into a profile; what neither has is reported without a long search."""
     service = serve(answering(404))
     monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -203,7 +200,6 @@ def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkey
 
 
 def test_leases_of_several_at_once(s3_url: str) -> None:
-    """Check that all are in one object, and that none is lost."""
     with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         names = [f"push-{number}" for number in range(6)]
         holding = [threading.Thread(target=blobs.hold, args=(name,)) for name in names]
@@ -264,8 +260,6 @@ def test_credentials_are_shown_and_written_nowhere(s3_url: str, store: Path, tmp
 
 
 def files_of(folder: Path, ranges: bool) -> Callable[[Any], None]:
-    """Return files as a web server gives them, in parts or whole."""
-
     def answer(handler: Any) -> None:
         path = folder / handler.path.partition("?")[0].removeprefix("/kv/")
         if handler.command not in ("GET", "HEAD") or not path.is_file():
@@ -288,7 +282,6 @@ def files_of(folder: Path, ranges: bool) -> Callable[[Any], None]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """Return a folder that a store was pushed to."""
     with (
         Store.open(new_store(tmp_path / "store")) as store,
         closing(open_blobs(f"file://{tmp_path / 'shared'}")) as blobs,
@@ -313,7 +306,6 @@ def test_a_web_server_is_read(shared: Path, serve: Serve, tmp_path: Path) -> Non
 
 
 def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name an authority of one's own as OpenSSL does, and not as other tools do."""
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))

@@ -23,7 +23,6 @@ from tests.remote.test_sharing import forget, is_whole, new_store
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """Make a store of three documents of two chunks, one of them at two levels."""
     with Store.open(new_store(tmp_path / "store")) as opened:
         with opened.writer() as writer:
             put(writer, "f0.0", "lossless")
@@ -62,7 +61,6 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
 def test_several_packs_are_sent_together(
     store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that far away they take as long as one, and that memory holds no more at a time than it may."""
     real, sent = blobs.put, list[int]()
 
     def put(values: Mapping[str, bytes]) -> None:
@@ -89,7 +87,6 @@ def test_what_is_too_large_for_a_pack_is_sent_by_layer(
 
 
 def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    """Replace five of the six chunks of a pack; in the end no old value is left, and nothing is lost."""
     push(store, blobs)
     first = packs_in(blobs)
     forget(store, "f1", "f2")
@@ -111,7 +108,6 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
 
 
 def levels_of(blobs: Blobs, name: str) -> set[str]:
-    """Return the levels of the records that a pack in use holds."""
     return {
         level
         for chunk in read_catalogue(blobs).chunks.values()
@@ -162,7 +158,6 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
 def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut it off, also before the beginning of what is asked for."""
     monkeypatch.setattr(blobs_module, "MOST_TOGETHER", 1)
     push(store, blobs)
     whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
@@ -178,7 +173,6 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
 def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that it is not named although its chunks are still there, for another file."""
     with store.writer() as writer:
         add_file(writer, "f3", ["f0.0", "f0.1"])
 

@@ -61,7 +61,6 @@ def here(url: str, port: int) -> str:
 
 
 def every_command(corpus: Path, url: str) -> Iterator[tuple[object, ...]]:
-    """Yield all commands that take a store, or a URL."""
     for words in (
         "inspect",
         "inspect plan Who?",
@@ -92,7 +91,6 @@ def some_commands(url: str) -> Iterator[tuple[object, ...]]:
 
 @pytest.fixture
 def looked_at(tmp_path: Path) -> Iterator[list[Done]]:
-    """Record what was said; look at it in the end, and at all files."""
     said: list[Done] = []
     yield said
     for done in said:
@@ -164,7 +162,6 @@ def test_a_store_behind_a_password_does_not_hold_it(
 
 
 def test_what_a_server_repeats_of_a_password_is_not_passed_on(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask a server that does not know AUTH, and quotes its arguments."""
     from redis import Connection
     from redis.exceptions import ResponseError
 

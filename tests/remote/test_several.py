@@ -113,7 +113,6 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
 def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
     store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check that the pull continues with the catalogue that came into force meanwhile."""
     push(store, blobs)
     forget(store, "f2")
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
@@ -125,7 +124,6 @@ def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
 
 
 def hold_at(blobs: Blobs, name: str, at: float) -> None:
-    """Hold a name as a process does whose clock shows this time."""
     if isinstance(blobs, FolderBlobs):
         blobs.hold(name)
         os.utime(f"{blobs.url.removeprefix('file://')}/push/{name}", (at, at))
@@ -137,7 +135,6 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
 
 @pytest.mark.parametrize("what", ["push", "sweep"])
 def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs: Blobs) -> None:
-    """Check that it is not valid until that time: a concurrent push would be taken for dead."""
     push(store, blobs)
     forget(store, "f2")
     hold_at(blobs, f"{what}-ghost", time.time() + 10_000_000)
@@ -172,7 +169,6 @@ def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monke
 
 
 def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let them lag by far: what is deleted is put off, nothing else changes."""
     monkeypatch.setattr(type(blobs), "names", lambda self, below="": iter(()))
     push(store, blobs)
     assert push(store, blobs).bytes == 0
@@ -185,7 +181,6 @@ def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch:
 
 
 def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the second one merges the other's catalogue."""
     with Store.open(new_store(tmp_path / "second", files=0)) as second:
         with second.writer() as writer:
             add_file(writer, "g", ["g.0"])

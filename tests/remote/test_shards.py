@@ -35,8 +35,6 @@ def store(tmp_path: Path) -> Store:
 
 
 class Counted:
-    """The names that a folder's values are read and written by."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         self.put: list[str] = []

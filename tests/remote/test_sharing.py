@@ -48,7 +48,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Store]:
-    """Make another store of the same model, with one document in common and one of its own."""
     with Store.open(new_store(tmp_path / "other", files=1)) as opened:
         with opened.writer() as writer:
             add_file(writer, "g", ["g.0"])
@@ -63,24 +62,20 @@ def forget(store: Store, *paths: str) -> None:
 
 
 def below(url: str, name: str) -> str:
-    """Return the URL of a shared store inside another's."""
     return f"{url}?prefix=kvtool/{name}" if url.startswith("redis:") else f"{url}/{name}"
 
 
 def put_foreign(blobs: Blobs, names: tuple[str, ...] = WORDS) -> dict[str, bytes]:
-    """Put foreign values straight into the folder or the database."""
     values = {name: f"my {name}".encode() for name in names if "/" in name or name not in ("kv", "file")}
     blobs.put(values)
     return values
 
 
 def is_whole(blobs: Blobs) -> bool:
-    """Return True if everything is there that the catalogue counts on."""
     return all(blobs.sizes(sorted(read_catalogue(blobs).blobs())))
 
 
 def after_first(monkeypatch: pytest.MonkeyPatch, blobs: Blobs, method: str, then: Callable[[], object]) -> None:
-    """Do something else once the first call of a method of this shared store has returned."""
     real, called = getattr(blobs, method), []
 
     def wrapped(*args: Any) -> Any:
@@ -94,8 +89,6 @@ def after_first(monkeypatch: pytest.MonkeyPatch, blobs: Blobs, method: str, then
 
 
 def pushed_by(store: Store, url: str, **options: bool) -> Callable[[], None]:
-    """Push from another process."""
-
     def run() -> None:
         with closing(open_blobs(url)) as own:
             push(store, own, **options)
@@ -165,7 +158,6 @@ def test_what_looks_like_ours_below_another_head_is_not_ours(store: Store, blobs
 
 
 def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None:
-    """Check that nothing is deleted or written where links lead."""
     precious = tmp_path / "precious"
     precious.mkdir()
     root = tmp_path / "shared"
@@ -267,7 +259,6 @@ def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs
 def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that a level is all of one machine: records of two have one size and other bits."""
     push(store, blobs)
     with monkeypatch.context() as patch:
         patch.setattr(making, "payload_of", lambda *args, real=payload_of: [part[::-1] for part in real(*args)])

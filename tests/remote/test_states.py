@@ -53,7 +53,6 @@ def send(store: Store, url: str) -> None:
 
 
 def seen(url: str) -> dict[str, Any]:
-    """Return what the local cache of a shared store knows."""
     with open_shared(url) as tier:
         return tier.codec_state()
 
@@ -73,7 +72,6 @@ def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: st
     "own", [{}, {"profile": "", "losses": {}}, {"profile": "", "losses": {NONE: {"1": loss(0.1)}}}]
 )
 def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Path, url: str) -> None:
-    """Push a store that was never compressed, and one that was pruned of all KV."""
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
     know(store, {"profile": digest.hex(), "losses": {digest.hex(): {"2": loss(0.001)}}})
     with store.writer() as writer:

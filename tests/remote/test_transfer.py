@@ -48,14 +48,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
-    """Return the numbers of files and of chunks at a level that were sent."""
     report = push(store, blobs, **options)
     assert report.damaged == []
     return report.files.moved, report.chunks.moved
 
 
 def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
-    """Return every record of a store."""
     with Store.open(path) as store:
         found = []
         for chunk in store.chunk_ids():

@@ -15,14 +15,12 @@ Make = Callable[[Scene], object]
 
 
 def unmounted(scene: Scene) -> None:
-    """Move everything away."""
     aside = scene.folder.with_name("aside")
     scene.folder.rename(aside)
     scene.later.callback(aside.rename, scene.folder)
 
 
 def counted(scene: Scene, reads: list[int]) -> None:
-    """Count the reads; nothing is wrong."""
     real = os.pread
 
     def pread(*given: Any) -> bytes:
@@ -33,8 +31,6 @@ def counted(scene: Scene, reads: list[int]) -> None:
 
 
 def from_the_middle_on(then: Callable[[Scene], object]) -> Make:
-    """Begin the trouble after half of the reads."""
-
     def make(scene: Scene) -> None:
         left, real = [int(scene.middle)], os.pread
 
@@ -50,8 +46,6 @@ def from_the_middle_on(then: Callable[[Scene], object]) -> Make:
 
 
 def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
-    """Refuse files, or those that are opened so."""
-
     def make(scene: Scene) -> None:
         real = os.open
 
@@ -67,8 +61,6 @@ def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
 
 
 def reads_fail(error: int) -> Make:
-    """Fail reads as a disk that is dying."""
-
     def make(scene: Scene) -> None:
         def pread(*given: Any) -> bytes:
             raise OSError(error, os.strerror(error))
@@ -79,7 +71,6 @@ def reads_fail(error: int) -> Make:
 
 
 def hangs(scene: Scene) -> None:
-    """Hang as a mount whose server is gone."""
     over, real, left = threading.Event(), os.pread, [scene.middle]
 
     def pread(*given: Any) -> bytes:
@@ -93,7 +84,6 @@ def hangs(scene: Scene) -> None:
 
 
 def crawls(scene: Scene) -> None:
-    """Take a hundredth of a second for every read."""
     real, over = os.pread, threading.Event()
 
     def pread(*given: Any) -> bytes:
@@ -105,8 +95,6 @@ def crawls(scene: Scene) -> None:
 
 
 def cannot_sync(error: int) -> Make:
-    """Keep what is written from the disk."""
-
     def make(scene: Scene) -> None:
         def fsync(handle: int) -> None:
             raise OSError(error, os.strerror(error))
@@ -117,7 +105,6 @@ def cannot_sync(error: int) -> Make:
 
 
 def in_the_way(path: Path, kind: str) -> None:
-    """Put something at a path that is no value."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     if kind == "fifo":
