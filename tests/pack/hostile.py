@@ -65,11 +65,9 @@ def ids_of(path: Path, source: Path) -> list[bytes]:
         return [ref.chunk_id for ref in of_file(store, source)[1].chunks]
 
 
-def rewrite(
-    path: Path, source: Path, change: Callable[[FileEntry, DocumentEntry], tuple[FileEntry, DocumentEntry]]
-) -> None:
-    with Store.open(path) as store, store.writer() as writer:
-        entry, document = change(*of_file(store, source))
+def rewrite(scene: Scene, change: Callable[[FileEntry, DocumentEntry], tuple[FileEntry, DocumentEntry]]) -> None:
+    with Store.open(scene.theirs) as store, store.writer() as writer:
+        entry, document = change(*of_file(store, scene.own))
         writer.commit_file(entry, [document])
 
 
@@ -100,5 +98,5 @@ def with_foreign_tokens(scene: Scene, tiny: Path) -> None:
         refs = tuple(replace(ref, chunk_id=chunk) for ref, chunk in zip(document.chunks, false, strict=True))
         return replace(entry, mtime_ns=entry.mtime_ns + 10**9), replace(document, chunks=refs)
 
-    rewrite(scene.theirs, scene.own, change)
+    rewrite(scene, change)
     kvtool("store", "rm", folder, "--store", scene.theirs, "--yes").fine()

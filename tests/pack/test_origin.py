@@ -13,6 +13,7 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
+from kvtool.core.compress import job
 from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import PackBlobs, take
@@ -20,6 +21,8 @@ from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from kvtool.core.remote import pull
+from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.signing import Trust, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
@@ -81,11 +84,7 @@ def test_a_name_of_a_pack_does_not_make_it_signed(name: str, scene: Scene, tmp_p
 def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scene, tmp_path: Path) -> None:
     store = tmp_path / "empty"
     bring(scene, "import", store=store)
-
-    def later(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        return replace(entry, mtime_ns=entry.mtime_ns + 1, digest="0" * 64), document
-
-    rewrite(scene.theirs, scene.own, later)
+    rewrite(scene, lambda entry, document: (replace(entry, mtime_ns=entry.mtime_ns + 1, digest="0" * 64), document))
     another = kvtool("store", "import", scene.pack("another.kvpack"), "--store", store, "--json").fine().json
     assert another["kept"] == [str(scene.own)]
     again = kvtool("store", "import", scene.pack(), "--store", store, "--json").fine().json
@@ -94,27 +93,22 @@ def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scen
 
 @pytest.mark.parametrize("way", ["import", "pull"])
 def test_a_file_claims_no_document_of_another_path(way: str, scene: Scene, tmp_path: Path) -> None:
-    def claim(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        return replace(entry, path="/elsewhere/other.md"), document
-
-    rewrite(scene.theirs, scene.own, claim)
+    rewrite(scene, lambda entry, document: (replace(entry, path="/elsewhere/other.md"), document))
     before = own_state(scene)
-    if way == "import":
-        said = kvtool("store", "import", scene.pack(), "--store", scene.mine, "--json").json
-    else:
-        url = f"file://{tmp_path / 'shared'}"
-        kvtool("store", "push", url, "--store", scene.theirs).fine()
-        said = kvtool("store", "pull", url, "--store", scene.mine, "--json").json
+    place: object = scene.pack()
+    if way == "pull":
+        place = f"file://{tmp_path / 'shared'}"
+        kvtool("store", "push", place, "--store", scene.theirs).fine()
+    said = kvtool("store", way, place, "--store", scene.mine, "--json").json
     assert [row["reason"] for row in said["damaged"]] == ["one of its documents is another file's"]
     assert own_state(scene) == before
 
 
 @pytest.mark.parametrize("path", ["/docs/../etc/passwd", "../clock.md", "/docs/./clock.md", "C:/a/..\\b", "/a\0b"])
 def test_a_path_with_a_way_up_is_refused(path: str, scene: Scene, tmp_path: Path) -> None:
-    def claim(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        return replace(entry, path=path, documents=(path,)), replace(document, source=path)
-
-    rewrite(scene.theirs, scene.own, claim)
+    rewrite(
+        scene, lambda entry, document: (replace(entry, path=path, documents=(path,)), replace(document, source=path))
+    )
     said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
     assert said.code == 13
     assert "its path is none that an ingest gives a file" in said.err
@@ -201,7 +195,7 @@ def test_own_chunks_take_no_records_of_others(way: str, scene: Scene) -> None:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("way", ["import", "merge", "pull"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_path: Path) -> None:
     honest, mark = scene.ask("--fusion", "reuse"), own_state(scene)[2]
     chunks = ids_of(scene.theirs, scene.own)
@@ -241,8 +235,6 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
 
 
 def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.compress import job
-
     other = scene.theirs.parent / "other.md"
     other.write_text(FALSE * 20 + "\n")
     kvtool("ingest", other, "--store", scene.theirs).fine()
@@ -355,8 +347,6 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
 def test_a_profile_is_fitted_on_own_records_alone(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtool.core.compress import job
-
     for number in range(3):
         other = scene.theirs.parent / "more" / f"{number}.md"
         other.parent.mkdir(exist_ok=True)
@@ -425,12 +415,7 @@ def test_a_model_that_somebody_else_names_is_not_fetched(
 
 
 def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path) -> None:
-    from kvtool.core.remote import pull
-
-    def swell(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        return entry, replace(document, text=document.text + " " * pull._MOST_OF_FILE)
-
-    rewrite(scene.theirs, scene.own, swell)
+    rewrite(scene, lambda entry, document: (entry, replace(document, text=document.text + " " * pull._MOST_OF_FILE)))
     pack = scene.pack()
     assert pack.stat().st_size < 2**20
     said = kvtool("store", "import", pack, "--store", tmp_path / "new", "--json")
@@ -442,10 +427,7 @@ def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path)
 def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
     """The whole text, thousands of times over: the index would copy and read each."""
 
-    def repeat(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        return entry, replace(document, chunks=document.chunks * 3000)
-
-    rewrite(scene.theirs, scene.own, repeat)
+    rewrite(scene, lambda entry, document: (entry, replace(document, chunks=document.chunks * 3000)))
     said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
     assert said.code == 13
     assert "overlap" in said.json["damaged"][0]["reason"]
@@ -461,7 +443,7 @@ def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene)
         entry = replace(entry, path=path, documents=(path,))
         return entry, replace(document, source=path, text=text, chunks=refs)
 
-    rewrite(scene.theirs, scene.own, claim)
+    rewrite(scene, claim)
     bring(scene, "import")
     found = {chunk["source"]: chunk for chunk in scene.ask()["chunks"]}  # type: ignore[attr-defined]
     assert found[str(scene.own)]["status"] == "hit" or found[str(scene.own)]["status"] == "exact"
@@ -479,7 +461,7 @@ def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
         return (replace(entry, path=path, documents=(path,)), replace(document, source=path, text=text, chunks=refs))
 
     before = scene.ask()
-    rewrite(scene.theirs, scene.own, swell)
+    rewrite(scene, swell)
     bring(scene, "import")
     said = kvtool("query", "Who built the harbour clock?", "--documents", scene.own, "--store", scene.mine, "--json")
     assert said.fine().json["tokens"]["prompt"] == before["tokens"]["prompt"]  # type: ignore[index]
@@ -489,8 +471,6 @@ def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
 
 
 def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.remote import pull
-
     held: list[int] = []
     commit = pull._Pull._commit
 
@@ -519,10 +499,7 @@ def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, m
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_mine_replaces_and_serves(way: str, scene: Scene, tiny: Path) -> None:
-    def later(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        return replace(entry, mtime_ns=entry.mtime_ns + 1, notes=("later",)), document
-
-    rewrite(scene.theirs, scene.own, later)
+    rewrite(scene, lambda entry, document: (replace(entry, mtime_ns=entry.mtime_ns + 1, notes=("later",)), document))
     said = bring(scene, way, "--mine")
     assert said["kept"] == []
     with Store.open(scene.mine) as store:
@@ -676,8 +653,6 @@ def test_a_foreign_description_is_not_taken_for_a_signed_one(
 
 
 def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: Path) -> None:
-    from kvtool.core.remote.catalogue import Catalogue
-
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
     plain = Catalogue.pack
 

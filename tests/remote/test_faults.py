@@ -23,13 +23,13 @@ from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
-from tests.cache.making import LAYERS, add_file, id_of
+from tests.cache.making import LAYERS, id_of
 from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
 from tests.remote.backends import BACKENDS, READ_ONLY, WRITABLE, Site
 from tests.remote.faults import FILES, READING, SENDING, VALUES, Cell, Harm, cell_of, cells
 from tests.remote.scene import Scene
 from tests.remote.test_hostile import CODEC
-from tests.remote.test_sharing import is_whole, new_store
+from tests.remote.test_sharing import add, is_whole, new_store
 from tests.remote.test_transfer import PROFILE, bytes_of
 
 SECRETS = re.compile("zqxwv", re.I)
@@ -148,8 +148,7 @@ def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes
 @pytest.mark.parametrize(("site", "cell"), cells(SENDING), indirect=["site"])
 def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as store:
-        with store.writer() as writer:
-            add_file(writer, "f3", ["f3.0"])
+        add(store, "f3", "f3.0")
         with scene.made(cell.make, 1), closing(scene.blobs()) as blobs:
             try:
                 push(store, blobs)
@@ -232,8 +231,7 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as more, scene.behind() as behind:
-        with more.writer() as writer:
-            add_file(writer, "f3", ["f3.0"])
+        add(more, "f3", "f3.0")
         (head,) = behind.get([HEAD])
         assert head is not None
         push(more, behind)

@@ -22,9 +22,8 @@ from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import add_file
 from tests.remote.dying import Moment, pulling, pushing
-from tests.remote.test_sharing import forget, is_whole, store
+from tests.remote.test_sharing import add, forget, is_whole, sources_of, store
 from tests.remote.test_transfer import bytes_of
 
 __all__ = ["store"]
@@ -62,8 +61,7 @@ def test_a_push(
 ) -> None:
     push(store, blobs)
     forget(store, "f2")
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0", "f3.1"])
+    add(store, "f3", "f3.0", "f3.1")
     killed(processes, pushing, store.path, url, moment)
     before, after = ["f0", "f1", "f2"], ["f0", "f1", "f3"]
     assert is_whole(blobs)
@@ -75,8 +73,7 @@ def test_a_push(
     push(store, blobs, delete=True)
     assert is_whole(blobs)
     assert pull(tmp_path / "pulled", blobs).damaged == []
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert pulled.sources() == after
+    assert sources_of(tmp_path / "pulled") == after
     assert bytes_of(tmp_path / "pulled") == bytes_of(store.path)
 
 
@@ -101,6 +98,5 @@ def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url:
     report = pull(tmp_path / "pulled", blobs)
     assert report.damaged == []
     assert report.bytes < everything
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert pulled.sources() == store.sources()
+    assert sources_of(tmp_path / "pulled") == store.sources()
     assert bytes_of(tmp_path / "pulled") == bytes_of(store.path)

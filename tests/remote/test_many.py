@@ -22,8 +22,8 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.push import push
-from tests.cache.making import add_file, check_file, id_of, put
-from tests.remote.test_sharing import MANIFEST
+from tests.cache.making import check_file, id_of, put
+from tests.remote.test_sharing import MANIFEST, add
 
 CHUNKS = 4  # of a file
 
@@ -89,8 +89,7 @@ def test_a_push_of_a_change_begins_few_transactions(
 ) -> None:
     store, url = pushed(tmp_path, 200, monkeypatch)
     with store, closing(open_blobs(url)) as blobs:
-        with store.writer() as writer:
-            add_file(writer, "f0", ["new 0", "new 1"])
+        add(store, "f0", "new 0", "new 1")
         parsed.clear()
         begun = calls(monkeypatch, Environment, "begin")
         decoded = calls(monkeypatch, values, "records_of")
@@ -157,8 +156,7 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
             catalogue_io, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
         )
     with store, closing(open_blobs(url)) as blobs:
-        with store.writer() as writer:
-            add_file(writer, "f0", ["new 0", "new 1"])
+        add(store, "f0", "new 0", "new 1")
         push(store, blobs)
     assert searching
     assert not any(searching)

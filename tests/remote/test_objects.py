@@ -27,7 +27,7 @@ from kvtool.core.remote.push import push
 from tests.cache.making import check_file
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.remote.object_stub import WebServer
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.remote.test_sharing import new_store
 
 PATIENCE = 60.0  # seconds for a value: an imitated service on a busy machine takes longer than a real one
 SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environment
@@ -212,22 +212,6 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
             blobs.release(name)
         assert blobs.held() == set()
         assert list(blobs.names()) == []
-
-
-@pytest.mark.parametrize("url", ["s3", "gs", "az"], indirect=True)
-def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let lists lag by far: what is deleted is put off, nothing else changes."""
-    monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
-    monkeypatch.setattr(object_store, "_MANY", 0)
-    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url, PATIENCE)) as blobs:
-        push(store, blobs)
-        assert push(store, blobs).bytes == 0
-        forget(store, "f2")
-        assert push(store, blobs, delete=True).removed == 0
-        assert is_whole(blobs)
-        assert pull(tmp_path / "pulled", blobs).damaged == []
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert pulled.sources() == ["f0", "f1"]
 
 
 def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.remote.test_sharing import add, forget, is_whole, new_store
 
 
 @pytest.fixture
@@ -90,11 +90,9 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
     push(store, blobs)
     first = packs_in(blobs)
     forget(store, "f1", "f2")
-    with store.writer() as writer:
-        add_file(writer, "f0", ["f0.0", "new"])
+    add(store, "f0", "f0.0", "new")
     for number in range(6):
-        with store.writer() as writer:
-            add_file(writer, "f9", [f"version {number}"])
+        add(store, "f9", f"version {number}")
         forget(store)
         push(store, blobs, delete=number == 0, yes=True)
     assert is_whole(blobs)
@@ -139,8 +137,7 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
 ) -> None:
     push(store, blobs)
     before = set(blobs.names())
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0", "f3.1"])
+    add(store, "f3", "f3.0", "f3.1")
     with monkeypatch.context() as patch:
         patch.setattr(type(blobs), "compare_and_swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -173,8 +170,7 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
 def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f0.0", "f0.1"])
+    add(store, "f3", "f0.0", "f0.1")
 
     survey = values.survey
 

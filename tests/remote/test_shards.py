@@ -15,8 +15,8 @@ from kvtool.core.remote.folder import FolderBlobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import add_file, check_file, id_of
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.cache.making import check_file, id_of
+from tests.remote.test_sharing import add, forget, is_whole, new_store
 
 MANY = 40  # files of two chunks
 
@@ -73,8 +73,7 @@ def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
         open_shared(url).close()
         assert counted.shards() == 32
         monkeypatch.delenv("KVTOOL_CACHE")
-        with store.writer() as writer:
-            add_file(writer, "f7", ["new 0", "new 1"])
+        add(store, "f7", "new 0", "new 1")
         forget(store)
         counted.clear()
         push(store, blobs)
@@ -120,8 +119,7 @@ def test_many_small_packs_of_descriptions_are_put_together(
     counts = []
     with store:
         for number in range(9):
-            with store.writer() as writer:
-                add_file(writer, f"n{number}", [f"n{number}.0"])
+            add(store, f"n{number}", f"n{number}.0")
             push(store, blobs)
             files = read_catalogue(blobs).files.values()
             counts.append(len({file.place.pack for file in files if file.place is not None}))

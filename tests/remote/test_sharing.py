@@ -49,9 +49,18 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Store]:
     with Store.open(new_store(tmp_path / "other", files=1)) as opened:
-        with opened.writer() as writer:
-            add_file(writer, "g", ["g.0"])
+        add(opened, "g", "g.0")
         yield opened
+
+
+def add(store: Store, path: str, *labels: str) -> None:
+    with store.writer() as writer:
+        add_file(writer, path, labels)
+
+
+def sources_of(path: Path) -> list[str]:
+    with Store.open(path) as store:
+        return store.sources()
 
 
 def forget(store: Store, *paths: str) -> None:
@@ -169,8 +178,7 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
         forget(store, "f2")
         push(store, blobs, delete=True, yes=True)
         assert files_below(precious) == before
-        with store.writer() as writer:
-            add_file(writer, "f3", ["f3.0"])
+        add(store, "f3", "f3.0")
         with pytest.raises(RemoteError, match="pack is a symbolic link"):
             push(store, blobs)
         assert files_below(precious) == before
@@ -196,8 +204,7 @@ def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> N
     done = push(store, blobs)
     assert (expected.files, expected.chunks, expected.bytes) == (done.files, done.chunks, done.bytes)
     forget(store, "f1", "f2")
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0"])
+    add(store, "f3", "f3.0")
     before = {name: blobs.get([name]) for name in blobs.names()}
     expected = push(store, blobs, delete=True, dry_run=True)
     assert {name: blobs.get([name]) for name in blobs.names()} == before
@@ -281,8 +288,7 @@ def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
 def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     counts = []
     for number in range(7):
-        with store.writer() as writer:
-            add_file(writer, "f1", [f"version {number}"])
+        add(store, "f1", f"version {number}")
         forget(store)
         push(store, blobs)
         counts.append(len(list(blobs.names())))
@@ -296,8 +302,7 @@ def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monk
     monkeypatch.setattr(gc, "_MOST_BEFORE", 3)
     blobs.hold("push-other")
     for number in range(6):
-        with store.writer() as writer:
-            add_file(writer, "f1", [f"version {number}"])
+        add(store, "f1", f"version {number}")
         push(store, blobs)
     (head,) = blobs.get([HEAD])
     assert head is not None
@@ -426,8 +431,7 @@ def test_files_of_killed_pushes_are_reclaimed_when_they_are_old(store: Store, in
     assert all(path.exists() for path in left)  # somebody may be writing them
     for path in left:
         os.utime(path, (1, 1))
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0"])
+    add(store, "f3", "f3.0")
     pushed_by(store, in_folder.url)()
     assert [path.exists() for path in left] == [True, False, False]  # where it wrote
     push(store, in_folder, delete=True)

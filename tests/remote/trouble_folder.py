@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,37 @@ def unmounted(scene: Scene) -> None:
     scene.later.callback(aside.rename, scene.folder)
 
 
-def counted(scene: Scene, reads: list[int]) -> None:
+def _before_reads(scene: Scene, what: Callable[[], object]) -> None:
     real = os.pread
 
     def pread(*given: Any) -> bytes:
-        reads[0] += 1
+        what()
         return real(*given)
 
     scene.patch.setattr(os, "pread", pread)
 
 
+def _raising(error: int) -> Callable[..., Any]:
+    def fail(*given: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def counted(scene: Scene, reads: list[int]) -> None:
+    _before_reads(scene, lambda: reads.append(reads.pop() + 1))
+
+
 def from_the_middle_on(then: Callable[[Scene], object]) -> Make:
     def make(scene: Scene) -> None:
-        left, real = [int(scene.middle)], os.pread
+        left = [int(scene.middle)]
 
-        def pread(*given: Any) -> bytes:
+        def count() -> None:
             left[0] -= 1
             if left[0] == 0:
                 then(scene)
-            return real(*given)
 
-        scene.patch.setattr(os, "pread", pread)
+        _before_reads(scene, count)
 
     return make
 
@@ -61,47 +72,27 @@ def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
 
 
 def reads_fail(error: int) -> Make:
-    def make(scene: Scene) -> None:
-        def pread(*given: Any) -> bytes:
-            raise OSError(error, os.strerror(error))
-
-        scene.patch.setattr(os, "pread", pread)
-
-    return make
+    return lambda scene: scene.patch.setattr(os, "pread", _raising(error))
 
 
 def hangs(scene: Scene) -> None:
-    over, real, left = threading.Event(), os.pread, [scene.middle]
+    over, left = threading.Event(), [scene.middle]
 
-    def pread(*given: Any) -> bytes:
+    def wait() -> None:
         left[0] -= 1
         if left[0] <= 0:
             over.wait(60)
-        return real(*given)
 
-    scene.patch.setattr(os, "pread", pread)
+    _before_reads(scene, wait)
     scene.later.callback(over.set)
 
 
 def crawls(scene: Scene) -> None:
-    real, over = os.pread, threading.Event()
-
-    def pread(*given: Any) -> bytes:
-        over.wait(0.01)
-        return real(*given)
-
-    scene.patch.setattr(os, "pread", pread)
-    scene.later.callback(over.set)
+    _before_reads(scene, lambda: time.sleep(0.01))
 
 
 def cannot_sync(error: int) -> Make:
-    def make(scene: Scene) -> None:
-        def fsync(handle: int) -> None:
-            raise OSError(error, os.strerror(error))
-
-        scene.patch.setattr(os, "fsync", fsync)
-
-    return make
+    return lambda scene: scene.patch.setattr(os, "fsync", _raising(error))
 
 
 def in_the_way(path: Path, kind: str) -> None:

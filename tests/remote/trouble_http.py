@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from tests.remote.object_stub import Answer, Request
 from tests.remote.scene import Scene
+from tests.remote.serving import Link
 from tests.remote.way import BREAK, Way
 
 Make = Callable[[Scene], object]
@@ -112,21 +113,16 @@ def refused(scene: Scene) -> None:
     scene.through().close()
 
 
-def dies(scene: Scene) -> None:
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().close)
+def _in_the_middle_of_the_line(then: Callable[[Link], None]) -> Callable[[Scene], None]:
+    def make(scene: Scene) -> None:
+        link = scene.through()
+        scene.later.callback(link.heal)
+        link.after(scene.middle, lambda: then(link))
+
+    return make
 
 
-def breaks(scene: Scene) -> None:
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().heal)
-
-
-def stops(scene: Scene) -> None:
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().stop)
-
-
-def crawls(scene: Scene) -> None:
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().crawl)
+dies = _in_the_middle_of_the_line(Link.close)
+breaks = _in_the_middle_of_the_line(Link.heal)
+stops = _in_the_middle_of_the_line(Link.stop)
+crawls = _in_the_middle_of_the_line(Link.crawl)
