@@ -5,8 +5,10 @@ No package has a server of theirs that runs without their clouds, so these answe
 from __future__ import annotations
 
 import re
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -50,6 +52,7 @@ class HttpServer(ThreadingHTTPServer):
         self.asked: list[Request] = []
         super().__init__(("127.0.0.1", 0), _Handler)
         self.port = int(self.server_port)
+        self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def answer(self, request: Request) -> Answer | None:
@@ -94,6 +97,45 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
 
     def log_message(self, *given: object) -> None: ...
+
+
+class AnsweringServer(HttpServer):
+    def __init__(self, answer: Callable[[Request], Answer | None]) -> None:
+        self._answer = answer
+        super().__init__()
+
+    def answer(self, request: Request) -> Answer | None:
+        return self._answer(request)
+
+
+class TcpServer:
+    """Serves each client in a thread, with :meth:`serve`."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self._clients: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                self._clients.append(client)
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError, ValueError):
+            self.serve(client)
+
+    def serve(self, client: socket.socket) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for one in (self._server, *self._clients):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 def value_answer(request: Request, value: bytes, headers: Mapping[str, str]) -> Answer:

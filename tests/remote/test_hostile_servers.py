@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_FAILED, KvtoolError
 from kvtool.core.remote import object_store, redis
@@ -26,7 +27,7 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file, make_store
-from tests.remote.object_stub import Answer, HttpServer, Request
+from tests.remote.object_stub import Answer, AnsweringServer, Request, TcpServer
 from tests.remote.serving import AMAZON
 
 PATIENCE = 0.5
@@ -35,31 +36,16 @@ SMALL = 300 * 2**20  # bytes that a command may have more than an idle one
 Reply = Callable[[list[bytes]], Iterator[bytes]]
 
 
-class HostileRedis:
+class HostileRedis(TcpServer):
     """Speaks the protocol with each client as far as `answers` says; what it does not answer itself is `+OK`."""
 
     def __init__(self, **answers: Reply) -> None:
         self._answers = answers
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}/0"
-        self._clients: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
 
-    def close(self) -> None:
-        for one in (self._server, *self._clients):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._server.accept()
-                self._clients.append(client)
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError, ValueError), client.makefile("rb") as lines:
+    def serve(self, client: socket.socket) -> None:
+        with client.makefile("rb") as lines:
             while line := lines.readline():
                 words = [lines.read(int(lines.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
                 name = words[0].decode().lower()
@@ -208,15 +194,6 @@ def test_a_scan_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- S3 ----------------------------------------------------------------------------------------------------------
 
 
-class HostileS3(HttpServer):
-    def __init__(self, say: Callable[[Request], Answer | None]) -> None:
-        self._say = say
-        super().__init__()
-
-    def answer(self, request: Request) -> Answer | None:
-        return self._say(request)
-
-
 _DATE = {"Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT", "ETag": '"x"'}
 _NUMBERS = itertools.count()
 _XML = b"<?xml version='1.0'?>"
@@ -251,24 +228,25 @@ S3: dict[str, Callable[[Request], Answer | None]] = {
 }
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Request], Answer | None]], HostileS3]]:
-    started: list[HostileS3] = []
-
-    def start(say: Callable[[Request], Answer | None]) -> HostileS3:
-        started.append(HostileS3(say))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{started[-1].port}")
-        for name, value in AMAZON.items():
-            monkeypatch.setenv(name, value)
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
-
-
 S3_URL = "s3://bucket/team/kv"
-Start = Callable[[Callable[[Request], Answer | None]], HostileS3]
+Start = Callable[[Callable[[Request], Answer | None]], AnsweringServer]
+
+
+def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in {**AMAZON, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+        patch.setenv(name, value)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(say: Callable[[Request], Answer | None]) -> AnsweringServer:
+            server = stack.enter_context(closing(AnsweringServer(say)))
+            point_at(monkeypatch, server.port)
+            return server
+
+        yield start
 
 
 @pytest.mark.parametrize("name", S3)
@@ -317,24 +295,16 @@ def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
         assert b"/../" not in request.body
 
 
-class RawServer:
+class RawServer(TcpServer):
     """A server that sends the same bytes to every client, then repeats a piece without an end."""
 
     def __init__(self, first: bytes, piece: bytes, pause: float = 0.0) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._first, self._piece = first, piece
-        self._seconds = pause
+        self._first, self._piece, self._seconds = first, piece, pause
         self._over = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=self._serve, args=(self._server.accept()[0],), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError), client:
+    def serve(self, client: socket.socket) -> None:
+        with client:
             client.recv(65536)
             client.sendall(self._first)
             while self._piece and not self._over.wait(self._seconds):
@@ -342,9 +312,7 @@ class RawServer:
 
     def close(self) -> None:
         self._over.set()
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        super().close()
 
 
 _HEAD = b'HTTP/1.1 200 OK\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
@@ -367,20 +335,15 @@ RAW: dict[str, tuple[bytes, bytes, float]] = {
 @pytest.mark.parametrize("name", RAW)
 def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(RawServer(*RAW[name])) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-        for variable, value in AMAZON.items():
-            monkeypatch.setenv(variable, value)
+        point_at(monkeypatch, server.port)
         both_ways(S3_URL, store)
 
 
 def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
-    from kvtool.core.cache.backend import BlobRequest
-
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
     with closing(RawServer(first, b"x" * 2**20)) as server, pytest.MonkeyPatch.context() as patch:
-        for variable, value in {**AMAZON, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}.items():
-            patch.setenv(variable, value)
+        point_at(patch, server.port)
         with closing(open_blobs(S3_URL, PATIENCE)) as blobs, closing(blobs.reader()) as reader:
             reader.ask([BlobRequest("kv/x", 100, "pack/x", 0)])
 
