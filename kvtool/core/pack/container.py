@@ -157,7 +157,14 @@ def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> byt
             parts[f"layers.{layer}.v"] = (name, [*shape, header.head_dim_v], payload[header.k_bytes :])
         else:
             parts[f"layers.{layer}"] = ("U8", [len(record)], record)
-    return _written(parts, {"chunk": chunk_id.hex(), "level": level})
+    rows: dict[str, Any] = {"__metadata__": {"chunk": chunk_id.hex(), "level": level}}
+    at = 0
+    for name, (dtype, dims, data) in parts.items():
+        rows[name] = {"dtype": dtype, "shape": dims, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(data for _, _, data in parts.values())])
 
 
 def from_safetensors(chunk_id: bytes, level: str, layers: int, data: Bytes) -> list[bytes]:
@@ -180,14 +187,3 @@ def _raw(chunk_id: bytes, layer: int, keys: Part, values: Part) -> bytes:
         raise ValueError("keys and values do not fit each other")
     header = KVHeader(_DTYPES[dtype], heads, tokens, dim_k, dim_v, RAW, layer)
     return encode_record(chunk_id, header, [k_bytes, v_bytes])
-
-
-def _written(parts: dict[str, Part], about: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": about}
-    at = 0
-    for name, (dtype, shape, data) in parts.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(data for _, _, data in parts.values())])

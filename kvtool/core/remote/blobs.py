@@ -243,17 +243,14 @@ def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
     KvtoolError if a package is missing, PluginError if the plugin for such URLs cannot be used."""
     kind, mark, _ = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
-        raise UsageError(f"'{for_people(url)}' is no URL of a shared store", _way_to_a_url(url))
+        hint = _SUCH_AS
+        if not (is_url(url) or "@" in url or "\0" in url):  # else it is meant as a URL, with a password perhaps
+            hint = f"a folder is named by {Path(url).absolute().as_uri()}; others are such as redis://host:6379/0"
+        raise UsageError(f"'{for_people(url)}' is no URL of a shared store", hint)
     try:
         return _opener(kind.lower())(url, timeout)
     except ValueError:  # what it says of the URL repeats parts of it, which may be those of a password
         raise UsageError(f"the URL {for_people(url)} cannot be read", _SUCH_AS) from None
-
-
-def _way_to_a_url(place: str) -> str:
-    if is_url(place) or "@" in place or "\0" in place:  # something meant as a URL, with a password perhaps
-        return _SUCH_AS
-    return f"a folder is named by {Path(place).absolute().as_uri()}; others are such as redis://host:6379/0"
 
 
 def _opener(kind: str) -> Callable[[str, float], Blobs]:

@@ -1,24 +1,6 @@
-"""Catalogue of a shared store: the files and chunks that it holds. Its `head` names the catalogue that is valid.
+"""Catalogue of a shared store: the files and chunks that it holds (the table of values: `kvtool help shared-stores`).
 
-======================================  ================================================================
-blob                                    holds
-======================================  ================================================================
-``head``                                the name of the catalogue and of those before, in the store's envelope
-``catalogue/DIGEST``                    its root: the model, what is known of it, and the shards
-``shard/DIGEST``                        the files and chunks whose keys begin alike, with the places of what is of them
-``meta/NAME-MARK``                      the manifest and the state of the codec
-``profile/DIGEST``                      a codec profile
-``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
-                                        or descriptions: files' entries with their documents, chunks' token ids
-``kv/ID/LEVEL-MARK/LAYER``              a single such record of a level that is too large for a pack
-======================================  ================================================================
-
-A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
-A name of any other shape is not kvtool's, and neither is a name below another `head`: such values are never deleted.
-
-The file of `kvtool store export` has its catalogue in one value (:meth:`Catalogue.pack`), and each description in a
-member of its own: ``file/KEY-MARK``, ``chunk/ID-MARK``.
-"""
+A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs."""
 
 from __future__ import annotations
 
@@ -196,7 +178,7 @@ _OWN = re.compile(
 
 
 def is_own(name: str) -> bool:
-    """Return True if a name has one of the shapes above, or is a temporary file's next to such a value."""
+    """Return True if kvtool gives such a name to a value or to a temporary file. Others are never deleted."""
     return bool(_OWN.fullmatch(name))
 
 

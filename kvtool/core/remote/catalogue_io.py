@@ -1,9 +1,7 @@
 """Reading and writing of a shared store's catalogue: the head, the root, and the shards that the root names.
 
-Each shard describes the files and chunks whose keys begin alike. Keys are digests, so shards of one number of leading
-bits have about the same size, whatever is stored; and a value is named by its digest, so that a push sends, and a
-reader fetches, only the root and the shards in which something has changed. Their number is doubled when they have
-become large: then all are sent once. This machine keeps copies of the values that it has read or sent last."""
+Each shard describes the files and chunks whose keys begin alike. A push sends, and a reader fetches, only the root and
+the shards in which something has changed. This machine keeps copies of the values that it has read or sent last."""
 
 from __future__ import annotations
 

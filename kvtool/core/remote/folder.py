@@ -278,21 +278,17 @@ def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int
             if make:
                 with suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=handle)
-            inner = _enter(handle, part)
+            try:
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=handle)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise OSError(error.errno, f"{part} is a symbolic link, or no folder") from error
+                raise
             os.close(handle)
             handle = inner
         yield handle
     finally:
         os.close(handle)
-
-
-def _enter(folder: int, part: str) -> int:
-    try:
-        return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise OSError(error.errno, f"{part} is a symbolic link, or no folder") from error
-        raise
 
 
 def new_name() -> str:
@@ -301,17 +297,15 @@ def new_name() -> str:
 
 def is_left_behind(name: str, modified: float, now: float) -> bool:
     """Return True if a file is the temporary one of a push that was killed long ago."""
-    return name.startswith(TEMPORARY) and bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
+    return bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
 
 
 def again_if_gone(job: Callable[[], None]) -> None:
     """Do something in a folder that another process may just be removing, because it is empty."""
-    for attempt in range(_TRIES):
-        try:
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
             return job()
-        except FileNotFoundError:
-            if attempt == _TRIES - 1:
-                raise
+    return job()
 
 
 def _write_new(folder: int, name: str, value: bytes) -> None:

@@ -111,7 +111,9 @@ class GarbageCollector:
             wanted |= self._counted_on(kept[1:], wanted)
             doomed = self._counted_on(old, wanted) - wanted
             names = {catalogue_name(each) for each in old if each != digest}
-            for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
+            others = sorted(doomed)
+            parts = [others[at : at + _AT_ONCE] for at in range(0, len(others), _AT_ONCE)]
+            for some in (*parts, sorted(names)):  # the catalogues last: they know the others
                 if not alone() or self.blobs.get([HEAD])[0] != head:
                     return before[:_MOST_BEFORE]
                 self._delete(some)
@@ -123,9 +125,8 @@ class GarbageCollector:
         for digest in digests:
             try:
                 root = root_of(self.blobs, digest)
-                fresh = [
-                    number for number, shard in enumerate(root.shards) if shard and shard.name not in known | names
-                ]
+                seen = known | names
+                fresh = [number for number, shard in enumerate(root.shards) if shard and shard.name not in seen]
                 names |= set(filter(is_own, with_shards(self.blobs, root, fresh).blobs()))
             except DamagedError:  # another push has reclaimed it
                 continue
@@ -147,10 +148,6 @@ class GarbageCollector:
         self._events.warn(
             f"{count:,} values of {self.blobs.url} were left there: another push is running", "delete later"
         )
-
-
-def _parts(names: list[str]) -> list[list[str]]:
-    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
 
 
 # ---- leases of pushes and deletions --------------------------------------------------------------------------------

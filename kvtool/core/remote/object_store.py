@@ -213,8 +213,17 @@ class ObjectBlobs:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        with explained(self.url, self._timeout):
+        """Turn errors of obstore into KvtoolErrors; FileNotFoundError of a missing value is passed on."""
+        try:
             yield
+        except FileNotFoundError as error:
+            if _NO_PLACE.search(str(error)):
+                raise _no_place(self.url) from None
+            raise
+        except Exception as error:
+            if not (isinstance(error, OSError | ValueError) or type(error).__module__.startswith("obstore")):
+                raise
+            raise _in_words(self.url, self._timeout, type(error).__name__, str(error)) from None
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -351,21 +360,6 @@ _WITHOUT_STATUS = (  # what the text of an error holds, what it says of the serv
     ("Header missing", "answers as no such service does", _CHECK),
     ("Connect", "cannot be reached", _CHECK),
 )
-
-
-@contextmanager
-def explained(url: str, timeout: float) -> Iterator[None]:
-    """Turn errors of obstore into KvtoolErrors; FileNotFoundError of a missing value is passed on."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        if _NO_PLACE.search(str(error)):
-            raise _no_place(url) from None
-        raise
-    except Exception as error:
-        if not (isinstance(error, OSError | ValueError) or type(error).__module__.startswith("obstore")):
-            raise
-        raise _in_words(url, timeout, type(error).__name__, str(error)) from None
 
 
 def status_of(text: str) -> int:

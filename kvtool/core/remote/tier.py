@@ -87,8 +87,12 @@ class Tier:
         before: Callable[[int], None],
     ) -> None:
         """Fetch what a read of the local cache did not find or found damaged, and put it into `reads`."""
-        missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
-        missing = [number for number in missing if self._has(chunk_ids[number], level, layer)]
+        missing = [
+            number
+            for number, (read, chunk_id) in enumerate(zip(reads, chunk_ids, strict=True))
+            if (read is None or isinstance(read, KvtoolError))
+            and (layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched)
+        ]
         if not missing:
             return
         try:
@@ -100,9 +104,6 @@ class Tier:
             why = error
         for number in missing:
             reads[number] = self._taken(chunk_ids[number], level, layer) or why
-
-    def _has(self, chunk_id: bytes, level: str, layer: int) -> bool:
-        return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
     def _fetch(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> None:
         """Fetch a layer of some chunks, and request their other layers, too.
