@@ -54,6 +54,16 @@ def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> d
     return kvtool("store", way, url, *into).fine().json
 
 
+def foreign_chunks(path: Path) -> set[bytes]:
+    with Store.open(path) as store:
+        return store.foreign_chunks()
+
+
+def levels_of(path: Path, chunk: bytes) -> list[str]:
+    with Store.open(path) as store:
+        return store.levels(chunk)
+
+
 def own_state(scene: Scene) -> tuple[object, ...]:
     with Store.open(scene.mine) as store:
         entry, document = of_file(store, scene.own)
@@ -205,8 +215,7 @@ def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_pa
         poison(scene.theirs, chunk)
     new = tmp_path / "new"
     bring(scene, way, store=new)
-    with Store.open(new) as store:
-        assert store.foreign_chunks() == {prefix, *chunks}
+    assert foreign_chunks(new) == {prefix, *chunks}
     said = scene.ingest(store=new)
     assert said["documents"]["added"] + said["documents"]["changed"] == 1
     assert said["chunks"]["computed"] == len(chunks)
@@ -227,11 +236,9 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
     new = tmp_path / "new"
     bring(scene, "import", store=new)
     (chunk,) = ids_of(scene.theirs, scene.own)
-    with Store.open(new) as store:
-        assert store.levels(chunk) == ["2"]
+    assert levels_of(new, chunk) == ["2"]
     scene.ingest(store=new)
-    with Store.open(new) as store:
-        assert store.levels(chunk) == ["raw"]
+    assert levels_of(new, chunk) == ["raw"]
 
 
 def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +277,7 @@ def test_a_prompts_beginning_that_was_lost_is_own_all_the_same(scene: Scene) -> 
         writer.drop_chunks([prefix])
     poison(scene.theirs, prefix)
     bring(scene, "import")
-    with Store.open(scene.mine) as store:
-        assert store.foreign_chunks() == set()
+    assert foreign_chunks(scene.mine) == set()
     assert scene.ask("--fusion", "reuse")["answer"] == honest["answer"]
 
 
@@ -340,8 +346,7 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
         assert store.origin(chunk).is_foreign
     assert len(damages(new)) == 1
     kvtool("store", "verify", "--repair", "--store", new).fine()
-    with Store.open(new) as store:
-        assert not store.has_chunk(chunk)  # not own KV all of a sudden
+    assert levels_of(new, chunk) == []  # not own KV all of a sudden
 
 
 def test_a_profile_is_fitted_on_own_records_alone(
@@ -626,8 +631,7 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     trust = Trust.of([f"{key}.pub"])
     report = take(tmp_path / "new", pack, trust=trust)
     assert {row["reason"] for row in report.damaged} == {"the signature does not cover these records"}
-    with Store.open(tmp_path / "new") as store:
-        assert not store.has_chunk(chunk)
+    assert levels_of(tmp_path / "new", chunk) == []
 
 
 def test_a_foreign_description_is_not_taken_for_a_signed_one(

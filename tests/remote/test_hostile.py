@@ -339,27 +339,23 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
 def test_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path) -> None:
     with closing(open_blobs(url)) as blobs:
         push(store, blobs)
-        check_records_of_another_shape_or_size(blobs, tmp_path)
-
-
-def check_records_of_another_shape_or_size(blobs: Blobs, tmp_path: Path) -> None:
-    key, other = id_of("f0.1"), header_of(1, tokens=4)
-    short = encode_record(key, other, [bytes(other.raw_bytes)])
-    swapped = encode_record(key, header_of(0), payload_of("f0.1", 0))
-    catalogue = read_catalogue(blobs)
-    level = catalogue.chunks[key.hex()].levels["raw"]
-    name = f"kv/{key.hex()}/raw-{level.mark}/1"
-    (whole,) = blobs.get([name])
-    assert whole is not None
-    for number, record in enumerate((short, swapped, whole + b"x", b"")):
-        blobs.put({name: record})
-        assert damaged_by(blobs, tmp_path / f"p{number}") == [f"chunk {key.hex()} at level raw"]
-    found = text_of(catalogue)
-    for number, size in enumerate((1, level.size - 1, level.size + 1)):
-        found["chunks"][key.hex()][2]["raw"][0] = max(size, 80 * LAYERS)
-        blobs.put({name: whole})
-        publish_parts(blobs, found)
-        assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
+        key, other = id_of("f0.1"), header_of(1, tokens=4)
+        short = encode_record(key, other, [bytes(other.raw_bytes)])
+        swapped = encode_record(key, header_of(0), payload_of("f0.1", 0))
+        catalogue = read_catalogue(blobs)
+        level = catalogue.chunks[key.hex()].levels["raw"]
+        name = f"kv/{key.hex()}/raw-{level.mark}/1"
+        (whole,) = blobs.get([name])
+        assert whole is not None
+        for number, record in enumerate((short, swapped, whole + b"x", b"")):
+            blobs.put({name: record})
+            assert damaged_by(blobs, tmp_path / f"p{number}") == [f"chunk {key.hex()} at level raw"]
+        found = text_of(catalogue)
+        for number, size in enumerate((1, level.size - 1, level.size + 1)):
+            found["chunks"][key.hex()][2]["raw"][0] = max(size, 80 * LAYERS)
+            blobs.put({name: whole})
+            publish_parts(blobs, found)
+            assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
 
 
 def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:

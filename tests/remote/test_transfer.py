@@ -29,20 +29,18 @@ from kvtool.core.remote.pull import preview, pull
 from kvtool.core.remote.push import join, push
 from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
+from tests.remote.test_sharing import MANIFEST, new_store
 
 pytestmark = pytest.mark.usefixtures("small_packs")
 
 PROFILE = hashlib.blake2b(b"a profile", digest_size=16).digest()
-MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
-
 OWN = Trust(mine=True)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(make_store(tmp_path / "store")) as opened:
+    with Store.open(new_store(tmp_path / "store", files=2)) as opened:
         with opened.writer() as writer:
-            writer.set_manifest(MANIFEST)
             writer.put_profile(PROFILE, b"a profile", {"profile": PROFILE.hex()})
         yield opened
 
@@ -137,8 +135,7 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
 def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     """Pull from a new shared store, or another: no reason to forget what was never pushed and is nowhere else."""
     sent(store, blobs)
-    with Store.open(make_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
-        writer.set_manifest(MANIFEST)
+    with Store.open(new_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
     rehearsed = preview(tmp_path / "mine", blobs, delete=True, trust=OWN)

@@ -106,9 +106,7 @@ class PackReader:
         member = self._members.get(name)
         if member is None:
             return None
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            return b""
-        if member.file_size > most:
+        if member.compress_type != zipfile.ZIP_STORED or not member.file_size == member.compress_size <= most:
             return b""
         try:
             return self._zip.read(member) if self._has_its_header(member) else b""

@@ -62,9 +62,7 @@ def export(
 
     Raises
     ------
-    StoreNotFoundError : nothing was ever ingested.
     UsageError : a word of `only` means nothing, or the file is there already or is in the store.
-    NoSpaceError : the disk is full.
     """
     started, report = time.perf_counter(), ExportReport(str(pack))
     with Store.open(path) as store:
@@ -73,19 +71,14 @@ def export(
             raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
         if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
             raise UsageError(f"{pack} is inside the store's own folder", "name a file outside of it")
-        entries = _chosen(store, only)
+        entries = list(store.files())
+        if only:
+            sources = {*named_documents(store, only)}
+            entries = [entry for entry in entries if sources & {entry.path, *entry.documents}]
         with writing(pack, force) as write:
             _Export(store, identity, write, levels, report, events or Events(), key).run(entries)
     report.bytes, report.seconds = pack.stat().st_size, time.perf_counter() - started
     return report
-
-
-def _chosen(store: Store, only: Sequence[str]) -> list[FileEntry]:
-    entries = list(store.files())
-    if not only:
-        return entries
-    sources = set(named_documents(store, only))
-    return [entry for entry in entries if sources & {entry.path, *entry.documents}]
 
 
 @dataclass(slots=True)

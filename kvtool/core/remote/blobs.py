@@ -60,8 +60,7 @@ class Readable(Protocol):
 
 
 class Blobs(Readable, Protocol):
-    """Named values of a shared store. Names are ASCII, with `/` between their parts. Methods
-    raise RemoteError.
+    """Named values of a shared store. Names are ASCII, with `/` between their parts. Methods raise RemoteError.
 
     A value is never changed, only put again with the same bytes or deleted; only `head` is replaced. So a reader sees
     either all of a push or nothing of it. Digests protect the values, not the shared store."""

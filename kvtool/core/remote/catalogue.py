@@ -20,7 +20,7 @@ from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
 from kvtool.core.codec.levels import LEVELS, coarser, nested
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import validation
-from kvtool.core.remote.signing import Proof, SigningKey, catalogue_digest, proof_of, proof_row
+from kvtool.core.remote.signing import Proof, SigningKey, proof_of, proof_row
 from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES
 
 HEAD = "head"
@@ -191,8 +191,7 @@ def catalogue_name(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """A catalogue of a shared store. Keys and ids are in hex; two stores may be joined if they have the same
-    `identity`.
+    """A catalogue of a shared store. Keys and ids are in hex; stores of one `identity` may be joined.
 
     Attributes
     ----------
@@ -249,7 +248,7 @@ class Catalogue:
 def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
     """Return a catalogue's JSON, the same for the same catalogue; with the signature of a key, else with `proof`."""
     plain = _json(value)
-    proof = proof if key is None else key.sign(catalogue_digest(plain))
+    proof = proof if key is None else key.sign(hashlib.blake2b(plain).digest())
     return plain if proof is None else _json(value | {"signature": proof_row(proof)})
 
 
@@ -258,7 +257,7 @@ def proof_in(value: dict[str, Any]) -> Proof | None:
     if row is None:
         return None
     rest = {name: part for name, part in value.items() if name != "signature"}
-    return proof_of(validation.object_of(row), catalogue_digest(_json(rest)))
+    return proof_of(validation.object_of(row), hashlib.blake2b(_json(rest)).digest())
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -318,9 +318,7 @@ def _write_new(folder: int, name: str, value: bytes) -> None:
 def _tidy(folder: int) -> None:
     """Remove what killed pushes left in a folder that has just been written to: so its time is now."""
     now = os.fstat(folder).st_mtime
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
-    for name in names:
+    for name in (name for name in os.listdir(folder) if name.startswith(TEMPORARY)):
         with suppress(OSError):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode) and is_left_behind(name, status.st_mtime, now):

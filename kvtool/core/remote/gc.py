@@ -19,12 +19,8 @@ _MOST_BEFORE = 64  # that a head names, while other pushes leave no time to recl
 _AT_ONCE = 1000
 
 
-def own_names(blobs: Blobs) -> set[str]:
+def own_names(names: set[str]) -> set[str]:
     """Return the names that belong to a shared store; those of another one in a subfolder are left out."""
-    return _own(set(blobs.names()))
-
-
-def _own(names: set[str]) -> set[str]:
     nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
     return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
 
@@ -38,10 +34,10 @@ def check_ours(blobs: Blobs) -> None:
     """Refuse to push where other things are, and no `head` of ours says that they may be there. A push that was cut off
     before its first head leaves values of ours, and nothing else."""
     names = set(blobs.names())
-    foreign = sorted(names - _own(names))
-    if HEAD in names and not _is_head(blobs):
-        catalogues = [name for name in names if name.startswith("catalogue/")]
-        foreign = foreign or ([] if any(_is_catalogue(blobs, name) for name in catalogues) else [HEAD])
+    foreign = sorted(names - own_names(names))
+    if HEAD in names and not foreign and not _is_head(blobs):
+        catalogues = (name for name in names if name.startswith("catalogue/"))
+        foreign = [] if any(_is_catalogue(blobs, name) for name in catalogues) else [HEAD]
     if foreign:
         more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
         raise StoreFormatError(
@@ -52,10 +48,9 @@ def check_ours(blobs: Blobs) -> None:
 
 def _is_head(blobs: Blobs) -> bool:
     (head,) = blobs.get([HEAD])
-    try:
+    with suppress(DamagedError):
         return head is not None and bool(unseal_head(head))
-    except DamagedError:
-        return False
+    return False
 
 
 def _is_catalogue(blobs: Blobs, name: str) -> bool:

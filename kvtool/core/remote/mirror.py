@@ -45,17 +45,9 @@ def open_store(place: Path | str, *, warn: Warn = warn_nobody) -> Store:
 
 
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
-    """Open the local cache of a shared store, with the shared store as its remote backend. If the shared store does not
-    answer, is gone or cannot be used, the local cache is used without it.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a value.
-
-    Raises
-    ------
-    RemoteError, StoreNotFoundError : of the shared store, if the local cache is empty.
-    """
+    """Open the local cache of a shared store, with the shared store as its remote backend, of which each value may take
+    `timeout` seconds. If it does not answer, is gone or cannot be used, the local cache is used without it; raises
+    RemoteError, StoreNotFoundError if that is empty."""
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
         digest, root = read_root(blobs)
@@ -140,7 +132,7 @@ class MirrorUpdater:
             with suppress(OSError, KvtoolError):  # then all may have changed
                 packed = last.read_bytes()
                 before = catalogue_in(packed)
-                if adopted == _adopted(digest_of(packed)) and len(before.shards) == count:
+                if adopted == {"catalogue": digest_of(packed), "damaged": False} and len(before.shards) == count:
                     changed = {number for number in changed if self._root.shards[number] != before.shards[number]}
                 then = with_shards(
                     self._blobs, before, changed if len(before.shards) == count else range(len(before.shards))
@@ -157,8 +149,11 @@ class MirrorUpdater:
             evict_for_files(self._store, writer, len(self._packed))
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
-        self._tell(report)
-        self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged)))
+        for damage in report.damaged[:_MOST_TOLD]:
+            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
+        if len(report.damaged) > _MOST_TOLD:
+            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
+        self._store.write_side(_ADOPTED, {"catalogue": self.mark, "damaged": bool(report.damaged)})
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
         while True:
@@ -169,16 +164,6 @@ class MirrorUpdater:
             except NoSpaceError:
                 if not evict_some(self._store, writer):
                     raise
-
-    def _tell(self, report: TransferReport) -> None:
-        for damage in report.damaged[:_MOST_TOLD]:
-            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
-        if len(report.damaged) > _MOST_TOLD:
-            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
-
-
-def _adopted(mark: str, damaged: bool = False) -> dict[str, object]:
-    return {"catalogue": mark, "damaged": damaged}
 
 
 def _drop_stale(

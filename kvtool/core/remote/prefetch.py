@@ -37,14 +37,9 @@ class Group:
 def fetch_groups(
     blobs: Readable, groups: Iterable[Group], timeout: float, damaged: Callable[[str, str], None], at_once: int = 1
 ) -> Iterator[tuple[Group, list[bytes]]]:
-    """Fetch groups over one stream; yield those whose values all arrived, each sound in itself. Raises RemoteError.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a value.
-    damaged : is called with what is missing, damaged or larger than it may be, and why; its group is left out.
-    at_once : number of groups that are requested together: neighbours in a pack share one request.
-    """
+    """Fetch groups over one stream, so many at once: neighbours in a pack share one request. Yield those whose values
+    all arrived, each sound in itself and within `timeout` seconds. `damaged` is called with what is missing, damaged or
+    larger than it may be, and why. Raises RemoteError."""
     stream = Prefetcher(blobs)
     waiting, left = deque[Group](), iter(groups)
     try:
@@ -128,8 +123,8 @@ class Prefetcher:
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
         except queue.Empty:
-            text = f"{self.url} sent nothing whole within {timeout:.3g} s"
-            raise RemoteError(text, "check the line; with --remote-timeout more is waited for") from None
+            hint = "check the line; with --remote-timeout more is waited for"
+            raise RemoteError(f"{self.url} sent nothing whole within {timeout:.3g} s", hint) from None
         if isinstance(arrival, KvtoolError):
             self.alive = False
             raise arrival

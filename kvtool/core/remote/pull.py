@@ -112,10 +112,9 @@ def adopt(
     Parameters
     ----------
     newer : of a file that both have in two versions take the one changed last; else the catalogue's.
-    origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
-        KV to chunks that other documents use, and no measured losses.
-    mirror : the store has nothing of its own: what the shared store knows of codec levels replaces what is here.
-        Returns True for a key that the catalogue covers; what is here of others stays. None: it is no mirror.
+    origin : of everything that comes. A foreign one replaces no documents but its own, gives no KV to chunks that other
+        documents use, and no measured losses.
+    mirror : True for a key that the catalogue covers; what is here of others stays. A mirror has nothing of its own.
     """
     started = time.perf_counter()
     report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
@@ -420,8 +419,7 @@ class Bundle:
 def bundles(
     chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
 ) -> list[Bundle]:
-    """Return the levels of a chunk that are to be fetched, grouped, of those `asked` in the order of
-    :func:`with_bases`.
+    """Return the levels of a chunk to fetch, grouped, of those `asked` in the order of :func:`with_bases`.
 
     A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
     chunk, computed or compressed elsewhere, rounds differently; `is_theirs` is False), it is fetched, too."""
@@ -501,10 +499,9 @@ def _may_replace(theirs: Origin, mine: Origin) -> bool:
 def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
     """Return the paths of files that the catalogue lacks, of those whose keys it covers; for an untrusted origin only
     files that came from it."""
-    paths = (
-        (entry.path, tables.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
-    )
-    return [path for path, key in paths if key not in catalogue.files and within(key)]
+    paths = [entry.path for entry in store.files() if _may_replace(origin, entry.origin)]
+    keys = {path: tables.name_key(path).hex() for path in paths}
+    return [path for path, key in keys.items() if key not in catalogue.files and within(key)]
 
 
 def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:

@@ -97,11 +97,16 @@ class _Push:
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
-        self._say_what_stays()
+        if count := len(self.store.stretches()):  # which a catalogue has no name for
+            self.events.warn(
+                f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
+                "and a question there computes them",
+                "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
+            )
         head, theirs = self._there()
         if theirs is not None:
             self._check_signer(theirs, delete)
-        listed = own_names(self.blobs) if delete else set()
+        listed = own_names(set(self.blobs.names())) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
         mine = values.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
         if delete and not self._is_whole(mine):
@@ -132,14 +137,6 @@ class _Push:
 
     def _has_signed(self, theirs: Catalogue | None) -> bool:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
-
-    def _say_what_stays(self) -> None:
-        if count := len(self.store.stretches()):
-            self.events.warn(
-                f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
-                "and a question there computes them",
-                "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
-            )
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         """Read the shared store's head and catalogue. With `verify`, a damaged catalogue counts as missing."""

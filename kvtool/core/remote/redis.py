@@ -197,14 +197,13 @@ class RedisBlobs:
             raise self._in_words(error, text) from (error if text == str(error).rstrip(".") else None)
 
     def _in_words(self, error: Exception, text: str) -> KvtoolError:
-        refused = RemoteError(f"{self.url} refuses: {text}", "check user and password in the URL")
-        if isinstance(error, errors.AuthenticationError | errors.NoPermissionError):
-            return refused
+        lost = isinstance(error, errors.ConnectionError)
+        refused = lost and ("auth" in text.lower() or "password" in text.lower())
+        if refused or isinstance(error, errors.AuthenticationError | errors.NoPermissionError):
+            return RemoteError(f"{self.url} refuses: {text}", "check user and password in the URL")
         if isinstance(error, errors.TimeoutError):
             return RemoteError(f"{self.url} did not answer within {self._timeout:g} s", _CHECK)
-        if isinstance(error, errors.ConnectionError):
-            if "auth" in text.lower() or "password" in text.lower():
-                return refused
+        if lost:
             return RemoteError(f"{self.url} cannot be reached: {text}", _CHECK)
         if isinstance(error, errors.OutOfMemoryError):
             return NoSpaceError(f"{self.url} is full", "raise its maxmemory, or push elsewhere")

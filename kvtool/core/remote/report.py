@@ -19,11 +19,10 @@ class Counts:
 
 @dataclass
 class TransferReport:
-    """Counts of one direction.
+    """Counts of one direction; `chunks` at a level each.
 
     Attributes
     ----------
-    chunks : at a level each. `bytes` : of all that was moved.
     removed : files of a store, or values of a shared store (`bytes_freed`).
     forgotten : documents of a shared store.
     spared : values of a shared store that were to go and did not, because another push was running.

@@ -114,10 +114,6 @@ def is_valid(proof: Proof) -> bool:
     return True
 
 
-def catalogue_digest(canonical: bytes) -> bytes:
-    return hashlib.blake2b(canonical).digest()
-
-
 def seal_of(records: Sequence[bytes]) -> str:
     """Return the digest of a level's records, 32 bytes in hex: unlike their checksums, it cannot be forged."""
     state = hashlib.blake2b(digest_size=32)

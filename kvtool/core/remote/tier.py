@@ -103,7 +103,13 @@ class Tier:
         except RemoteError as error:
             why = error
         for number in missing:
-            reads[number] = self._taken(chunk_ids[number], level, layer) or why
+            value = self._fetched.get((chunk_ids[number], level), {}).get(layer)
+            if value is None:
+                reads[number] = why
+                continue
+            copy = aligned(len(value))
+            copy[:] = value
+            reads[number] = read_record(chunk_ids[number], level, layer, copy)
 
     def _fetch(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> None:
         """Fetch a layer of some chunks, and request their other layers, too.
@@ -149,14 +155,6 @@ class Tier:
         asked.sort(key=lambda row: row[0])  # chunks stay in the order given
         self._coming += [(place, number) for number, place, _ in asked]
         arrivals.ask([wanted for _, _, wanted in asked])
-
-    def _taken(self, chunk_id: bytes, level: str, layer: int) -> KVRead | KvtoolError | None:
-        value = self._fetched.get((chunk_id, level), {}).get(layer)
-        if value is None:
-            return None
-        copy = aligned(len(value))
-        copy[:] = value
-        return read_record(chunk_id, level, layer, copy)
 
     # ---- streaming (core/streaming) ----
 

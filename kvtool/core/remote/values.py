@@ -234,14 +234,9 @@ def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool
 
 
 def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
-    """Build the catalogue of a store. KV is read only where `known` does not give its mark.
-
-    Parameters
-    ----------
-    known : of the shared store: a level of the same size counts as the same, unless another lossy one differs.
-    damaged : called with what cannot be sent.
-    sealed : for a signature: a level that has no seal in `known` is read.
-    """
+    """Build the catalogue of a store. A level of the same size as in `known`, the shared store's, is not read and
+    counts as the same, unless another lossy one differs, or it is to be `sealed` for a signature and is not in `known`.
+    `damaged` is called with what cannot be sent."""
     files = _survey_files(store, known.files if known is not None else {}, damaged)
     chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
     meta = {name: digest_of(meta_value(store, name)) for name in META}
