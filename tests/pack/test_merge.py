@@ -153,9 +153,7 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
     assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
 
 
-def test_a_source_that_is_written_to_is_taken_as_it_was(
-    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_sees_a_snapshot_of_its_source(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(shutil.copytree(parts / "whole", tmp_path / "source"))
 
     def surveyed(store: Store, *more: Any) -> Any:

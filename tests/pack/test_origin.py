@@ -349,9 +349,7 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
     assert levels_of(new, chunk) == []  # not own KV all of a sudden
 
 
-def test_a_profile_is_fitted_on_own_records_alone(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_is_fitted_on_own_records(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         other = scene.theirs.parent / "more" / f"{number}.md"
         other.parent.mkdir(exist_ok=True)
@@ -385,9 +383,7 @@ def test_a_foreign_instruction_does_not_stand_before_own_documents(scene: Scene,
     kvtool("ingest", scene.own, "--store", new, *PREFIX, "--system", system).fine()
 
 
-def test_a_model_that_somebody_else_names_is_not_fetched(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_of_a_foreign_pack_is_not_fetched(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def name(manifest: dict[str, object], model: str) -> dict[str, object]:
         identity = manifest["identity"]
         assert isinstance(identity, dict)
@@ -634,9 +630,7 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     assert levels_of(tmp_path / "new", chunk) == []
 
 
-def test_a_foreign_description_is_not_taken_for_a_signed_one(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_description_stays_untrusted(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signed one does not come: somebody has damaged it on the way. What is here says of it what others like."""
     key, pack, new = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack", tmp_path / "new"
     kvtool("compress", "--level", "2", "--store", scene.mine).fine()
@@ -786,9 +780,7 @@ def test_trust_decides() -> None:
         Trust(required=True, mine=True).origin(None, "x")
 
 
-def test_a_document_is_unpacked_once_for_all_of_its_passages(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtool.core.query.prompt import lay_out
 
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)

@@ -265,9 +265,7 @@ def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> N
     bench.ahead.finish()
 
 
-def test_a_chunk_refined_before_its_first_layer_says_nothing_of_speed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_refined_at_once_says_nothing_of_speed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put(0)
     bench.through(0, "4")
     wait_until_idle(bench)

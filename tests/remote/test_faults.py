@@ -247,9 +247,7 @@ def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("site", "cell"), cells(FILES), indirect=["site"])
-def test_no_value_at_all(
-    cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_files(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with scene.behind() as blobs:
         before = one_of_each(blobs)
         for number, kinds in enumerate([*([kind] for kind in VITAL), [kind for kind in before if kind not in VITAL]]):

@@ -67,9 +67,7 @@ def pushed(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> tuple
     return store, url
 
 
-def test_opening_reads_pages_for_documents_and_not_for_each_of_their_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
-) -> None:
+def test_pages_of_an_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]) -> None:
     counts = []
     for files in (100, 400):
         store, url = pushed(tmp_path, files, monkeypatch)
@@ -84,7 +82,7 @@ def test_opening_reads_pages_for_documents_and_not_for_each_of_their_chunks(
     assert counts[1] < 4 * 1.3 * counts[0], counts  # less than n log n
 
 
-def test_a_push_of_a_change_begins_few_transactions(
+def test_cost_of_a_small_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
 ) -> None:
     store, url = pushed(tmp_path, 200, monkeypatch)
@@ -122,9 +120,7 @@ def test_files_are_committed_together_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("came", [30, 90])
-def test_what_has_come_stays_when_the_tier_stops_answering(
-    came: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_descriptions_stay_when_the_store_dies(came: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, url = pushed(tmp_path, 20, monkeypatch)
     store.close()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))

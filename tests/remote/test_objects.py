@@ -75,9 +75,7 @@ def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, mon
     assert "credentials" in caught.value.hint
 
 
-def test_credentials_of_the_machines_role(
-    serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_of_a_role(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask the machine where nothing else is set: for a token (IMDSv2), with it for the role's key, which signs all."""
     keys = {"Code": "Success", "Type": "AWS-HMAC", "Expiration": "2099-01-01T00:00:00Z"}
     keys |= {"AccessKeyId": "OFTHEROLE", "SecretAccessKey": "zqxwvb", "Token": "zqxwvt"}
@@ -118,9 +116,7 @@ def test_without_the_package(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/kv", "az://container/kv"])
-def test_other_services_are_asked_at_their_own_endpoint(
-    url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endpoints_of_other_services(url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     service = serve(found_nothing)
     for name, value in {
         "GOOGLE_BASE_URL": service.url,

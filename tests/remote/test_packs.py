@@ -58,9 +58,7 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
     assert push(store, blobs).bytes == 0
 
 
-def test_several_packs_are_sent_together(
-    store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_sent_together(store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sent = blobs.put, list[int]()
 
     def put(values: Mapping[str, bytes]) -> None:
@@ -74,9 +72,7 @@ def test_several_packs_are_sent_together(
     assert is_whole(blobs)
 
 
-def test_what_is_too_large_for_a_pack_is_sent_by_layer(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_chunk_goes_by_layer(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with store.writer() as writer:
         add_file(writer, "large", ["large"], dim=64)
     monkeypatch.setattr(send, "MOST_BYTES", 3000)
@@ -132,9 +128,7 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
 
 
 @pytest.mark.usefixtures("small_packs")
-def test_a_killed_push_leaves_packs_that_nobody_sees(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_of_a_killed_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, blobs)
     before = set(blobs.names())
     add(store, "f3", "f3.0", "f3.1")
@@ -152,9 +146,7 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
     assert is_whole(blobs)
 
 
-def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pack_that_is_cut_off(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "MOST_TOGETHER", 1)
     push(store, blobs)
     whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
@@ -167,9 +159,7 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
     check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
 
 
-def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(store, "f3", "f0.0", "f0.1")
 
     survey = values.survey

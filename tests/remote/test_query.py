@@ -223,9 +223,7 @@ def computed_meanwhile(done: Done) -> set[str]:
 @pytest.mark.some(2)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize(("mode", "behind"), [*zip(cycle(["union", "reuse"]), FAR, strict=False)], indirect=["behind"])
-def test_what_does_not_come_is_computed_while_the_others_do(
-    mode: str, store: Path, far: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_chunks_are_computed(mode: str, store: Path, far: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: 0.05)
     used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
     with Store.open(store) as opened, opened.writer() as writer:
@@ -318,9 +316,7 @@ def test_json_of_the_commands(store: Path, url: str, tmp_path: Path) -> None:
     assert kvtool("store", "pull", url, "--level", "9", "--store", store).code == 2
 
 
-def test_a_tier_says_which_profile_its_records_are_of(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_of_a_shared_stores_records(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     run(store, "2", questions=1)
     url, chunk = f"file://{tmp_path}/tier", bytes.fromhex(chunks_of(store, "mill0.md")[0])

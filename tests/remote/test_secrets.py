@@ -113,7 +113,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("url", [*WRONG, *RIGHT])
-def test_no_error_shows_it(
+def test_errors_hide_it(
     url: str, port: int, looked_at: list[Done], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = here(url, port)
@@ -133,9 +133,7 @@ def test_no_command_shows_it(url: str, port: int, looked_at: list[Done], work: P
         assert looked_at[-1].code
 
 
-def test_a_store_behind_a_password_does_not_hold_it(
-    store: Path, looked_at: list[Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_hide_it(store: Path, looked_at: list[Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_DEBUG", "1")
     monkeypatch.setenv("KVTOOL_TIMELINE", str(tmp_path / "trace.json"))
     (tmp_path / "redis").mkdir()

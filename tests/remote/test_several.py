@@ -26,9 +26,7 @@ __all__ = ["other", "store"]
 pytestmark = [pytest.mark.usefixtures("small_packs"), pytest.mark.parametrize("url", WRITABLE, indirect=True)]
 
 
-def test_a_sweep_spares_what_a_running_push_counts_on(
-    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_during_push(store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweep between sending and publishing: f1 and f2 are there, and by the other's catalogue nobody needs them."""
     push(store, blobs)
     pushed_by(other, url)()
@@ -76,9 +74,7 @@ def test_what_came_back_into_force_is_not_reclaimed(
 
 
 @pytest.mark.some(1)
-def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_waits_for_a_sweep(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)
     started = time.monotonic()
     blobs.hold("sweep-dead")
@@ -88,9 +84,7 @@ def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
 
 
 @pytest.mark.some(1)
-def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_push_delays_sweeps(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, blobs)
     forget(store, "f2")
     blobs.hold("push-killed")
@@ -106,9 +100,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     assert push(store, blobs, delete=True).removed == 7
 
 
-def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
-    store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pull_of_deleted(store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     push(store, blobs)
     forget(store, "f2")
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
@@ -140,9 +132,7 @@ def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs
     assert (report.removed, report.spared) == (7, 0)
 
 
-def test_a_sweep_that_never_ends_is_waited_for_no_longer_than_a_dead_one(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_for_an_endless_sweep(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.2)
     monkeypatch.setattr(gc, "_LONGER", 0.0)
     hold_at(blobs, "sweep-ghost", time.time() + 1000)  # clocks may differ by that

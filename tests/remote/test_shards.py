@@ -60,9 +60,7 @@ class Counted:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_change_moves_only_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change one file of forty: its two chunks, and the two that it had before."""
     counted = Counted(monkeypatch)
     url = f"file://{tmp_path / 'shared'}"
@@ -112,9 +110,7 @@ def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: B
 
 
 @pytest.mark.some(1)
-def test_many_small_packs_of_descriptions_are_put_together(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_packs_are_merged(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send, "_MOST_SMALL", 3)
     counts = []
     with store:

@@ -177,9 +177,7 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
         assert texts == {"f0": "mine", "f1": "newer", "f3": "own"}
 
 
-def test_an_import_of_a_store_reads_no_kv_before_it_has_the_lock(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_reads_no_kv_before_its_lock(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "survey", lambda *given: pytest.fail("the source was read"))
     path = make_store(tmp_path / "other")
     with Store.open(path) as busy, busy.writer(), pytest.raises(StoreLockedError):
@@ -216,9 +214,7 @@ def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["head", "catalogue", "shard"])
-def test_a_damaged_catalogue(
-    name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_catalogue(name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent(store, blobs)
     (found,) = [one for one in blobs.names() if one.startswith(name)]
     (whole,) = blobs.get([found])
