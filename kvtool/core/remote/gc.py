@@ -36,8 +36,9 @@ def check_ours(blobs: Blobs) -> None:
     names = set(blobs.names())
     foreign = sorted(names - own_names(names))
     if HEAD in names and not foreign and not _is_head(blobs):
-        catalogues = (name for name in names if name.startswith("catalogue/"))
-        foreign = [] if any(_is_catalogue(blobs, name) for name in catalogues) else [HEAD]
+        values = ((name, blobs.get([name])[0]) for name in names if name.startswith("catalogue/"))
+        ours = any(value is not None and catalogue_name(digest_of(value)) == name for name, value in values)
+        foreign = [] if ours else [HEAD]
     if foreign:
         more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
         raise StoreFormatError(
@@ -51,11 +52,6 @@ def _is_head(blobs: Blobs) -> bool:
     with suppress(DamagedError):
         return head is not None and bool(unseal_head(head))
     return False
-
-
-def _is_catalogue(blobs: Blobs, name: str) -> bool:
-    (packed,) = blobs.get([name])
-    return packed is not None and catalogue_name(digest_of(packed)) == name
 
 
 def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
@@ -84,7 +80,10 @@ class GarbageCollector:
         with self._lease.sweeping() as alone:
             while doomed := sorted(listed - wanted - gone)[:_AT_ONCE]:
                 if not alone():
-                    self._spare(len(listed - wanted - gone))
+                    count = len(listed - wanted - gone)
+                    self._report.spared += count
+                    text = f"{count:,} values of {self.blobs.url} were left there: another push is running"
+                    self._events.warn(text, "delete later")
                     break
                 if self.blobs.get([HEAD])[0] != head:
                     head, wanted = self._in_force()
@@ -137,12 +136,6 @@ class GarbageCollector:
         self._report.bytes_freed += sum(self.blobs.sizes(names))
         self._report.removed += len(names)
         self.blobs.delete(names)
-
-    def _spare(self, count: int) -> None:
-        self._report.spared += count
-        self._events.warn(
-            f"{count:,} values of {self.blobs.url} were left there: another push is running", "delete later"
-        )
 
 
 # ---- leases of pushes and deletions --------------------------------------------------------------------------------
