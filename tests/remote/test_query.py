@@ -20,7 +20,7 @@ from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, 
 from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny
 from tests.remote.backends import FAR
-from tests.remote.serving import PASSWORD, Link, RedisServer, free_port, wreck
+from tests.remote.serving import Link, RedisServer, free_port, wreck
 
 MODES = ("reuse", "union", "prefix", "full")
 MODES_THERE = ("union", "reuse", "blend", "union", "reuse")  # in addition to `FAR`
@@ -281,20 +281,6 @@ def test_one_that_cannot_be_reached(store: Path, redis_server: RedisServer, redi
         done = ask(link.url, *slo)
         assert said(done) == wanted
         assert "only what is here already is used" in done.err
-
-
-def test_a_wrong_password(tmp_path: Path, store: Path) -> None:
-    server = RedisServer(tmp_path, "--requirepass", PASSWORD.replace(" ", "-"))
-    try:
-        right = f"redis://:{PASSWORD.replace(' ', '-')}@127.0.0.1:{server.port}/0"
-        kvtool("store", "push", right, "--store", store).fine()
-        ask(right.replace("open-", "wrong-")).failed(1, "refuses", "password")
-        assert "sesame" not in ask(right.replace("open-", "wrong-")).err
-        wanted = said(ask(right))
-        done = ask(right.replace("open-", "wrong-"))  # the same local cache: it does not depend on user and password
-        assert said(done) == wanted
-    finally:
-        server.kill()
 
 
 def test_json_of_the_commands(store: Path, url: str, tmp_path: Path) -> None:
