@@ -44,10 +44,6 @@ class Site:
     asked: float = 0
 
     @property
-    def can_be_written(self) -> bool:
-        return self.url == self.home
-
-    @property
     def reading_port(self) -> int:
         return self.way.port if self.way is not None else self.port
 
