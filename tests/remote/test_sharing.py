@@ -253,7 +253,6 @@ def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs
     push(store, blobs)
     before = {name: blobs.get([name])[0] for name in read_catalogue(blobs).blobs()}
     for name, value in before.items():
-        assert value is not None
         blobs.delete([name]) if harm == "gone" else blobs.put({name: b"" if harm == "empty" else value[:-7]})
     report = push(store, blobs)
     assert {name: blobs.get([name])[0] for name in before} == before
@@ -303,7 +302,6 @@ def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monk
         add(store, "f1", f"version {number}")
         push(store, blobs)
     (head,) = blobs.get([HEAD])
-    assert head is not None
     assert len(unseal_head(head).before) == 3
     assert len(list(blobs.names("catalogue/"))) == 6  # nothing was deleted
 
@@ -325,7 +323,6 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
     row = (table, tables.name_key("f1") if table == tables.DOCUMENTS else id_of("f1.0"))
     with store.snapshot() as snapshot:
         value = snapshot.get(*row)
-    assert value is not None
     with store.writer() as writer:
         writer._commit([(*row, bytes(value[:-1]))] if harm == "damaged" else [], [row] if harm == "lost" else [])
     told: list[str] = []
