@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +21,9 @@ from tests.support.office.writers import WRITERS
 SOURCE = "/in/a.zip"
 
 
-def packed(members: dict[str, bytes], **more: Any) -> bytes:
+def packed(members: Mapping[str, bytes | str]) -> bytes:
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", **more) as new:
+    with zipfile.ZipFile(made, "w") as new:
         for name, content in members.items():
             new.writestr(name, content)
     return made.getvalue()
@@ -49,7 +49,7 @@ def test_each_file_is_a_document_with_its_own_places(tmp_path: Path) -> None:
     }
     documents = read(packed(members))
     assert names(documents) == [
-        *("#notes/tide.md", "#README", "#rows.jsonl#x#1", "#rows.jsonl#2", "#b#1.txt", "#report.odt"),
+        *("#notes/tide.md", "#README", "#rows.jsonl#x#1", "#rows.jsonl#2", "#b#1.txt", "#report.odt")
     ]
     assert {file_of(document.source) for document in documents} == {SOURCE}
     tide, report = documents[0], documents[-1]

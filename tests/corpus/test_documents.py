@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import unicodedata
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -284,49 +283,3 @@ def test_what_a_reader_has_started_ends_with_it(tmp_path: Path, monkeypatch: pyt
         time.sleep(0.01)
     os.kill(started, 9)
     pytest.fail("it runs on")
-
-
-def test_hidden_sheets_are_read_and_named(tmp_path: Path) -> None:
-    from openpyxl import Workbook
-
-    book = Workbook()
-    book.active.title = "Shown"  # type: ignore[union-attr]
-    book.active["A1"] = "The kite is in Oslo."  # type: ignore[index]
-    for title, state in (("Pay", "hidden"), ("Deep", "veryHidden"), ("Bare", "hidden")):
-        sheet = book.create_sheet(title)
-        sheet.sheet_state = state
-        if title != "Bare":
-            sheet["A1"] = f"The mill is in {title}."
-    book.save(tmp_path / "a.xlsx")
-    (document,) = read_documents(tmp_path / "a.xlsx", (tmp_path / "a.xlsx").read_bytes())
-    assert "The mill is in Deep." in document.text
-    assert document.notes == ("hidden sheets 'Pay', 'Deep': read like those that are shown",)
-
-
-def test_hidden_slides_are_read_and_named(tmp_path: Path) -> None:
-    from pptx import Presentation
-
-    deck = Presentation()
-    for number in range(1, 4):
-        slide = deck.slides.add_slide(deck.slide_layouts[5])
-        slide.shapes.title.text = f"The mill {number}."  # type: ignore[union-attr]
-        if number == 2:
-            slide.element.set("show", "0")
-    deck.save(str(tmp_path / "a.pptx"))
-    (document,) = read_documents(tmp_path / "a.pptx", (tmp_path / "a.pptx").read_bytes())
-    assert "The mill 2." in document.text
-    assert document.notes == ("hidden slide 2: read like those that are shown",)
-
-
-def test_hidden_sections_are_read_and_named(tmp_path: Path) -> None:
-    spaces = " ".join(
-        f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for name in ("office", "text", "table")
-    )
-    section = "<text:section text:name='{}' text:display='{}'><text:p>The mill is {}.</text:p></text:section>"
-    body = section.format("A", "true", "old") + section.format("B\nerror: no", "none", "new")
-    with zipfile.ZipFile(tmp_path / "a.odt", "w") as archive:
-        content = f"<office:document-content {spaces}><office:body>{body}</office:body></office:document-content>"
-        archive.writestr("content.xml", content.replace("\n", "&#10;"))
-    (document,) = read_documents(tmp_path / "a.odt", (tmp_path / "a.odt").read_bytes())
-    assert "The mill is new." in document.text
-    assert document.notes == ("hidden section 'B\\nerror: no': read like those that are shown",)

@@ -87,9 +87,7 @@ def test_an_ignore_file_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -
     (tmp_path / "a.md").write_text("A mill.")
     os.mkfifo(tmp_path / ".gitignore")
     found: list[str] = []
-    walk = threading.Thread(
-        target=lambda: found.extend(file.path.name for file in find_files([tmp_path]).files), daemon=True
-    )
+    walk = threading.Thread(target=lambda: found.extend(names(tmp_path, find_files([tmp_path]))), daemon=True)
     walk.start()
     walk.join(120)
     assert found == ["a.md"]
@@ -105,10 +103,8 @@ def test_a_range_that_runs_backwards_is_no_pattern(root: Path) -> None:
 @pytest.fixture
 def shared(root: Path) -> Path:
     """A folder that is open to others, with what it does not show."""
-    put(
-        root, "sub/a.md", "sub/draft.md", "sub/deep/draft.md", "sub/deep/b.md", "sub/made/c.md", ".hidden/d.md", "e.env"
-    )
-    put(root, "sub/.f.md", "sub/g.key", "secret.draft.md")
+    put(root, "sub/a.md", "sub/draft.md", "sub/deep/draft.md", "sub/deep/b.md", "sub/made/c.md", ".hidden/d.md")
+    put(root, "e.env", "sub/.f.md", "sub/g.key", "secret.draft.md")
     (root / ".gitignore").write_text("draft.md\n")
     (root / ".kvtoolignore").write_text("/sub/made/\n*.draft.md\n")
     return root
@@ -136,9 +132,6 @@ def test_a_link_shows_nothing_that_its_root_does_not(shared: Path, target: str) 
 
 def test_a_link_to_what_is_shown_is_read(shared: Path) -> None:
     (shared / "sub" / "link.md").symlink_to(shared / "sub" / "a.md")
-    (shared / "sub" / "a.md").rename(shared / "sub" / "x.md")
-    (shared / "sub" / "link.md").unlink()
-    (shared / "sub" / "link.md").symlink_to(shared / "sub" / "x.md")
     assert names(shared, find_files([shared / "sub" / "link.md"], roots=[shared])) == ["sub/link.md"]
 
 

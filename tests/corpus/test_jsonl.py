@@ -42,19 +42,14 @@ def test_rows_are_read_by_their_keys(row: object, shown: str) -> None:
 
 @pytest.mark.parametrize(("role", "said"), [("role", "content"), ("from", "value")])
 def test_conversations_show_who_speaks(role: str, said: str) -> None:
-    turns = [
-        {role: "human", said: "How tall?"},
-        {role: "gpt", said: "31 metres.", "weight": 1},
-        {role: "gpt", said: None},
-    ]
+    answer = {role: "gpt", said: "31 metres.", "weight": 1}
+    turns = [{role: "human", said: "How tall?"}, answer, {role: "gpt", said: None}]
     assert text({"conversations": turns}) == "Human: How tall?\nGpt: 31 metres.\nWeight: 1"
 
 
 def test_conversations_of_parts_are_read() -> None:
-    parts = [
-        {"type": "text", "text": "What is this?"},
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
-    ]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    parts = [{"type": "text", "text": "What is this?"}, picture]
     shown = text({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A crane."}]})
     assert shown.startswith("User: What is this?\n")
     assert shown.endswith("Url: picture, left out\nAssistant: A crane.")
@@ -95,11 +90,8 @@ def test_questions_answers_and_sentences_beside_a_text_are_read(row: object, sho
 
 def test_metadata_beside_a_text_is_left_out() -> None:
     row = {
-        **{
-            "text": "Nine tons lie on the quay, and the crane lifts all of them.",
-            "id": "a",
-            "url": "https://a.org/b c",
-        },
+        **{"text": "Nine tons lie on the quay, and the crane lifts all of them."},
+        **{"id": "a", "url": "https://a.org/b c"},
         **{"author": "Ottilie Berg", "tags": ["tide", "crane"], "date": "Mon, 3 Mar 2031 10:00:00 GMT", "score": 0.5},
         **{"license": "Creative Commons Attribution 4.0", "comments": 12, "answer": None, "context": [0.5] * 300},
         **{"html": "<p>nine tons lie on the quay and more.</p>", "sentences": ["the crane lifts all of them."]},
@@ -136,14 +128,8 @@ def test_rows_without_words_are_noted() -> None:
 
 
 def test_fields_that_are_not_read_are_named() -> None:
-    row = {
-        "id": "a",
-        "text": "The mill is old.",
-        "owner": {"name": "Rosa"},
-        "url": "http://m",
-        "pages": 3,
-        "answer": "Yes",
-    }
-    (document,) = read_documents(Path("/in/a.jsonl"), json.dumps(row).encode())
+    row = {"id": "a", "text": "The mill is old.", "owner": {"name": "Rosa"}, "url": "http://m", "pages": 3}
+    row["answer"] = "Yes"
+    (document,) = read(row)
     assert document.text == "The mill is old.\n\nAnswer: Yes"
     assert document.notes == ("fields not read: owner, url",)

@@ -154,13 +154,8 @@ def test_large_texts_and_pages_are_read_apart(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(reading_module, "Child", Recorded)
     large = b"All of it is text.\n" * 60_000
     with Reading() as reading:
-        for name, data in (
-            ("a.txt", b"text"),
-            ("b.html", b"<p>text"),
-            ("c.vtt", large),
-            ("d.md", large),
-            ("e.x", large),
-        ):
+        files = {"a.txt": b"text", "b.html": b"<p>text", "c.vtt": large, "d.md": large, "e.x": large}
+        for name, data in files.items():
             with pytest.raises(KvtoolError) if name == "c.vtt" else nullcontext():
                 (document,) = reading.documents(Path("/in") / name, data)
                 assert document.text.strip()

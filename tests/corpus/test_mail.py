@@ -253,17 +253,12 @@ def test_headers_in_bytes_are_decoded() -> None:
 
 
 def test_encoded_names_of_attachments_are_decoded() -> None:
-    for name in (
-        "filename*=utf-8''pr%C3%BCfung.txt",
-        'filename="=?utf-8?B?cHLDvGZ1bmcudHh0?="',
-        "filename*0=prü; filename*1=fung.txt",
-    ):
+    plain_name = "filename*0=prü; filename*1=fung.txt"
+    for name in ("filename*=utf-8''pr%C3%BCfung.txt", 'filename="=?utf-8?B?cHLDvGZ1bmcudHh0?="', plain_name):
         part = f"Content-Type: text/plain\nContent-Disposition: attachment; {name}\n\nNine tons."
-        assert read(HEAD + multipart("mixed", plain("x"), part))[1].text.strip() == "Nine tons."
-    assert (
-        "prüfung.txt"
-        in mail(HEAD + multipart("mixed", plain("x"), part.replace(name, "filename*=utf-8''pr%C3%BCfung.txt"))).text
-    )
+        message, file = read(HEAD + multipart("mixed", plain("x"), part))
+        assert file.text.strip() == "Nine tons."
+        assert name == plain_name or "prüfung.txt" in message.text
 
 
 def test_a_header_that_fails_the_parser_does_not_lose_the_message() -> None:
@@ -329,24 +324,8 @@ def compound(tree: Tree) -> bytes:
     table = struct.pack(
         f"<{128 * fats}I", *[*fat, *[0xFFFFFFFD] * fats, *[0xFFFFFFFF] * (128 * fats - len(fat) - fats)]
     )
-    head = struct.pack(
-        "<8s16xHHHHH6x9I",
-        b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-        62,
-        3,
-        0xFFFE,
-        9,
-        6,
-        0,
-        fats,
-        at,
-        0,
-        4096,
-        0xFFFFFFFE,
-        0,
-        0xFFFFFFFE,
-        0,
-    )
+    begin, numbers = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", (0, fats, at, 0, 4096, 0xFFFFFFFE, 0, 0xFFFFFFFE, 0)
+    head = struct.pack("<8s16xHHHHH6x9I", begin, 62, 3, 0xFFFE, 9, 6, *numbers)
     listed = struct.pack("<109I", *[*range(first, first + fats), *[0xFFFFFFFF] * (109 - fats)])
     return head + listed + b"".join(sectors) + table
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
-
 import pytest
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.opendocument import read
+from tests.corpus.test_archives import packed
 
 _URN = "urn:oasis:names:tc:opendocument:xmlns"
 _NAMES = {name: f"{_URN}:{name}:1.0" for name in ("office", "text", "table", "style", "presentation", "chart", "form")}
@@ -29,14 +27,6 @@ def whole(kind: str, body: str, styles: str = "", masters: str = "") -> str:
 def flat(kind: str, body: str, styles: str = "", masters: str = "") -> Document:
     (made,) = read("/in/a.fodt", whole(kind, body, styles, masters).encode())
     return made
-
-
-def packed(members: dict[str, str]) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return made.getvalue()
 
 
 def lines(made: Document) -> list[str]:
@@ -68,14 +58,8 @@ def test_notes_comments_and_text_boxes_follow_their_paragraph() -> None:
     )
     made = flat("text", body)
     assert lines(made) == [
-        "The toll[1] is 4 crowns.[ii]",
-        "[1] Sundays free",
-        "[comment by Ann: Sure?]",
-        "Boxed",
-        "a | b",
-        "[image: A map of the pier]",
-        "[ii] Old law",
-        "Next",
+        *("The toll[1] is 4 crowns.[ii]", "[1] Sundays free", "[comment by Ann: Sure?]", "Boxed", "a | b"),
+        *("[image: A map of the pier]", "[ii] Old law", "Next"),
     ]
     assert places(made) == ["¶ 1", "¶ 2"]
 
@@ -135,16 +119,12 @@ def test_headings_have_their_numbers() -> None:
         '<style:style style:name="Plain" style:list-style-name=""/>'
     )
     heads = [
-        ("1", "Tides", ""),
-        ("2", "Spring", ""),
-        ("2", "Neap", ""),
-        ("1", "Index", "Plain"),
-        ("1", "Winds", ""),
+        *(("1", "Tides", ""), ("2", "Spring", ""), ("2", "Neap", ""), ("1", "Index", "Plain"), ("1", "Winds", "")),
         ("2", "Gale", ""),
     ]
     body = "".join(f'<text:h text:outline-level="{n}" text:style-name="{s}">{t}</text:h>' for n, t, s in heads)
     assert lines(flat("text", body, outline)) == [
-        *("# 1 Tides", "## 1.1 Spring", "## 1.2 Neap", "# Index", "# 2 Winds", "## 2.1 Gale"),
+        *("# 1 Tides", "## 1.1 Spring", "## 1.2 Neap", "# Index", "# 2 Winds", "## 2.1 Gale")
     ]
 
 
@@ -196,6 +176,13 @@ def test_an_empty_merged_cell_keeps_its_columns() -> None:
     wide = '<table:table-cell table:number-columns-spanned="2"/><table:covered-table-cell/>'
     row = f"<table:table-row>{wide}<table:table-cell><text:p>May</text:p></table:table-cell></table:table-row>"
     assert lines(flat("text", f"<table:table>{row}</table:table>")) == [" |  | May"]
+
+
+def test_hidden_sections_are_read_and_named() -> None:
+    section = "<text:section text:name='{}' text:display='{}'><text:p>The mill is {}.</text:p></text:section>"
+    made = flat("text", section.format("A", "true", "old") + section.format("B&#10;error: no", "none", "new"))
+    assert lines(made) == ["The mill is old.", "The mill is new."]
+    assert made.notes == ("hidden section 'B\\nerror: no': read like those that are shown",)
 
 
 def test_form_fields_are_counted() -> None:

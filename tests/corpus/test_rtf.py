@@ -91,10 +91,7 @@ def test_control_words(written: str, read_as: str) -> None:
 def test_embedded_objects_are_counted_and_hidden_text_is_quoted() -> None:
     made = document(r"See {\object{\*\objdata 01}}{\object{\*\objdata 02}}{\v the secret} end\par")
     assert made.text == "See the secret end\n"
-    assert made.notes == (
-        "hidden text 'the secret': read like those that are shown",
-        "embedded objects: 2 not read",
-    )
+    assert made.notes == ("hidden text 'the secret': read like those that are shown", "embedded objects: 2 not read")
 
 
 def test_a_code_page_of_the_file_is_used_without_a_font() -> None:

@@ -104,12 +104,7 @@ def test_merged_cells_of_a_table_repeat_their_text_and_empty_ones_their_column()
     made = deck()
     table = made.slides[0].shapes.add_table(3, 3, *_BOX).table
     for row, column, text in [
-        (0, 0, "Place"),
-        (0, 1, "Rain"),
-        (1, 1, "Jan"),
-        (1, 2, "Feb"),
-        (2, 0, "Oslo"),
-        (2, 2, "7"),
+        *((0, 0, "Place"), (0, 1, "Rain"), (1, 1, "Jan"), (1, 2, "Feb"), (2, 0, "Oslo"), (2, 2, "7")),
     ]:
         table.cell(row, column).text = text
     table.cell(0, 1).merge(table.cell(0, 2))
@@ -198,6 +193,14 @@ def test_strict_presentations_are_read() -> None:
     for name in ("ppt/presentation.xml", "ppt/slides/slide2.xml", "ppt/_rels/presentation.xml.rels", "_rels/.rels"):
         data = edited(data, name, made_strict)
     assert read(data).text == "# Berth 1\n\n# Berth 2\n"
+
+
+def test_hidden_slides_are_read_and_named() -> None:
+    made = deck(3)
+    made.slides[1].element.set("show", "0")
+    document = read(saved(made))
+    assert "# Berth 2\n" in document.text
+    assert document.notes == ("hidden slide 2: read like those that are shown",)
 
 
 def test_a_damaged_slide_leaves_the_others_their_numbers() -> None:

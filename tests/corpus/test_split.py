@@ -35,13 +35,7 @@ KINDS = ["text", "markdown", "html", "code"]
 _STRUCTURE = (
     *("\n", "\n\n", "\r\n", " ", "  \n \n", "# Head\n", "## Sub\n\n", "```\n", "| a | b |\n", "- item\n", ". "),
     *(
-        "다. ",
-        "。",
-        "Title\n=====\n",
-        "    x = 1\n",
-        "}\n",
-        "한국어 문장이다.",
-        "👩\u200d👩\u200d👧\u200d👦",
+        *("다. ", "。", "Title\n=====\n", "    x = 1\n", "}\n", "한국어 문장이다.", "👩\u200d👩\u200d👧\u200d👦"),
         "e\u0301" * 3,
     ),
     *("\u200b", "\x1c", "\t", "…" * 9),
@@ -88,8 +82,7 @@ def test_laws(text: str, method: str, most: int, share: int, counter: CountToken
 def test_spans_adjoin(method: str, counter: CountTokens) -> None:
     text = "\n\n".join(prose(random.Random(3), 20))
     spans = split(text, SplitSettings(method, 40), counter)
-    assert spans[0].start == 0
-    assert spans[-1].end == len(text)
+    assert (spans[0].start, spans[-1].end) == (0, len(text))
     assert all(before.end == after.start < after.end for before, after in pairwise(spans))
 
 

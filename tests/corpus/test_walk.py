@@ -11,6 +11,7 @@ import pytest
 
 from kvtool.core.corpus.walk import Skip, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
+from tests.corpus.test_ignoring import names
 
 Form = Literal["NFC", "NFD"]
 
@@ -22,10 +23,6 @@ def corpus(tmp_path: Path) -> Path:
     for name in ("b.md", "a.txt", "sub/c.py", "README", "picture.png"):
         (root / name).write_text(name)
     return root.resolve()
-
-
-def names(root: Path, walked: Walked) -> list[str]:
-    return [file.path.relative_to(root).as_posix() for file in walked.files]
 
 
 def kinds(walked: Walked) -> dict[str, Skip]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+
+from kvtool.core.cache.store import Store
+from tests.retrieval.making import store_of
 
 WORDS = ["[UNK]", "[PAD]", "mill", "grinder", "river", "stream", "bread", "loaf"]
 # Two words that mean the same share a direction.
@@ -19,6 +23,13 @@ def tokenizer() -> Tokenizer:
     made = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.pre_tokenizer = Whitespace()
     return made
+
+
+@pytest.fixture
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A store of the module's TEXTS."""
+    with store_of(tmp_path / "store", request.module.TEXTS) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

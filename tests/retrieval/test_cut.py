@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,8 @@ FOUNDED = "Who founded the observatory?"
 
 
 @pytest.fixture
-def finder(tmp_path: Path) -> Iterator[Finder]:
-    with store_of(tmp_path / "store", TEXTS) as store:
-        yield Finder(store)
+def finder(store: Store) -> Finder:
+    return Finder(store)
 
 
 def found(finder: Finder, question: str, top_k: int = 5, **how: object) -> tuple[set[str], int]:
@@ -37,9 +35,6 @@ def found(finder: Finder, question: str, top_k: int = 5, **how: object) -> tuple
 def test_what_scores_far_less_and_adds_no_word_is_cut(finder: Finder) -> None:
     assert found(finder, FOUNDED) == ({"dome", "tower"}, 2)
     assert found(finder, FOUNDED, top_k=3) == ({"dome", "tower"}, 1)
-
-
-def test_top_k_is_a_ceiling(finder: Finder) -> None:
     assert found(finder, FOUNDED, top_k=1) == ({"dome"}, 0)
 
 
@@ -65,17 +60,10 @@ def test_what_is_read_in_rounds_is_not_cut(finder: Finder) -> None:
     assert found(finder, FOUNDED, defer=True) == ({"dome", "tower", "mill", "ferry"}, 0)
 
 
-@pytest.fixture
-def likened(tmp_path: Path) -> Iterator[Store]:
-    texts = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
-    with store_of(tmp_path / "likened", texts) as store:
-        yield store
-
-
-def test_likeness_alone_cuts_nothing(likened: Store, static_model: Path) -> None:
-    hits, cut, _ = Finder(likened).find(
-        "grinder grinder river", 2, Retrieval("dense", str(static_model), min_score=1.0)
-    )
+def test_likeness_alone_cuts_nothing(tmp_path: Path, static_model: Path) -> None:
+    how = Retrieval("dense", str(static_model), min_score=1.0)
+    with store_of(tmp_path / "likened", {"a": "the mill", "b": "the stream", "c": "the loaf"}) as likened:
+        hits, cut, _ = Finder(likened).find("grinder grinder river", 2, how)
     assert [hit.passage.source for hit in hits] == ["a", "b"]
     assert cut == 0
 

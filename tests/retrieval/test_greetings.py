@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.terms import asked_terms, without_idle
-from tests.retrieval.making import index_of_texts, search_in, store_of
+from tests.retrieval.making import index_of_texts, search_in
 
 TEXTS = {
     "deposit": "There is a deposit of two coins for each bottle, and you can ask for it at the counter today.",
@@ -22,12 +21,6 @@ TEXTS = {
 }
 GREETINGS = ("Hi there", "Hello!", "Good morning, everyone", "Can you help me?", "What can you do?", "Thanks a lot :)")
 SAMPLES = Path(__file__).parents[2] / "samples"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with store_of(tmp_path / "store", TEXTS) as store:
-        yield store
 
 
 def sources(finder: Finder, question: str, **how: object) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +15,9 @@ from kvtool.core.retrieval import embed
 from kvtool.core.retrieval.embed import Embedder, Meaning, remembered
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.index import index_of
-from tests.retrieval.making import ingest, store_of
+from tests.retrieval.making import ingest
 
 TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with store_of(tmp_path / "store", TEXTS) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -60,7 +54,7 @@ def test_likeness_is_the_cosine(store: Store, kind: str, request: pytest.Fixture
     assert np.linalg.norm(texts[:3], axis=1) == pytest.approx(1)  # of the last one the static model knows no word
     cosines = texts @ question
     index = index_of(store)
-    meaning = Meaning.of(store, index, embedder, lambda rows: [TEXTS[index.passage(row).source] for row in rows])
+    meaning = Meaning.of(store, index, embedder, lambda passage: TEXTS[passage.source])
     wanted = (cosines - cosines.min()) / (cosines.max() - cosines.min())
     assert meaning("mill river") == pytest.approx(wanted, abs=5e-3)  # float16
 
@@ -146,15 +140,6 @@ def test_what_is_no_model(
         with pytest.raises(ModelError, match=f"needs the package {package}") as caught:
             Embedder(str(model))
         assert "kvtool[embed]" in caught.value.hint
-
-
-def test_damaged_vectors_are_made_anew(store: Store, static_model: Path) -> None:
-    how = Retrieval("dense", str(static_model))
-    wanted = found(store, "river", how)
-    (path,) = (store.path / "index").glob("vectors-*")
-    for keep in (0, 20, -8):
-        path.write_bytes(path.read_bytes()[:keep])
-        assert found(store, "river", how) == wanted
 
 
 def test_one_of_a_hub_is_looked_for_in_its_cache(

@@ -22,7 +22,7 @@ FILES = (".gitignore", ".kvtoolignore")  # in each folder; of two that speak of 
 _MOST_BYTES = 1 << 20  # of an ignore file
 _LONGEST_LINE = 4096  # characters, as paths have it: patterns are compiled in quadratic time
 _STAR, _FOLDERS, _FOLDERS_FIRST = "[^/]*", "(?:/.+)?", "^(?:.+/)?"  # what pathspec makes of `*`, `/**/` and `**/`
-_OWN = frozenset((".git", *FILES))  # hidden names that are not reported
+OWN = (".git", *FILES)  # hidden names that are not reported
 
 _SECRETS = (
     *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass", ".htpasswd", ".npmrc", ".pypirc", ".git-credentials"),
@@ -40,24 +40,17 @@ _LOCKS = (
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a file's name suggests that it holds keys or passwords."""
     name = name.lower().removesuffix(".gz")
     return any(fnmatchcase(name, glob) for glob in _SECRETS)
 
 
 def is_lock(name: str) -> bool:
-    """Return True if a file is written by a package manager, by an office program while it has another open, or by an
-    editor as a copy of another."""
+    """Whether a package manager wrote the file, or an office program or editor as a copy of another one."""
     return any(fnmatchcase(name.lower(), glob) for glob in _LOCKS)
 
 
 def is_hidden(name: str) -> bool:
     return name.startswith(".")
-
-
-def is_own(name: str) -> bool:
-    """Return True if a hidden name is an ignore file's, or one that git uses."""
-    return name in _OWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +73,11 @@ class Rules:
         return cls() if any(rules.names(each, True) for each in (*parents[:top], root)) else rules
 
     def below(self, folder: Path) -> Rules:
-        """Return these rules and those of a folder's ignore files."""
-        more = [
-            (folder.as_posix().rstrip("/") + "/", spec) for name in FILES if (spec := _read(folder / name)) is not None
-        ]
+        base, specs = folder.as_posix().rstrip("/") + "/", (_read(folder / name) for name in FILES)
+        more = [(base, spec) for spec in specs if spec is not None]
         return Rules((*self.each, *more)) if more else self
 
     def names(self, path: Path, is_folder: bool) -> bool:
-        """Return True if the rules exclude a file or a folder."""
         for base, spec in reversed(self.each):
             if not (name := path.as_posix()).startswith(base):
                 continue
@@ -98,25 +88,17 @@ class Rules:
 
 
 class Roots:
-    """Folders that others than the user may read, without hidden files, secrets, and what an ignore file leaves out.
-    Ignore files are read once.
-
-    Where a file system takes no notice of case, a path has to be spelled as its folders list it: a rule for `drafts/`
-    would not see `Drafts/`.
-
-    Parameters
-    ----------
-    folders : real paths; a file shows itself.
-    """
+    """Folders that others than the user may read, without hidden files, secrets, and what an ignore file excludes. On a
+    file system that ignores case, a path has to be spelled as its folders list it: a rule for `drafts/` would not match
+    `Drafts/`."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
-        self._rules: dict[tuple[Path, Path], Rules] = {}
-        self._names: dict[Path, frozenset[str]] = {}
-        self._folded: dict[Path, bool] = {}
+        self._find_rules = cache(self._rules_in)
+        self._list_names = cache(_list_names)
+        self._ignores_case = cache(_is_folded)
 
     def show(self, path: Path) -> bool:
-        """Return True if one of the folders shows a path, which has to be a real one."""
         return any(self._shows(root, path) for root in (path, *path.parents) if root in self._folders)
 
     def _shows(self, root: Path, path: Path) -> bool:
@@ -126,33 +108,25 @@ class Roots:
             is_folder = inner.is_dir()
             if is_hidden(name) or (is_secret(name) and not is_folder):
                 return False
-            if self._rules_in(root, folder).names(inner, is_folder):
+            if self._find_rules(root, folder).names(inner, is_folder):
                 return False
-            if self._ignores_case(root) and os.path.lexists(inner) and name not in self._listed(folder):
+            if self._ignores_case(root) and os.path.lexists(inner) and name not in self._list_names(folder):
                 return False
             folder = inner
         return True
 
-    def _ignores_case(self, root: Path) -> bool:
-        if root not in self._folded:
-            self._folded[root] = _is_folded(root)
-        return self._folded[root]
-
-    def _listed(self, folder: Path) -> frozenset[str]:
-        if folder not in self._names:
-            with suppress(OSError):  # one that cannot be listed shows nothing
-                self._names[folder] = frozenset(os.listdir(folder))
-        return self._names.get(folder, frozenset())
-
     def _rules_in(self, root: Path, folder: Path) -> Rules:
-        if (root, folder) not in self._rules:
-            above = Rules.above(root) if folder == root else self._rules_in(root, folder.parent)
-            self._rules[root, folder] = above.below(folder)
-        return self._rules[root, folder]
+        above = Rules.above(root) if folder == root else self._find_rules(root, folder.parent)
+        return above.below(folder)
+
+
+def _list_names(folder: Path) -> frozenset[str]:
+    with suppress(OSError):
+        return frozenset(os.listdir(folder))
+    return frozenset()
 
 
 def _is_folded(folder: Path) -> bool:
-    """Return True if the file system finds the folder under another case, too."""
     try:
         return os.path.samefile(folder, str(folder).swapcase())
     except OSError:
@@ -160,7 +134,7 @@ def _is_folded(folder: Path) -> bool:
 
 
 def _read(path: Path) -> GitIgnoreSpec | None:
-    """Read an ignore file, without lines that are no patterns or longer than any path; None: it cannot be read."""
+    """Read an ignore file, without invalid patterns and lines longer than any path."""
     try:
         lines = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
     except OSError:
@@ -177,12 +151,9 @@ def _read(path: Path) -> GitIgnoreSpec | None:
 
 
 def _linear(regex: str) -> str:
-    """Rewrite the regular expression of a pattern so that it takes time linear in a path.
-
-    As it comes, `*a*a*a*b` tries every way to share a name among its stars, and `a/**/a/**/b` every way to share its
-    folders. Without loss each but the last may take the shortest way there is, and keep to it: that leaves most to the
-    others.
-    """
+    """Rewrite the regular expression of a pattern so that it takes time linear in a path: `*a*a*b` and `a/**/a/**/b`
+    try every way to share a path among their stars, but each star except the last may take the shortest without
+    loss."""
     first, *others = (_with_short_stars(part) for part in regex.split(_FOLDERS))
     if not others:
         return first

@@ -19,12 +19,7 @@ _FORM = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
 def commands_of(written: Sequence[str]) -> dict[str, str]:
-    """Parse commands by file ending, of `ending=command`.
-
-    Raises
-    ------
-    UsageError : an ending is given twice.
-    """
+    """Parse commands by file ending, of `ending=command`. Raises UsageError for an ending that is given twice."""
     commands: dict[str, str] = {}
     for each in written:
         ending, _, command = each.partition("=")
@@ -48,7 +43,6 @@ def command_error(written: str) -> str:
 
 
 def is_charset(name: str) -> bool:
-    """Return True if Python knows an encoding of texts by this name."""
     try:
         return codecs.lookup(name).name.replace("-", "_") not in _NO_CHARSETS and bool("a".encode(name))
     except (LookupError, ValueError):
@@ -56,7 +50,6 @@ def is_charset(name: str) -> bool:
 
 
 def encoding_error(name: str) -> str:
-    """Return the error in the name of an encoding; empty if it is valid."""
     return "" if is_charset(name) else "is not a known encoding, such as cp1251, latin-1 or shift_jis"
 
 
@@ -68,23 +61,16 @@ def shard_error(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of the files, one of `parts`; `index` counts from 0.
-
-    A file's part is a digest of its path. So parts are disjoint and complete even if the folder changes between two
-    runs, and a file stays in its part when others are added or removed. Parts have about equal numbers of files, not
-    of bytes.
-    """
+    """A part of the files, by a digest of their paths: files keep their part when others are added or removed."""
 
     index: int
     parts: int
 
     @classmethod
     def read(cls, value: str) -> Shard:
-        """Read `I/N`, in which `shard_error` finds none."""
         index, _, parts = value.partition("/")
         return cls(int(index) - 1, int(parts))
 
     def holds(self, path: str) -> bool:
-        """Return True if the file of this name is in this part."""
         digest = hashlib.blake2b(path.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.parts == self.index

@@ -1,8 +1,5 @@
-"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit.
-
-A paragraph is cut at sentence ends, clauses, words, and at last anywhere. Each such cut has white space or text before
-it and a visible character at it, so no piece between two cuts is only white space.
-"""
+"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit. A paragraph is cut
+at sentence ends, clauses, words, and at last anywhere, but no piece is only white space."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from itertools import pairwise
 
 
 class Level(IntEnum):
-    """Quality of a boundary; higher is better."""
-
     HARD = 0
     WORD = 1
     CLAUSE = 2
@@ -30,15 +25,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of text that is only cut if it is too long for a chunk.
-
-    Parameters
-    ----------
-    start, end : characters of the text; units adjoin.
-    level : how good a place its start is for a boundary.
-    finest : the finest level this unit has been cut at, from which `finer` continues.
-    heading : True for a heading, after which no chunk should end.
-    """
+    """A piece of text that is only cut if it is too long for a chunk; `finer` continues from its `finest` level."""
 
     start: int
     end: int
@@ -69,6 +56,7 @@ _TITLE = re.compile(
     re.IGNORECASE,
 )
 _CLOSER = re.compile(r"[)\]}]|(?:else|elif|except|finally|end|catch)\b")
+_FLAG_LETTERS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 _LONGEST_TITLE = 80
 _NARROW, _WIDE, _FULL = 40, 130, 0.7  # characters of a wrapped paragraph's longest line; a full line's share of that
 _CUT_BY_LINES = ("table", "fence", "code")
@@ -92,23 +80,15 @@ _HARD_LEAST = 20
 
 
 def units(text: str, kind: str) -> list[Unit]:
-    """Cut a text into sentences, lines of code, headings, whole tables and whole fences.
-
-    Parameters
-    ----------
-    text : the document; not only white space.
-    kind : `text`, `markdown`, `html` or `code`: what counts as a heading.
-    """
+    """Cut a text into sentences, lines of code, headings, whole tables and whole fences."""
     return [unit for block in _blocks(text, kind) for unit in _block_units(text, block)]
 
 
 def paragraphs(text: str, kind: str) -> list[Unit]:
-    """Cut a text into whole paragraphs, headings, tables and fences."""
     return [_whole(block) for block in _blocks(text, kind)]
 
 
 def words(text: str, kind: str) -> list[Unit]:
-    """Cut a text into words, and what has no spaces into pieces of at most 60 characters."""
     del kind
     whole = Unit(0, len(text), Level.PARAGRAPH, Level.CLAUSE)
     found = finer(text, whole)
@@ -118,13 +98,10 @@ def words(text: str, kind: str) -> list[Unit]:
 def finer(text: str, unit: Unit) -> list[Unit]:
     """Cut one unit at the next finer level that cuts it at all; unchanged if it is one character."""
     for level in sorted((level for level in _CUTS if level < unit.finest), reverse=True):
-        cuts, least = _CUTS[level]
-        starts = _thinned(cuts(text, unit.start, unit.end), unit.start, least)
-        pieces = _cut(unit, starts, level)
-        if len(pieces) > 1:
+        if len(pieces := _cut_at(text, unit, level)) > 1:
             return pieces
     half = _middle(text, unit.start, unit.end)
-    return [unit] if half is None else _cut(unit, iter((half,)), Level.HARD)
+    return [unit] if half is None else _cut(unit, (half,), Level.HARD)
 
 
 def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
@@ -137,28 +114,20 @@ def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the starts of the second and later sentences of `text[start:end]`."""
-    for match in _SENTENCE_END.finditer(text, start, end):
-        cut = match.end()
-        if cut < end and not _is_false_end(text, match):
-            yield cut
+    ends = (match for match in _SENTENCE_END.finditer(text, start, end) if match.end() < end)
+    return (match.end() for match in ends if not _is_false_end(text, match))
 
 
 def _clause_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the positions after commas, colons and dashes."""
     return (m.end() for m in _CLAUSE_END.finditer(text, start, end) if m.end() < end)
 
 
 def _word_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the positions after white space."""
     return (m.end() for m in _SPACE.finditer(text, start, end) if start < m.start() and m.end() < end)
 
 
 def _hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
-    """Cut a text without marks, never inside a grapheme.
-
-    Cuts follow characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts near it.
-    """
+    """Cut after characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts near it."""
     visible = _VISIBLE.search(text, start, end)
     for match in _hard_piece().finditer(text, visible.start() if visible else end, end):
         cut = _whole_grapheme(text, match.end(), end)
@@ -177,29 +146,16 @@ def _middle(text: str, start: int, end: int) -> int | None:
 
 
 def _whole_grapheme(text: str, position: int, end: int) -> int:
-    """Find the first position from `position` on that does not tear a grapheme (within 64 characters)."""
     last = min(end, position + 64)
     return next((p for p in range(position, last) if not _joined(text, p)), last)
 
 
-def _thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
-    """Leave out cuts that would make a piece of fewer than `least` characters."""
-    last = start
-    for cut in cuts:
-        if cut - last >= least:
-            last = cut
-            yield cut
-
-
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
     """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
-    mark = match[0].rstrip()
     if text[match.end()].islower():
         return True
-    if mark != ".":
-        return False
     before = text[max(0, match.start() - 12) : match.end()]
-    return _ABBREVIATION.search(before) is not None
+    return match[0].rstrip() == "." and _ABBREVIATION.search(before) is not None
 
 
 @cache
@@ -210,7 +166,6 @@ def _hard_piece() -> re.Pattern[str]:
 
 
 def _joined(text: str, position: int) -> bool:
-    """Return True if the characters around `position` belong to one grapheme (the common cases of UAX 29)."""
     before, after = text[position - 1], text[position]
     if after < "\u0300":
         return before == "\r" and after == "\n"
@@ -221,18 +176,8 @@ def _joined(text: str, position: int) -> bool:
         return 0x1100 <= ord(before) <= 0x11FF or 0xAC00 <= ord(before) <= 0xD7A3
     if 0x1F3FB <= code <= 0x1F3FF or 0xE0020 <= code <= 0xE007F:  # skin tones, flag tags
         return True
-    return _is_flag_letter(after) and _flag_letters_before(text, position) % 2 == 1
-
-
-def _is_flag_letter(char: str) -> bool:
-    return "\U0001f1e6" <= char <= "\U0001f1ff"
-
-
-def _flag_letters_before(text: str, position: int) -> int:
-    count = 0
-    while count < min(position, 64) and _is_flag_letter(text[position - 1 - count]):
-        count += 1
-    return count
+    above = text[max(0, position - 64) : position]
+    return after in _FLAG_LETTERS and (len(above) - len(above.rstrip(_FLAG_LETTERS))) % 2 == 1
 
 
 # level → (where it cuts, the fewest characters of a piece)
@@ -245,8 +190,16 @@ _CUTS: dict[Level, tuple[Callable[[str, int, int], Iterator[int]], int]] = {
 }
 
 
-def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
-    """Cut a unit at `starts`; its first piece keeps the boundary it had."""
+def _cut_at(text: str, unit: Unit, level: Level) -> list[Unit]:
+    find_cuts, least = _CUTS[level]
+    starts, last = [], unit.start
+    for cut in find_cuts(text, unit.start, unit.end):
+        if cut - last >= least:
+            starts.append(last := cut)
+    return _cut(unit, starts, level)
+
+
+def _cut(unit: Unit, starts: Iterable[int], level: Level) -> list[Unit]:
     edges = [unit.start, *starts, unit.end]
     first = Unit(edges[0], edges[1], unit.level, level, unit.heading and len(edges) == 2)
     return [first, *(Unit(start, end, level, level) for start, end in pairwise(edges[1:]))]
@@ -255,19 +208,20 @@ def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
 def _block_units(text: str, block: _Block) -> list[Unit]:
     whole = _whole(block)
     if block.form == "code":
-        return _code_units(text, block, whole)
+        first, *others = _cut(whole, block.lines[1:], Level.ROW)
+        inner = (each if _is_inner(text, each.start) else replace(each, level=Level.SENTENCE) for each in others)
+        return [first, *inner]
     if block.form != "prose":
         return [whole]
-    lines = _prose_lines(text, block)
-    return [piece for line in _cut(whole, lines, Level.LINE) for piece in _sentences(text, line)]
-
-
-def _sentences(text: str, unit: Unit) -> list[Unit]:
-    cuts, least = _CUTS[Level.SENTENCE]
-    starts = _thinned(cuts(text, unit.start, unit.end), unit.start, least)
-    pieces = _cut(unit, starts, Level.SENTENCE)
+    wrapped = _wrapped(text, block)
+    starts = (start for start in block.lines[1:] if start not in wrapped or _ITEM.match(text, start))
+    sentences = (each for line in _cut(whole, starts, Level.LINE) for each in _cut_at(text, line, Level.SENTENCE))
     # what is left of a wrapped paragraph has line ends that mean no more than spaces
-    return [replace(piece, finest=Level.ROW) for piece in pieces]
+    return [replace(sentence, finest=Level.ROW) for sentence in sentences]
+
+
+def _is_inner(text: str, start: int) -> bool:
+    return text[start] in " \t" or _CLOSER.match(text, start) is not None
 
 
 def _whole(block: _Block) -> Unit:
@@ -275,31 +229,8 @@ def _whole(block: _Block) -> Unit:
     return Unit(block.start, block.end, block.level, finest, block.form == "heading")
 
 
-def _code_units(text: str, block: _Block, whole: Unit) -> list[Unit]:
-    """Make a unit of each line; one in the first column that does not close something is a better start."""
-    pieces = _cut(whole, iter(block.lines[1:]), Level.ROW)
-    return [pieces[0], *(replace(piece, level=_code_level(text, piece.start)) for piece in pieces[1:])]
-
-
-def _code_level(text: str, start: int) -> Level:
-    inner = text[start] in " \t" or _CLOSER.match(text, start)
-    return Level.ROW if inner else Level.SENTENCE
-
-
-def _prose_lines(text: str, block: _Block) -> Iterator[int]:
-    """Find the line ends that mean something: all but those where a paragraph is wrapped."""
-    wrapped = _wrapped(text, block)
-    for start in block.lines[1:]:
-        if start not in wrapped or _ITEM.match(text, start):
-            yield start
-
-
 def _wrapped(text: str, block: _Block) -> set[int]:
-    """Return the starts of lines that go on with what the line before could not hold.
-
-    Those before are about as long as the longest, and of the lines after them a third goes on in the middle of a
-    sentence. Titles and last lines of paragraphs are shorter: text from a PDF has no empty lines around them.
-    """
+    """Find the starts of lines that continue a full line, if a third of them is in the middle of a sentence."""
     lengths = [after - start for start, after in pairwise(block.lines)]
     longest = max(lengths, default=0)
     if not _NARROW <= longest <= _WIDE:
@@ -314,9 +245,8 @@ def _goes_on(char: str) -> bool:
 
 def _blocks(text: str, kind: str) -> list[_Block]:
     outliner = _Outliner(text, kind)
-    for match in _LINE.finditer(text):
-        if match.end() > match.start():
-            outliner.line(match.start(), match.end())
+    for match in filter(lambda match: match[0], _LINE.finditer(text)):
+        outliner.line(match.start(), match.end())
     return outliner.finished()
 
 
@@ -343,15 +273,12 @@ class _Outliner:
             self._prose_line(start, end)
 
     def finished(self) -> list[_Block]:
-        """Return all blocks, adjoining from 0 to the end of the text."""
-        blocks = self._blocks
-        if blocks:
-            blocks[0].start = blocks[0].lines[0] = 0
-        for block, after in pairwise(blocks):
+        for block, after in pairwise(self._blocks):
             block.end = after.start
-        if blocks:
-            blocks[-1].end = len(self._text)
-        return blocks
+        if self._blocks:
+            self._blocks[0].start = self._blocks[0].lines[0] = 0
+            self._blocks[-1].end = len(self._text)
+        return self._blocks
 
     def _in_fence(self, start: int, blank: bool) -> None:
         block = self._blocks[-1]
@@ -363,8 +290,7 @@ class _Outliner:
 
     def _code_line(self, start: int) -> None:
         if self._gap or not self._blocks:
-            top = self._text[start] not in " \t" and not _CLOSER.match(self._text, start)
-            self._begin(start, "code", Level.PARAGRAPH if top else Level.LINE)
+            self._begin(start, "code", Level.LINE if _is_inner(self._text, start) else Level.PARAGRAPH)
         else:
             self._blocks[-1].lines.append(start)
 
@@ -376,11 +302,9 @@ class _Outliner:
             last.lines.append(start)
             return
         form = self._form(start, end)
-        starts = self._gap or last is None or last.form != form or form in ("heading", "fence")
-        if last is None or starts:
-            section = form == "heading"
-            after_gap = Level.PARAGRAPH if self._gap else Level.LINE
-            self._begin(start, form, Level.SECTION if section else after_gap)
+        if self._gap or last is None or last.form != form or form in ("heading", "fence"):
+            level = Level.PARAGRAPH if self._gap else Level.LINE
+            self._begin(start, form, Level.SECTION if form == "heading" else level)
         else:
             last.lines.append(start)
 
@@ -402,9 +326,9 @@ class _Outliner:
     def _is_title(self, start: int, end: int) -> bool:
         """Return True for a title in plain text: `Chapter 3`, `2.1 Scope`, `제3장` or capitals between blank lines."""
         line = self._text[start:end].strip()
-        if not self._gap or len(line) > _LONGEST_TITLE or not _ends_blank(self._text, end):
-            return False
-        if line[-1] in '.!?。,;:…"':
+        below = _LINE.match(self._text, end)
+        ends_blank = below is not None and below.end() < len(self._text) and not below[0].strip()
+        if not self._gap or len(line) > _LONGEST_TITLE or not ends_blank or line[-1] in '.!?。,;:…"':
             return False
         return bool(_TITLE.match(line)) or (line.isupper() and len(line) > 3)
 
@@ -412,15 +336,6 @@ class _Outliner:
         """Return True if a row of signs right below a one-line paragraph makes it a heading."""
         if self._gap or last is None or last.form != "prose" or len(last.lines) != 1:
             return False
-        pattern = _UNDERLINE if self._marked else _RST_UNDERLINE
-        match = pattern.match(self._text, start)
-        if match is None:
-            return False
+        match = (_UNDERLINE if self._marked else _RST_UNDERLINE).match(self._text, start)
         title = self._text[last.start : start].strip()
-        return self._marked or len(match[0].strip()) >= len(title) - 2
-
-
-def _ends_blank(text: str, end: int) -> bool:
-    """Return True if the line at `end` is blank and more text follows."""
-    match = _LINE.match(text, end)
-    return match is not None and match.end() < len(text) and not match[0].strip()
+        return match is not None and (self._marked or len(match[0].strip()) >= len(title) - 2)

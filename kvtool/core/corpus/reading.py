@@ -1,9 +1,6 @@
-"""File reading of one run: choice of the reader; user commands; and the process that reads hostile-prone formats.
-
-Whatever a file makes its reader do ends that process at worst: an alarm bounds its time, a limit of the address space
-its memory. A request is a line of JSON and the file's bytes on stdin, an answer a line of JSON on stdout; neither side
-accepts anything else.
-"""
+"""Readers of one run, user commands, and the process that reads hostile-prone formats: an alarm bounds its time, a
+limit of the address space its memory. A request is a line of JSON and the file's bytes on stdin, an answer a line of
+JSON on stdout."""
 
 from __future__ import annotations
 
@@ -20,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, Self
 
 from kvtool.core import __version__
@@ -35,6 +31,7 @@ from kvtool.core.corpus.options import PATH
 from kvtool.core.corpus.readers import ending_of, read_documents, source_of
 from kvtool.core.corpus.readers.document import Document, EmptyFile, PassingFailure, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import chosen, decode
+from kvtool.core.corpus.tables import line_marks
 
 MOST_TEXT = 1 << 27  # characters of a file's text
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
@@ -49,21 +46,12 @@ _PROGRAM = "from kvtool.core.corpus.reading import serve\nserve(int(sys.argv[1])
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on the reading of one file: `seconds`, and `memory` in bytes."""
-
     seconds: float = 60.0
     memory: int = 2 * 10**9
 
 
 class Reading:
-    """The readers of one run; a context manager, since a process may wait for the next file.
-
-    Parameters
-    ----------
-    commands : shell-like commands by file ending (`.djvu`), which come before kvtool's own readers.
-    bounds : None: the usual ones.
-    encoding : of texts that are not UTF-8 and name no other; an empty string: it is guessed.
-    """
+    """The readers of one run. `commands` by file ending (`.djvu`) come first; an empty `encoding` is guessed."""
 
     def __init__(
         self, commands: Mapping[str, str] | None = None, bounds: Bounds | None = None, encoding: str = ""
@@ -78,23 +66,17 @@ class Reading:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *error: object) -> None:
+        self._end_child()
 
     def takes(self, path: PurePath) -> bool:
-        """Return True if files of this name can be read."""
         return ending_of(path) in self.commands or readers.is_known(path)
 
     def refuses(self, path: PurePath) -> bool:
-        """Return True if the name says that the file holds no text, and no command or reader reads it."""
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath, is_whole: bool = False) -> str:
-        """Return a digest of what a file's documents depend on besides the bytes: the readers, the command or plugin
-        that reads it, the encoding, and libraries that are missing where files are inside of it; `is_whole`: as if none
-        were."""
+        """Digest of what a file's documents depend on besides its bytes; `is_whole`: as if no library were missing."""
         key = ending_of(path), is_whole
         if key not in self._settings:
             command = self.commands.get(key[0])
@@ -106,7 +88,7 @@ class Reading:
         return self._settings[key]
 
     def means(self, path: PurePath) -> str:
-        """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
+        """What a reading depends on besides the file: kvtool, installed tools, bounds."""
         key = ending_of(path)
         if key not in self._means:
             command = self.commands.get(key)
@@ -115,13 +97,6 @@ class Reading:
         return self._means[key]
 
     def documents(self, path: Path, data: bytes) -> list[Document]:
-        """Read the documents of one file.
-
-        Raises
-        ------
-        UnreadableFile
-            If it holds no text that can be read, or not within the bounds.
-        """
         token = chosen.set(self.encoding)
         try:
             if command := self.commands.get(ending_of(path)):
@@ -135,32 +110,30 @@ class Reading:
             chosen.reset(token)
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Ask the child process. If it ends, or lacks memory, after other files, a new process is asked: earlier files
-        may have caused that."""
+        """Ask the child process; a new one if it ends after earlier files, which may have caused that."""
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
-            self._end()
+            self._end_child()
             child = self._child = Child(self.bounds, self.encoding)
         try:
             return child.ask(path, data)
         except _Ended as ended:
-            self._end()
+            self._end_child()
             if child.files == 1 or ended.late:
                 raise (UnreadableFile if ended.lasts else PassingFailure)(*ended.why) from ended
         except BaseException:
-            self._end()
+            self._end_child()
             raise
         return self._ask(path, data)
 
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
 
 def _program(command: str) -> str:
-    """Return paths and times of a command's program ("" if not installed) and of files among its arguments, such as the
-    script of an interpreter."""
+    """Paths and times of a command's program ("" if not installed) and of its arguments that are files."""
     program, *words = shlex.split(command)
     places = [shutil.which(program) or "", *filter(os.path.isfile, words)]
     return " ".join(f"{place} {os.stat(place).st_mtime_ns}" if place else "" for place in places)
@@ -170,25 +143,13 @@ def _documents(answer: Mapping[str, Any]) -> list[Document]:
     if "error" in answer:
         raise UnreadableFile.from_row(answer)
     return [
-        Document(
-            one["source"],
-            one["text"],
-            one["kind"],
-            tuple(one["notes"]),
-            tuple(Mark(mark["start"], mark["place"]) for mark in one["marks"]),
-        )
+        Document(**{**one, "notes": tuple(one["notes"]), "marks": tuple(Mark(**mark) for mark in one["marks"])})
         for one in answer["documents"]
     ]
 
 
 class _Ended(Exception):
-    """The process has ended over a file, or has no memory for it.
-
-    Attributes
-    ----------
-    why : what happened, and a hint.
-    late : it took too long. `lasts`: another try would end so, too.
-    """
+    """The process has ended, or lacks memory. `why`: message and hint; `lasts`: another try would end the same way."""
 
     def __init__(self, why: tuple[str, str], late: bool = False, lasts: bool = False) -> None:
         super().__init__(*why)
@@ -198,13 +159,6 @@ class _Ended(Exception):
 
 
 class Child:
-    """A process that reads files, one after another.
-
-    Attributes
-    ----------
-    files : how many it was given.
-    """
-
     def __init__(self, bounds: Bounds, encoding: str = "") -> None:
         self.files = 0
         self._bounds = bounds
@@ -222,7 +176,7 @@ class Child:
         return self._process.poll() is None
 
     def ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Let it read a file; return its answer. Raises _Ended."""
+        """Let it read a file. Raises _Ended."""
         self.files += 1
         stdin = self._process.stdin
         assert stdin is not None
@@ -233,15 +187,13 @@ class Child:
             stdin.flush()
         answer = json.loads(self._line())
         if answer.get("error") == "MemoryError":
-            why = f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read"
-            raise _Ended((why, "`--read-memory 8GB` allows more"), lasts=True)
+            why = f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read", "`--read-memory 8GB` allows more"
+            raise _Ended(why, lasts=True)
         return dict(answer)
 
     def end(self) -> None:
-        """End it, whatever it does, with all that it has started."""
-        if hasattr(os, "killpg"):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -250,10 +202,7 @@ class Child:
         self._process.wait()
 
     def _line(self) -> bytes:
-        """Read the line that it writes, but not to the end of its output, which its own children may hold open.
-
-        Raises _Ended: it has ended, or its time was up, before a whole line.
-        """
+        """Read its answer, not to the end of the pipe, which its own children may hold open. Raises _Ended."""
         assert self._process.stdout is not None
         pipe, said = self._process.stdout.fileno(), bytearray()
         end = time.monotonic() + self._bounds.seconds + _GRACE
@@ -275,22 +224,15 @@ class Child:
         if not is_late:
             with suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(5)
-        if is_late or (code is not None and code == -getattr(signal, "SIGALRM", 0)):
-            why = f"takes over {self._bounds.seconds:g} s to read"
-            return _Ended((why, "`--read-timeout 10m` allows more"), late=True)
-        why = f"damaged: what reads it has crashed (code {code})"
-        return _Ended((why, "open it in its own program and save it anew"))
+        if is_late or (code is not None and code == -signal.SIGALRM):
+            why = f"takes over {self._bounds.seconds:g} s to read", "`--read-timeout 10m` allows more"
+            return _Ended(why, late=True)
+        why = f"damaged: what reads it has crashed (code {code})", "open it in its own program and save it anew"
+        return _Ended(why)
 
 
 def serve(seconds: int, memory: int, encoding: str) -> None:
-    """Read files until stdin ends.
-
-    Parameters
-    ----------
-    seconds : how long one file may take; the process is ended then, by SIGALRM.
-    memory : bytes that the process may have.
-    encoding : see `Reading`.
-    """
+    """Read files until stdin ends; SIGALRM ends the process when one takes over `seconds`."""
     chosen.set(encoding)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # a library's output is sent to stderr, which is not read
@@ -298,11 +240,9 @@ def serve(seconds: int, memory: int, encoding: str) -> None:
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         data = sys.stdin.buffer.read(asked["size"])
-        if hasattr(signal, "alarm"):
-            signal.alarm(seconds)
+        signal.alarm(seconds)
         answer = json.dumps(_answer(Path(asked["path"]), data, asked["most"]))
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)  # before the answer is written: then it is the next file that is read
+        signal.alarm(0)  # before the answer is written: then it is the next file that is read
         answers.write(answer + "\n")
         answers.flush()
 
@@ -325,11 +265,7 @@ def _answer(path: Path, data: bytes, most: int) -> dict[str, Any]:
 
 
 def _read_by(command: str, path: Path, seconds: float, most: int) -> list[Document]:
-    """Read a file by a command, without a shell; form feeds separate pages. Without any, a place is a line of the
-    command's text, and called so: the file has no such line.
-
-    Raises PassingFailure: the command cannot be started, fails, or takes over `seconds` or `most` bytes.
-    """
+    """Read a file by a command, without a shell; form feeds separate pages. Raises PassingFailure."""
     words = [word.replace(PATH, str(path)) for word in shlex.split(command)]
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
         code = _run(words, said.fileno(), complained.fileno(), seconds, most)
@@ -341,21 +277,12 @@ def _read_by(command: str, path: Path, seconds: float, most: int) -> list[Docume
         text, notes = decode(said.read())
     pages = text.split("\f")
     if len(pages) == 1:
-        return [Document(source_of(path), text, "text", notes, tuple(_lines(text)))]
-    document = numbered(source_of(path), "text", "p.", pages)
-    return [replace(document, notes=notes)]
-
-
-def _lines(text: str) -> Iterator[Mark]:
-    start = 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield Mark(start, f"text line {number}")
-        start += len(line) + 1
+        marks = tuple(Mark(mark.start, f"text line {mark.place}") for mark in line_marks(text))
+        return [Document(source_of(path), text, "text", notes, marks)]
+    return [replace(numbered(source_of(path), "text", "p.", pages), notes=notes)]
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
-    """Run a command; return its exit code. Raises PassingFailure if it had to be killed."""
     try:
         child = started(words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained)
     except OSError as error:

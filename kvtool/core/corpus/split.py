@@ -1,12 +1,6 @@
-"""KVSplit (EPIC, arXiv 2410.15332): documents → chunks along their own structure.
-
-The laws: spans adjoin and join to the text; none has more than `max_tokens`; a text that fits is one
-chunk; and, since a chunk's id is its content, an edit changes the chunks it touches and few others.
-
-Boundaries are content-defined: among the unit ends that make a chunk of min … max tokens, the best level wins, and
-among equals the smallest hash of the following unit. So two texts that differ in one place choose the same boundaries
-again soon after it.
-"""
+"""KVSplit (EPIC, arXiv 2410.15332): documents → chunks along their own structure. Boundaries are content-defined: the
+best level wins, and among equals the smallest hash of the following unit. So an edit changes the chunks it touches and
+few others."""
 
 from __future__ import annotations
 
@@ -23,19 +17,13 @@ CountTokens = Callable[[Sequence[str]], list[int]]
 """Number of tokens of each text, tokenised separately."""
 
 _BATCH = 8192  # texts in one call of the counter
+_LONGEST_TOKEN = 64  # characters; longer texts are cut without being counted
 _LONGEST_UNIT = 4000  # characters; a tokenizer is quadratic on lines without spaces
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """Settings of a split.
-
-    Parameters
-    ----------
-    method : a key of `METHODS`.
-    max_tokens : tokens of a chunk, at most.
-    min_tokens : tokens from which on a boundary is sought; 0 takes what suits the method.
-    """
+    """Settings of a split; a `min_tokens` of 0 stands for what suits the method."""
 
     method: str = "semantic"
     max_tokens: int = 256
@@ -52,33 +40,22 @@ class SplitSettings:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Characters `start` to `end` of a document's text."""
-
     start: int
     end: int
 
 
 def split(text: str, settings: SplitSettings, count_tokens: CountTokens, kind: str = "text") -> list[Span]:
-    """Split a document's text into chunks.
-
-    Parameters
-    ----------
-    text : any text; only white space yields no chunk.
-    settings : the method and its limits.
-    count_tokens : counts what a chunk will have; called with stripped chunks and with units.
-    kind : the document's kind: `text`, `markdown`, `html` or `code`.
-
-    Returns
-    -------
-    Adjoining spans that cover the text, each of at most `max_tokens` tokens when stripped; only a single
-    character may have more.
-    """
+    """Split a text into adjoining spans that cover it, each of at most `max_tokens` tokens when stripped; only a single
+    character may have more. A text of only white space yields none."""
     if not text or text.isspace():
         return []
     work = _Work(text, settings.max_tokens, count_tokens)
-    if work.fits_whole():
+    if len(text) <= _LONGEST_TOKEN * work.most and work.count([text.strip()])[0] <= work.most:
         return [Span(0, len(text))]
-    groups = METHODS[settings.method](work, settings, kind)
+    cut, *shares = METHODS[settings.method]
+    most, least = settings.max_tokens, settings.min_tokens
+    limits = _Limits(most, *(most if share == 8 else least or most * share // 8 for share in shares))
+    groups = work.packed(cut(text, kind), limits)
     edges = [*(group[0].start for group in groups), len(text)]
     return [Span(start, end) for start, end in pairwise(edges)]
 
@@ -89,14 +66,7 @@ Group = list[Unit]
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of a chunk.
-
-    Parameters
-    ----------
-    most : tokens of a chunk, at most.
-    least : tokens below which no boundary is sought; also of the last chunk.
-    section : tokens from which on a heading always begins a new chunk.
-    """
+    """Limits of a chunk in tokens: at most, at least, and from where on a heading always begins a new chunk."""
 
     most: int
     least: int
@@ -105,44 +75,29 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A document during the steps that every method shares."""
-
     text: str
     most: int
     counter: CountTokens
-
-    def fits_whole(self) -> bool:
-        """Return True if the text is one chunk; texts of over 64 characters a token are not counted."""
-        if len(self.text) > 64 * self.most:
-            return False
-        return self.count([self.text.strip()])[0] <= self.most
 
     def count(self, texts: Sequence[str]) -> list[int]:
         batches = (texts[i : i + _BATCH] for i in range(0, len(texts), _BATCH))
         return [count for batch in batches for count in self.counter(batch)]
 
     def sized(self, pieces: list[Unit]) -> tuple[list[Unit], list[int]]:
-        """Cut what is too long for any chunk, and count every unit once."""
-        ready = [part for piece in pieces for part in self._tamed(piece)]
-        sizes = self.count([self._counted_text(unit) for unit in ready])
-        large = [i for i, size in enumerate(sizes) if size > self.most]
-        while cut := self._cut_large(ready, large):
-            ready, sizes, fresh = _replaced(ready, sizes, cut)
-            counts = self.count([self._counted_text(ready[i]) for i in fresh])
-            for i, size in zip(fresh, counts, strict=True):
-                sizes[i] = size
-            large = [i for i, size in zip(fresh, counts, strict=True) if size > self.most]
-        return ready, sizes
-
-    def _cut_large(self, ready: list[Unit], large: list[int]) -> dict[int, list[Unit]]:
-        """Cut those units that stay too long without the space around them."""
-        counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
-        too_long = [i for i, count in zip(large, counts, strict=True) if count > self.most]
-        parts = {i: finer(self.text, ready[i]) for i in too_long}
-        return {i: units_ for i, units_ in parts.items() if len(units_) > 1}
+        fresh = ready = [part for piece in pieces for part in self._tamed(piece)]
+        sizes: dict[Unit, int] = {}
+        while fresh:
+            counts = self.count([self._counted_text(unit) for unit in fresh])
+            sizes |= zip(fresh, counts, strict=True)
+            large = [unit for unit in fresh if sizes[unit] > self.most]
+            # those that stay too long without the space around them
+            counts = self.count([self._stripped([unit]) for unit in large])
+            parts = {unit: finer(self.text, unit) for unit, n in zip(large, counts, strict=True) if n > self.most}
+            fresh = [part for cut in parts.values() if len(cut) > 1 for part in cut]
+            ready = [part for unit in ready for part in parts.get(unit, (unit,))]
+        return ready, [sizes[unit] for unit in ready]
 
     def packed(self, pieces: list[Unit], limits: _Limits) -> list[Group]:
-        """Make chunks of units, each checked with a real count and cut again where it is too long."""
         ready, sizes = self.sized(pieces)
         groups = _grouped(ready, _Packer(self.text, ready, sizes, limits).starts())
         while True:
@@ -156,7 +111,6 @@ class _Work:
             groups = list(chain.from_iterable(parts))
 
     def _tamed(self, unit: Unit) -> Iterator[Unit]:
-        """Cut units of thousands of characters before a tokenizer sees them."""
         todo = [unit]
         while todo:
             piece = todo.pop()
@@ -167,10 +121,7 @@ class _Work:
                 todo.extend(reversed(parts))
 
     def _counted_text(self, unit: Unit) -> str:
-        """Return a unit's text; the space after it counts with the next one, as tokenizers cut words.
-
-        So the counts of units add up to that of their chunk almost exactly.
-        """
+        """The text to count for a unit: tokenizers count the space after it with the next unit."""
         before = self.text[max(0, unit.start - 16) : unit.start]
         carried = before[len(before.rstrip(" \t")) :]
         return carried + self.text[unit.start : unit.end].rstrip(" \t")
@@ -179,7 +130,6 @@ class _Work:
         return self.text[group[0].start : group[-1].end].strip()
 
     def _repaired(self, group: Group, count: int) -> list[Group]:
-        """Cut a chunk of `count` > most tokens, sizes now being shares of its characters."""
         if len(group) == 1:
             pieces = finer(self.text, group[0])
             if len(pieces) == 1:
@@ -201,25 +151,7 @@ class _Work:
         return [*groups[:-2], joined]
 
 
-def _replaced(
-    ready: list[Unit], sizes: list[int], cut: dict[int, list[Unit]]
-) -> tuple[list[Unit], list[int], list[int]]:
-    """Put parts in the places of the cut units; returns units, sizes and the places of those parts."""
-    units_: list[Unit] = []
-    counts: list[int] = []
-    fresh: list[int] = []
-    for i, (unit, size) in enumerate(zip(ready, sizes, strict=True)):
-        parts = cut.get(i)
-        if parts is not None:
-            fresh.extend(range(len(units_), len(units_) + len(parts)))
-        units_.extend(parts or (unit,))
-        counts.extend([0] * len(parts) if parts else (size,))
-    return units_, counts, fresh
-
-
 class _Packer:
-    """A choice of the units that begin a chunk, given the tokens of each unit."""
-
     def __init__(self, text: str, units: Sequence[Unit], sizes: Sequence[int], limits: _Limits) -> None:
         self._text = text
         self._units = units
@@ -227,18 +159,17 @@ class _Packer:
         self._limits = limits
 
     def starts(self) -> list[int]:
-        """Return the indices of the units that begin a chunk; the first is always 0."""
         starts = [0]
         while (after := self._next_start(starts[-1])) < len(self._units):
             starts.append(after)
         return starts
 
     def _next_start(self, first: int) -> int:
-        """Find the unit that begins the chunk after the one that begins at `first`."""
         limits, count = self._limits, len(self._units)
-        last = self._reach(first, limits.most)
+        last = max(first + 1, bisect_right(self._sums, self._sums[first] + limits.most) - 1)
         low = bisect_left(self._sums, self._sums[first] + limits.section, first + 1)
-        section = next((i for i in range(low, last + 1) if self._is_section(i)), None)
+        inside = range(low, min(last + 1, count))
+        section = next((i for i in inside if self._units[i].level == Level.SECTION and self._allowed(i)), None)
         if section is not None and self._rest(section) >= limits.section:
             return section
         if last == count:
@@ -250,20 +181,14 @@ class _Packer:
             halves = [i for i in window if self._rest(i) <= limits.most]
             if halves:
                 return self._balanced(halves)
-        return self._best(window) if window else self._fallback(first, last)
-
-    def _reach(self, first: int, most: int) -> int:
-        """Find the furthest unit that may begin the next chunk; at least the next one."""
-        return max(first + 1, bisect_right(self._sums, self._sums[first] + most) - 1)
+        if window:
+            return self._best(window)
+        return next((i for i in range(last, first, -1) if self._allowed(i)), last)
 
     def _rest(self, index: int) -> int:
         return self._sums[-1] - self._sums[index]
 
-    def _is_section(self, index: int) -> bool:
-        return index < len(self._units) and self._units[index].level == Level.SECTION and self._allowed(index)
-
     def _allowed(self, index: int) -> bool:
-        """Return True if a chunk may begin here: no chunk should end with a heading."""
         return not self._units[index - 1].heading
 
     def _balanced(self, window: list[int]) -> int:
@@ -274,16 +199,10 @@ class _Packer:
     def _best(self, window: list[int]) -> int:
         level = max(self._units[i].level for i in window)
         equals = [i for i in window if self._units[i].level == level]
-        return equals[0] if len(equals) == 1 else min(equals, key=self._hash)
-
-    def _hash(self, index: int) -> bytes:
-        unit = self._units[index - 1]
-        content = self._text[unit.start : unit.end].encode("utf-8", "surrogatepass")
-        return blake2b(content, digest_size=8).digest()
-
-    def _fallback(self, first: int, last: int) -> int:
-        """Choose for units too large for the window: as full as possible, if need be after a heading."""
-        return next((i for i in range(last, first, -1) if self._allowed(i)), last)
+        if len(equals) == 1:
+            return equals[0]
+        texts = {i: self._text[self._units[i - 1].start : self._units[i - 1].end] for i in equals}
+        return min(equals, key=lambda i: blake2b(texts[i].encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
@@ -291,36 +210,10 @@ def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
     return [pieces[a:b] for a, b in pairwise(edges)]
 
 
-def _semantic(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Cut at sections, then paragraphs, lines and sentences; among equals the content decides."""
-    least = settings.min_tokens or settings.max_tokens * 3 // 8
-    return work.packed(units(work.text, kind), _Limits(settings.max_tokens, least, least))
-
-
-def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Make one chunk of a section where it fits; only sections of under max/8 tokens are joined."""
-    del kind
-    most = settings.max_tokens
-    limits = _Limits(most, settings.min_tokens or most * 3 // 8, settings.min_tokens or most // 8)
-    return work.packed(units(work.text, "markdown"), limits)
-
-
-def _paragraph(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Keep paragraphs whole, and cut one only if it is too long."""
-    most = settings.max_tokens
-    least = settings.min_tokens or most // 2
-    return work.packed(paragraphs(work.text, kind), _Limits(most, least, least))
-
-
-def _fixed(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Take as many words as fit: the baseline, which is not stable under edits."""
-    most = settings.max_tokens
-    return work.packed(words(work.text, kind), _Limits(most, most, most))
-
-
-METHODS: dict[str, Callable[[_Work, SplitSettings, str], list[Group]]] = {
-    "semantic": _semantic,
-    "markdown": _markdown,
-    "paragraph": _paragraph,
-    "fixed": _fixed,
+# how a method cuts a text, and from which eighth of a chunk on it seeks a boundary, and begins a new one at a heading
+METHODS: dict[str, tuple[Callable[[str, str], list[Unit]], int, int]] = {
+    "semantic": (units, 3, 3),
+    "markdown": (lambda text, kind: units(text, "markdown"), 3, 1),
+    "paragraph": (paragraphs, 4, 4),
+    "fixed": (words, 8, 8),  # the baseline, which is not stable under edits
 }

@@ -1,7 +1,4 @@
-"""Long tables: every chunk that begins inside of one repeats its header rows, so that values keep their headings.
-
-The header rows become part of the document's text at the start of such a chunk; the places of the rows do not change.
-"""
+"""Long tables: every chunk that begins inside of one repeats its header rows in the document's text."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ _SEAM = 4  # tokens by which a header and its rows may together have more than e
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Characters of a table: its header is `text[start:body]`, its rows are `text[body:end]`."""
-
     start: int
     body: int
     end: int
@@ -49,8 +44,7 @@ class _Table:
 def split_document(
     document: Document, settings: SplitSettings, count_tokens: CountTokens
 ) -> tuple[Document, list[Span]]:
-    """Split a document into chunks (:func:`split`). Return it with the header of each cut table repeated in its text,
-    and the spans of that text. A header of more than half a chunk is not repeated."""
+    """Split a document, and repeat headers of at most half a chunk in the chunks of cut tables."""
     spans = split(document.text, settings, count_tokens, document.kind)
     most_header = _LONGEST_TOKEN * settings.max_tokens
     tables = [] if len(spans) < 2 else [each for each in _tables(document) if each.body - each.start < most_header]
@@ -72,7 +66,6 @@ def split_document(
 def _narrowed(
     document: Document, spans: Sequence[Span], tables: Iterable[_Table], divide: Callable[[str], list[Span]]
 ) -> list[Span]:
-    """Split the chunks that hold a table again, so that each has room for its header."""
     made: list[Span] = []
     done = 0  # spans
     for table in tables:
@@ -111,13 +104,11 @@ def _long_rows(text: str) -> list[Span]:
 
 
 def _row_at(rows: Sequence[Span], at: int) -> Span | None:
-    """Return the row that a place is inside of."""
     number = bisect_left(rows, at, key=lambda row: row.start) - 1
     return rows[number] if number >= 0 and at < rows[number].end else None
 
 
 def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -> tuple[Document, list[Span]]:
-    """Insert the header of its table at the start of each chunk that begins with a row of it."""
     text, added = document.text, 0
     inserted, parts, moved = list[tuple[int, int]](), list[str](), list[Span]()
     for span, at in zip(spans, _row_starts(document, spans), strict=True):
@@ -129,12 +120,12 @@ def _with_headers(document: Document, spans: list[Span], tables: list[_Table]) -
         parts += [text[span.start : at], header, text[at : span.end]] if header else [text[span.start : span.end]]
         moved.append(Span(span.start + added, span.end + added + len(header)))
         added += len(header)
-    marks = tuple(_moved(document.marks or _lines(text), inserted)) if inserted else document.marks
+    marks = tuple(_moved(document.marks or line_marks(text), inserted)) if inserted else document.marks
     return replace(document, text="".join(parts), marks=marks), moved
 
 
 def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
-    """Yield where the first line of each chunk begins, or −1 if the chunk begins inside of a line or a quoted cell."""
+    """Yield where the first line of each chunk begins, or −1 inside of a line or a quoted cell."""
     text = document.text
     rows = _long_rows(text) if document.kind == "table" else []
     for span in spans:
@@ -144,7 +135,6 @@ def _row_starts(document: Document, spans: Iterable[Span]) -> Iterator[int]:
 
 
 def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterator[Mark]:
-    """Yield the marks of the new text; an inserted header has the place of the row that it precedes."""
     added, before = 0, iter([*inserted, (2**63, 0)])
     at, length = next(before)
     for mark in marks:
@@ -154,15 +144,17 @@ def _moved(marks: Iterable[Mark], inserted: Sequence[tuple[int, int]]) -> Iterat
         yield Mark(mark.start + added, mark.place)
 
 
-def _lines(text: str) -> Iterator[Mark]:
+def line_marks(text: str) -> Iterator[Mark]:
     for number, found in enumerate(_LINE.finditer(text), 1):
         if found[0].strip():
             yield Mark(found.start(), number)
 
 
 def _tables(document: Document) -> list[_Table]:
-    if document.kind in ("code", "table"):
-        return [*_delimited(document.text)] if document.kind == "table" else []
+    if document.kind == "table":
+        return [*_delimited(document.text)]
+    if document.kind == "code":
+        return []
     return [table for rows in _runs(document.text) if (table := _headed(document.text, rows)) is not None]
 
 
@@ -182,13 +174,12 @@ def _runs(text: str) -> Iterator[list[Span]]:
 
 
 def _rule_of(text: str, run: Sequence[Span]) -> int:
-    """Return which of the first lines is a rule of Markdown, below its header; 0: none."""
+    """Which of the first lines is a rule of Markdown, below its header; 0: none."""
     lines = (text[line.start : line.end].strip() for line in run[: _HEADER_ROWS + 1])
     return next((at for at, line in enumerate(lines) if _RULE.fullmatch(line)), 0)
 
 
 def _headed(text: str, run: list[Span]) -> _Table | None:
-    """Find the header of a run of rows: what precedes a rule of Markdown, or rows that look like headings."""
     rows = [_cells(text[row.start : row.end].strip()) for row in run[: _SAMPLE_ROWS + _HEADER_ROWS]]
     last = _rule_of(text, run) or _last_heading(rows)
     if len(run) < _FEWEST_ROWS or last is None:
@@ -202,7 +193,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _last_heading(rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the number of the row that holds a table's last headings; None if it has none."""
+    """The number of the row that holds a table's last headings."""
     last = None
     for at, row in enumerate(rows[:_HEADER_ROWS]):
         body = rows[at + 1 :]
@@ -221,7 +212,7 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
     numbers = [int(cell) for cell in named if cell.isdecimal() and len(cell) < 9]
     counts = len(named) > len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
     for column, cell in enumerate(row):
-        below = [other[column] for other in body if column < len(other) and other[column]]
+        below = _cells_of(body, column)
         alike = sum(_shape(other) == _shape(cell) for other in below) * 2 > len(below)
         if cell in below and not counts:
             return False
@@ -231,14 +222,16 @@ def _is_heading(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
 
 
 def _heads_numbers(row: Sequence[str], body: Sequence[Sequence[str]]) -> bool:
-    """Return True for words, not all the same, above columns of numbers."""
-    heads = [cell for column, cell in enumerate(row) if cell and _mostly_numbers(body, column)]
-    return len(set(heads)) > 1 and not any("0" in _shape(cell) for cell in heads)
+    heads = set()
+    for column, cell in enumerate(row):
+        below = _cells_of(body, column)
+        if cell and sum(_shape(other) == "0" for other in below) * 2 > len(below):
+            heads.add(cell)
+    return len(heads) > 1 and not any("0" in _shape(cell) for cell in heads)
 
 
-def _mostly_numbers(body: Sequence[Sequence[str]], column: int) -> bool:
-    below = [other[column] for other in body if column < len(other) and other[column]]
-    return sum(_shape(other) == "0" for other in below) * 2 > len(below)
+def _cells_of(body: Sequence[Sequence[str]], column: int) -> list[str]:
+    return [row[column] for row in body if column < len(row) and row[column]]
 
 
 @lru_cache(1024)
@@ -250,7 +243,6 @@ def _shape(cell: str) -> str:
 
 
 def _delimited(text: str) -> Iterator[_Table]:
-    """Yield the table of a CSV file: from its headings, before which a few lines may name it, to its end."""
     lines = [found[0] for found in _LINE.finditer(text, 0, _SAMPLE) if found[0]][:_SAMPLE_LINES]
     rows = max((_parsed(lines, delimiter) for delimiter in _DELIMITERS), key=_regularity)
     width, _ = _regularity(rows)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.common.spelling import as_on_disk
-from kvtool.core.corpus.ignoring import Roots, Rules, is_hidden, is_lock, is_own, is_secret
+from kvtool.core.corpus.ignoring import OWN, Roots, Rules, is_hidden, is_lock, is_secret
 from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.readers import is_archive, is_image, kind_of
 from kvtool.core.corpus.reading import Reading
@@ -23,17 +23,8 @@ _NOT_SHOWN = "not open to clients: hidden, a secret, or named by an ignore file"
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A regular file to read.
-
-    Parameters
-    ----------
-    name : its path, absolute; the folder part is resolved, the last name is kept as it was found. A `Path` would take
-        several times as much memory, and there may be a million of them.
-    size : bytes.
-    mtime_ns : time of the last change, in nanoseconds.
-    ctime_ns : of the last change also of its rights, its name or that time itself.
-    guessed : it was found in a folder, by a name that no reader knows; only its content shows whether it is text.
-    """
+    """A file to read. A `Path` as its name would take several times as much memory. `guessed`: its name does not show
+    whether it is text."""
 
     name: str
     size: int
@@ -48,13 +39,7 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be taken, and why.
-
-    Attributes
-    ----------
-    known : it failed so in an earlier run, and is unchanged.
-    read : it was tried in this run.
-    """
+    """A file that could not be read. `known`: in an earlier run, and it is unchanged; `read`: tried in this run."""
 
     path: str
     error: str
@@ -63,8 +48,6 @@ class Failure:
 
 
 class Skip(StrEnum):
-    """Kinds of files that are passed over, with which nothing is wrong."""
-
     EMPTY = "empty"  # nothing in it
     LINK = "link"  # broken, a loop, or out of the folder
     UNSUPPORTED = "unsupported"  # no reader for what it is
@@ -79,29 +62,18 @@ class Skip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A file that is passed over."""
-
     path: str
     kind: Skip
     reason: str
 
     @property
     def what(self) -> str:
-        """Return the kind for a summary; for a file without a reader, the kind that its name suggests."""
         return kind_of(PurePosixPath(self.path)) if self.kind is Skip.UNSUPPORTED else self.kind.value
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Result of a walk over the given paths.
-
-    Parameters
-    ----------
-    files : files to read, sorted by path.
-    failures, skipped : the others, sorted by path.
-    missing : given paths that no longer exist, but did once (`find_files`).
-    bare : given folders without any file to read.
-    """
+    """Result, sorted by path. Paths that are `missing` existed once; `bare` folders have no file to read."""
 
     files: list[FoundFile]
     failures: list[Failure] = field(default_factory=list)
@@ -110,7 +82,6 @@ class Walked:
     bare: list[Path] = field(default_factory=list)
 
     def part(self, shard: Shard) -> Walked:
-        """Return what is in a shard; `missing` and `bare` are about given paths, and stay."""
         return replace(
             self,
             files=[file for file in self.files if shard.holds(file.name)],
@@ -129,29 +100,10 @@ def find_files(
     ignore: bool = True,
     roots: Sequence[Path] = (),
 ) -> Walked:
-    """Find the files below `paths`, sorted, each real file once.
-
-    A file whose ending says that it is no text (`.png`) is not taken. In a folder hidden names, lock files, secrets and
-    what ignore files name are passed over, too; folder links are not followed, and a file link only where it stays
-    inside the folder. A name there that no reader knows, and whose ending no `include` pattern spells out (`*.dat`), is
-    `guessed`.
-
-    Parameters
-    ----------
-    paths : files and folders.
-    include, exclude : shell patterns, matched against the name and the path below the folder;
-        `exclude` also prunes whole folders.
-    remembered : whether a path that does not exist may be missing, because it was there once.
-    leave_out : files that are not taken, wherever they are found.
-    reading : knows what is read; None: kvtool's own readers.
-    ignore : heed ignore files, and pass over lock files.
-    roots : where there are any, only what they show to others is read, also of what `paths` name (`ignoring.Roots`).
-
-    Raises
-    ------
-    UsageError
-        If a path does not exist and is not remembered.
-    """
+    """Find the files below `paths`, sorted, each real file once. In a folder, links to folders are not followed, and
+    links to files only inside of it. A file there is `guessed` if no reader knows its name and no `include` pattern
+    spells out its ending. `remembered` tells whether a path that does not exist was there once. With `roots`, only what
+    they show to others is read. Raises UsageError for a path that does not exist."""
     if not paths:
         raise UsageError("no files or folders given", "name at least one file or folder to read")
     left_out = {os.path.realpath(path) for path in leave_out}
@@ -163,7 +115,6 @@ def find_files(
 
 
 def places(path: Path) -> tuple[Path, ...]:
-    """Return the names that `find_files` gives, or gave, to a path."""
     path = as_on_disk(path)
     return _absolute(path), Path(os.path.realpath(path))
 
@@ -190,11 +141,11 @@ class _Search:
             status = path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.remembered(given):
-                raise _missing(given, error) from error
+                raise UsageError(f"no such file or folder: {given}", "check the spelling of the path") from error
             self.missing.append(given)
             return
         except OSError as error:
-            raise _missing(given, error) from error
+            raise UsageError(f"cannot look at {given}: {_reason(error)}", "check links and permissions") from error
         except ValueError as error:
             raise UsageError(f"not a path: {given!r}", "a path cannot contain NUL") from error
         if not self._is_shown(path):
@@ -216,9 +167,11 @@ class _Search:
     def _take_folder(self, folder: Path) -> None:
         root = folder.resolve()
         taken = 0
+        spelled = {PurePosixPath(glob).suffix for glob in self.include} - {""}
         for path in self._walk(root):
             try:
-                taken += self._take_file(path, path.stat(), guessed=not self._is_asked_for(path))
+                is_guessed = not self.reading.takes(path) and path.suffix not in spelled
+                taken += self._take_file(path, path.stat(), is_guessed)
             except FileNotFoundError:
                 self._skip(path, Skip.GONE, "gone since the folder was listed")
             except OSError as error:
@@ -228,7 +181,8 @@ class _Search:
 
     def _take_file(self, path: Path, status: os.stat_result, guessed: bool = False) -> bool:
         if not stat.S_ISREG(status.st_mode):
-            self._skip(path, Skip.SPECIAL, f"{_type_name(status.st_mode)}, not a file")
+            what = next((name for test, name in _TYPES if test(status.st_mode)), "a special file")
+            self._skip(path, Skip.SPECIAL, f"{what}, not a file")
             return False
         if self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
@@ -238,12 +192,11 @@ class _Search:
         if real in self.left_out:
             return False
         known = self.found.get(real)
-        if known is None or _rank(file, real) < _rank(known, real):
+        if known is None or (file.name != real, file.name) < (known.name != real, known.name):
             self.found[file.name if file.name == real else real] = file  # mostly one string serves as both
         return True
 
     def _walk(self, root: Path) -> Iterator[Path]:
-        """Yield every wanted non-folder below `root`, without following folder links."""
         todo = [(root, Rules.above(root) if self.ignore else Rules())]
         while todo:
             folder, rules = todo.pop()
@@ -265,12 +218,12 @@ class _Search:
                     yield path
 
     def _left_out(self, entry: os.DirEntry[str], path: Path, rules: Rules) -> bool:
-        """Return True if a file or a folder is passed over because it was not named itself."""
         name, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
-        if not is_folder and (is_secret(name) or (entry.is_symlink() and is_secret(_end_of(path)))):
+        target = os.path.realpath(path) if entry.is_symlink() else name
+        if not is_folder and (is_secret(name) or is_secret(os.path.basename(target))):
             self._skip(path, Skip.SECRET, "may hold keys or passwords: name it to have it read")
         elif is_hidden(name):
-            if not is_own(name):
+            if name not in OWN:
                 self._skip(path, Skip.HIDDEN, "hidden: name it to have it read")
         elif self.ignore and rules.names(path, is_folder):
             self._skip(path, Skip.IGNORED, "named by an ignore file (--no-ignore takes it)")
@@ -283,51 +236,33 @@ class _Search:
         return True
 
     def _is_shown(self, path: Path) -> bool:
-        """Return True if the caller may read what is at a path, or what a link there leads to."""
         return self.roots is None or self.roots.show(Path(os.path.realpath(path)))
 
     def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:
-        if entry.is_symlink():
-            return self._link_wanted(path, below, root)
-        if not entry.is_file(follow_symlinks=False):
-            return not self.include or _matches(below, self.include)
-        return self._name_wanted(path, below)
-
-    def _link_wanted(self, path: Path, below: str, root: Path) -> bool:
+        is_link, is_included = entry.is_symlink(), not self.include or _matches(below, self.include)
+        if not is_link and not entry.is_file(follow_symlinks=False):
+            return is_included
         try:
-            is_folder = stat.S_ISDIR(path.stat().st_mode)
+            is_folder = is_link and stat.S_ISDIR(path.stat().st_mode)
         except OSError as error:
-            if not self.include or _matches(below, self.include):
+            if is_included:
                 self._skip(path, Skip.LINK, _reason(error))
             return False
-        if not is_folder and not self._name_wanted(path, below):
+        if not is_folder and not is_included:
             return False
-        if not Path(os.path.realpath(path)).is_relative_to(root):
-            self._skip(path, Skip.LINK, "a link that leads out of the folder is not followed")
-            return False
-        return not is_folder  # a folder inside is walked under its own name
-
-    def _name_wanted(self, path: Path, below: str) -> bool:
-        if self.include and not _matches(below, self.include):
-            return False
-        if self.reading.refuses(path):
+        if not is_folder and self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
-            return False
-        return True
-
-    def _is_asked_for(self, path: Path) -> bool:
-        spelled = (PurePosixPath(glob).suffix for glob in self.include)
-        return self.reading.takes(path) or (bool(path.suffix) and path.suffix in spelled)
+        elif is_link and not Path(os.path.realpath(path)).is_relative_to(root):
+            self._skip(path, Skip.LINK, "a link that leads out of the folder is not followed")
+        else:
+            return not is_folder  # a folder inside is walked under its own name
+        return False
 
     def _fail(self, path: Path, error: str) -> None:
         self.failures.setdefault(str(path), Failure(str(path), error))
 
     def _skip(self, path: Path, kind: Skip, reason: str) -> None:
         self.skipped.setdefault(str(path), Skipped(str(path), kind, reason))
-
-
-def _end_of(link: Path) -> str:
-    return os.path.basename(os.path.realpath(link))
 
 
 def _absolute(path: Path) -> Path:
@@ -344,22 +279,11 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _not_text(path: Path) -> str:
-    """Say why a file is not read, by the kind that its name suggests."""
     if is_image(path):
         return "images are not read, with any model: text only"
     if is_archive(path):
         return "archives are not read: unpack it, and name the folder"
     return f"{path.suffix} files are not read: convert it to text first"
-
-
-def _rank(file: FoundFile, real: str) -> tuple[bool, str]:
-    return file.name != real, file.name
-
-
-def _missing(given: Path, error: OSError) -> UsageError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return UsageError(f"no such file or folder: {given}", "check the spelling of the path")
-    return UsageError(f"cannot look at {given}: {_reason(error)}", "check links and permissions")
 
 
 def _reason(error: OSError) -> str:
@@ -376,7 +300,3 @@ _TYPES = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-
-
-def _type_name(mode: int) -> str:
-    return next((name for test, name in _TYPES if test(mode)), "a special file")

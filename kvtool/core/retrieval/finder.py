@@ -44,7 +44,7 @@ _MOST_SPLITS = 32  # places of a name at which a label may begin; each costs a l
 
 
 class Places:
-    """Places of a store's chunks in their files; looked up once for each revision of its documents."""
+    """Places of a store's chunks in their files, read once for each revision of its documents."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -53,8 +53,7 @@ class Places:
         self._revision: int | None = None
 
     def of_chunks(self, text: str) -> list[Passage]:
-        """Return the passage of a chunk, given by its id in hex or the beginning of it; or all that hold something of a
-        place, in order. Raises UsageError."""
+        """The passages of a chunk's id in hex or its beginning, or of a place. Raises UsageError."""
         self._follow()
         if not is_id(text):
             return self._at(text)
@@ -66,7 +65,6 @@ class Places:
         return [self._passages[chunk_named(text, self._passages)]]
 
     def of_document(self, name: str) -> list[Passage]:
-        """Return the passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
         return [passage for document in self._documents(name) for passage in passages_in(document)]
 
     def _documents(self, name: str) -> list[DocumentEntry]:
@@ -77,7 +75,7 @@ class Places:
         return [document for document in documents if document is not None]
 
     def _at(self, place: str) -> list[Passage]:
-        """Return the passages at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
+        """The passages at `PATH:LINE`, or at a cited place: `paper.pdf p. 12`. Raises UsageError."""
         path, sign, number = place.rpartition(":")
         if sign and number.isdecimal() and len(number) <= _MOST_DIGITS:
             return self._at_number(path, int(number))
@@ -87,14 +85,11 @@ class Places:
                 return self._at_label(place[: at - 1], place[at:])
             except UsageError as error:
                 refused = error
-        if refused is not None:
-            raise refused
         hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls --chunks` lists ids"
-        raise UsageError(f"{place!r} names no chunk", hint)
+        raise refused or UsageError(f"{place!r} names no chunk", hint)
 
     def _at_label(self, path: str, label: str) -> list[Passage]:
-        """Return the passages of a file that are cited as `p. 12–13` or `Costs row 9 – Taxes row 2`, or hold something
-        of `p. 12`."""
+        """The passages that are cited as `p. 12–13`, or hold something of `p. 12`."""
         for document in self._documents(path):
             for mark in document.marks:
                 if label == mark.place:
@@ -104,7 +99,6 @@ class Places:
         raise UsageError(f"{path} has no {label}", "answers cite the places that there are")
 
     def _at_number(self, path: str, number: int) -> list[Passage]:
-        """Return the passages that hold something of a line, or a page, slide or paragraph, of a file."""
         found: tuple[int, list[Passage]] | None = None
         for document in self._documents(path):
             start = start_of(document.text, document.marks, number)
@@ -125,7 +119,7 @@ class Places:
 
 
 def _label_starts(place: str) -> Iterator[int]:
-    """Yield where in a place, after a space, a label such as `p. 12` or `Costs row 9` may begin."""
+    """Yield where a label such as `p. 12` or `Costs row 9` may begin, after a space."""
     last_row = max((row.start() for row in _ROW.finditer(place)), default=-1)
     for space in re.finditer(" ", place):
         if space.end() <= last_row or _LABEL.match(place, space.end()):
@@ -133,8 +127,7 @@ def _label_starts(place: str) -> Iterator[int]:
 
 
 def _holding(document: DocumentEntry, start: int) -> list[Passage]:
-    """Return the passages with something of the part of a document that begins at a character; of an empty line the
-    next."""
+    """The passages with something of the part that begins at `start`; the next one for an empty line."""
     text, stop = document.text, end_of(document.text, document.marks, start)
     after = [passage for passage in passages_in(document) if passage.end > start]
     inside = [passage for passage in after if text[max(start, passage.start) : min(stop, passage.end)].strip()]
@@ -142,20 +135,12 @@ def _holding(document: DocumentEntry, start: int) -> list[Passage]:
 
 
 def _matching(name: str, sources: Sequence[str]) -> list[str]:
-    """Return the sources that a name means: the path itself (or a JSON-lines file's documents), else the one path
-    ending so.
-
-    Raises
-    ------
-    UsageError : no path ends so, or several do.
-    """
+    """The sources of a path, or of the one path ending with it. Raises UsageError."""
     same = _of_file(os.path.abspath(name), sources) or _of_file(name, sources)
     if same:
         return same
     tail = composed("/" + Path(name).as_posix().lstrip("./"))
-    ending = sorted(
-        {each for each in sources if composed(each).endswith(tail) or composed(file_of(each)).endswith(tail)}
-    )
+    ending = sorted(each for each in sources if any(composed(name).endswith(tail) for name in (each, file_of(each))))
     if not ending:
         raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
     if len({file_of(source) for source in ending}) > 1:
@@ -174,17 +159,9 @@ _TIES = 8  # found beyond those wanted: a preferred one may replace one of the s
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """Says how chunks are to be found.
-
-    Attributes
-    ----------
-    retriever : `bm25` (words), `dense` (vectors), `hybrid` (both), `auto`: both where the store has vectors.
-    embedder : the vectors' model; None: the one that the store remembers.
-    offline : the network must not be touched.
-    only : globs; documents whose path, or the end of it, matches one of them. None given: all.
-    min_score : share of the best score below which a chunk has to add words of the question; 0 cuts nothing. Found by
-        vectors alone, nothing is cut: cosines of chunks that help and of others differ too little.
-    """
+    """How to find chunks. `retriever`: `bm25` (words), `dense` (vectors), `hybrid`, or `auto`: both where the store has
+    vectors. `min_score`: share of the best score below which a chunk has to add words of the question; vectors alone
+    cut nothing, since cosines of helpful and other chunks differ too little."""
 
     retriever: str = "auto"
     embedder: str | None = None
@@ -194,19 +171,7 @@ class Retrieval:
 
 
 class Finder:
-    """Finds chunks for questions.
-
-    The index and the vectors are read, or brought up to date, when a question needs them and the store's documents
-    have changed since the question before.
-
-    Parameters
-    ----------
-    embedder : returns the embedder of a name; its second argument says that the network must not be touched.
-
-    Attributes
-    ----------
-    places : of chunks and documents that a question names itself.
-    """
+    """Finds chunks; the index and vectors are updated when a question comes after a change of documents."""
 
     def __init__(
         self, store: Store, warn: Warn = warn_nobody, embedder: Callable[[str, bool], Embeds] = embedder_of
@@ -221,13 +186,11 @@ class Finder:
 
     @property
     def index(self) -> Index:
-        """Return the index at the revision of the last question, or of the first use."""
         if self._index is None:
             self._index = index_of(self._store, self._warn)
         return self._index
 
     def follow(self) -> None:
-        """Drop what was read of documents if the store's documents have changed."""
         if self._index is not None and self._index.revision != self._store.documents_revision():
             self._index = None
             self._meanings.clear()
@@ -241,23 +204,14 @@ class Finder:
         prefer: Container[bytes] | None = None,
         is_asked: bool = False,
     ) -> Found:
-        """Find the best chunks, `top_k` at most, and cut them where they stop helping. Where only words count, a word
-        that no chunk has is taken for a typo of one that some have.
-
-        Parameters
-        ----------
-        prefer : ids of chunks that come first among those of the same score.
-        is_asked : a person asks, who may only greet: nothing is found by stop words and greetings alone.
-
-        Raises
-        ------
-        NothingFoundError : nothing matches. KvtoolError : there are no documents.
-        ModelError : the embedding model that was asked for is not available.
-        UsageError : meaning was asked for without a model.
-        """
+        """Find chunks and cut them where they stop helping. Chunks to `prefer` come first among equal scores. If a
+        person asks (`is_asked`), stop words and greetings alone find nothing. Raises KvtoolError."""
         with self._store.view():
             self.follow()
-            search = self._search(retrieval)
+            if not len(self.index):
+                raise NoDocumentsError
+            allowed = self._allowed(retrieval.only) if retrieval.only else None
+            search = Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
             corrections = search.corrections(question) if retrieval.retriever != "dense" else []
             if corrections and self._meaning(retrieval) is not None:
                 corrections = []  # vectors find what a typo means
@@ -272,7 +226,6 @@ class Finder:
             return Found(kept, len(hits) - len(kept), corrections)
 
     def spot(self, ids: Sequence[int]) -> list[Span]:
-        """Find the chunks of the store that occur in a prompt's token ids, with the rows of each."""
         with self._store.view():
             self.follow()
             # a damaged chunk may have been repaired by a commit that changes no document
@@ -283,19 +236,13 @@ class Finder:
             return self._spotter.spot(ids)
 
     def named(self, chunks: Sequence[str], documents: Sequence[str]) -> list[Hit]:
-        """Look up chunks by their names, or all chunks of documents. Raises UsageError for an unknown one."""
+        """Look up chunks by name, or all chunks of documents. Raises UsageError."""
         hits: list[Hit] = []
         for name in chunks or documents:
             places = self.places.of_chunks(name) if chunks else self.places.of_document(name)
             hits += [Hit(place, math.nan) for place in places]
             run_pending()
         return hits
-
-    def _search(self, retrieval: Retrieval) -> Search:
-        if not len(self.index):
-            raise NoDocumentsError
-        allowed = self._allowed(retrieval.only) if retrieval.only else None
-        return Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
 
     def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
         meaning = self._meaning(retrieval)
@@ -306,20 +253,17 @@ class Finder:
         return hits
 
     def _is_search(self, search: Search, question: str, retrieval: Retrieval) -> bool:
-        """Return True if a question has a word that some chunk has, stop words and greetings aside. Vectors find chunks
-        without a common word: where there are any, the chunks' words do not matter."""
+        """Whether a question has a word of some chunk, stop words and greetings aside; vectors need none."""
         words = asked_terms(without_idle(question), self.index.languages)
         has_idle = len(words) < len(asked_terms(question, self.index.languages))  # else the search itself shows it
         return bool(words) and (not has_idle or search.matches(words) or self._meaning(retrieval) is not None)
 
     def document(self, source: str) -> DocumentEntry | None:
-        """Return a document as it is now; its chunks are asked for one after the other, so it is kept for a while.
-        Raises DamagedError."""
+        """The current document, cached since its chunks are read one after the other. Raises DamagedError."""
         return self._read(source, self._store.documents_revision())
 
     def text(self, passage: Passage) -> str:
-        """Return the text by which a chunk is found; "" where its document is damaged or gone: questions go on
-        without."""
+        """The text by which a chunk is found; "" if its document is damaged or gone."""
         try:
             return self._text(passage)
         except DamagedError as error:
@@ -327,7 +271,7 @@ class Finder:
             return ""
 
     def own_text(self, passage: Passage) -> str | None:
-        """Return the text of a passage; None if its document is damaged, gone or has changed there."""
+        """The text of a passage; None if its document is damaged, gone or has changed there."""
         with suppress(DamagedError):
             document = self.document(passage.source)
             if document is not None and holds_passage(document, passage):
@@ -335,15 +279,13 @@ class Finder:
         return None
 
     def _text(self, passage: Passage) -> str:
-        """Return the text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
         document = self.document(passage.source)
         if document is None or not holds_passage(document, passage):
             raise DamagedError(f"the index says of {passage.source} what is not there", REPAIR)
         return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
-        """Return the words of a question that occur in a chunk, as they are spelled there; the most distinctive ones
-        (TF-IDF) first."""
+        """Words of a question that occur in a chunk, as spelled there, the most distinctive ones (TF-IDF) first."""
         text = self.text(passage)
         language = language_of(text)
         asked = {*itertools.chain(*asked_terms(question, (language,)))}
@@ -351,15 +293,12 @@ class Finder:
         return list(dict.fromkeys(spelled[term] for term in keywords(self.index, both, most)))
 
     def rare_words(self, text: str, share: float) -> int:
-        """Count a text's terms that distinguish chunks: they occur in at most this share of all, and in some."""
+        """Count a text's terms that occur in some chunks, but in no more than this share of all."""
         with self._store.view():
             self.follow()
             return count_rare(self.index, asked_terms(text, self.index.languages), share)
 
-    # ---- meaning ----
-
     def embed(self, ref: str, offline: bool = False) -> None:
-        """Make the vectors that are missing, and remember their model. Raises ModelError."""
         self.follow()
         self._meaning_by(ref, offline)
         remember(self._store, ref)
@@ -371,10 +310,8 @@ class Finder:
         if ref is None:
             if retrieval.retriever == "auto":
                 return None
-            raise UsageError(
-                f"--retriever {retrieval.retriever} needs an embedding model",
-                "name it once with `ingest --embedder`, or in KVTOOL_EMBEDDER",
-            )
+            hint = "name it once with `ingest --embedder`, or in KVTOOL_EMBEDDER"
+            raise UsageError(f"--retriever {retrieval.retriever} needs an embedding model", hint)
         try:
             return self._meaning_by(ref, retrieval.offline)
         except ModelError as error:
@@ -387,16 +324,11 @@ class Finder:
         if ref not in self._meanings:
             if ref not in self._embedders:
                 self._embedders[ref] = self._embedder_of(ref, offline)
-            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts, self._warn)
+            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._text, self._warn)
         return self._meanings[ref]
 
-    def _texts(self, rows: Sequence[int]) -> list[str]:
-        return [self._text(self.index.passage(row)) for row in rows]
-
-    # ---- which documents ----
-
     def _allowed(self, globs: Sequence[str]) -> Array:
-        """Return the mask of chunks that may be found, bool `[rows]`. Raises UsageError if no document matches."""
+        """Mask of chunks that may be found, bool `[rows]`. Raises UsageError if no document matches."""
         masks, is_meant = [np.empty(0, bool)], _matcher(globs)
         for segment in self.index.segments:
             sources = [segment.source(number) for number in range(len(segment.alive))]
@@ -409,7 +341,7 @@ class Finder:
 
 
 def token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
-    """Return the token ids of a chunk; none if it is gone or damaged."""
+    """The token ids of a chunk; none if it is gone or damaged."""
     run_pending()  # the first question of a process asks for all chunks: other answers go on meanwhile
     with suppress(DamagedError):
         if (info := store.chunk_info(chunk_id)) is not None:
@@ -418,10 +350,6 @@ def token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
 
 
 def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that says whether a glob matches the whole path of a document, or its end from some folder on.
-
-    A document of a JSON-lines file is matched by its file's path, too.
-    """
     match = re.compile("|".join(regex_of(form) for glob in globs for form in (glob, f"*/{glob}"))).match
 
     def is_meant(source: str) -> bool:

@@ -38,10 +38,7 @@ _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process'
 
 
 class Index:
-    """All segments together: the documents of one revision of the store, whatever the order in which they came.
-
-    Every number that a ranking uses is of living documents only: what was removed leaves no trace in a score.
-    """
+    """Segments with the documents of one revision; rankings use numbers of living documents only."""
 
     def __init__(self, segments: list[IndexSegment], marks: tuple[Array, Array], revision: int) -> None:
         self.segments, self.revision = segments, revision
@@ -49,53 +46,42 @@ class Index:
 
     @cached_property
     def _files(self) -> dict[bytes, bytes]:
-        """Return the marks of the store's files by key, as they were at the index's revision."""
         return {key.tobytes(): mark.tobytes() for key, mark in zip(*self._marks, strict=True)}
 
     @classmethod
     def empty(cls) -> Index:
-        """Return an index without a document."""
         return cls([], (digests([], _KEY), digests([], _MARK)), -1)
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Return the languages by which its documents are stemmed."""
         return tuple(sorted(set[str]().union(*(segment.languages for segment in self.segments))))
 
     def __len__(self) -> int:
-        """Return the number of live chunks."""
         return sum(len(segment.living_lengths) for segment in self.segments)
 
-    # ---- rows: the chunks of all segments, one after the other ----
-
     @property
-    def offsets(self) -> list[int]:
-        """Return the first row of each segment."""
+    def offsets(self) -> list[int]:  # first rows of the segments
         return [0, *itertools.accumulate(map(len, self.segments))][:-1]
 
     @property
     def rows(self) -> int:
-        """Return the number of chunks, those of dead documents included."""
+        """Number of chunks, including those of dead documents."""
         return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
-        """Return the chunk in a row, with its place."""
         number, row_there = self._place(row)
         return self.segments[number].passage(row_there)
 
     def document_at(self, row: int) -> tuple[int, int]:
-        """Return the numbers of a row's segment and, in it, of the row's document."""
         number, row_there = self._place(row)
         return number, self.segments[number].document_of(row_there)
 
     def rows_of(self, place: tuple[int, int]) -> range:
-        """Return the rows of a document's chunks; the document is given as :meth:`document_at` does."""
         number, document = place
         span, offset = self.segments[number].chunks_of(document), self.offsets[number]
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        """Return the number of a row's segment, and the row's number in it."""
         for number, segment in enumerate(self.segments):
             if row < len(segment):
                 return number, row
@@ -104,23 +90,15 @@ class Index:
 
     @property
     def documents(self) -> int:
-        """Return the number of live documents."""
         return sum(int(segment.alive.sum()) for segment in self.segments)
 
     def holders(self, chunk_ids: Collection[bytes]) -> dict[bytes, set[str]]:
-        """Return the sources of the living documents that refer to each of these chunks, for chunks that have any.
-        Looks through the ids of all chunks, but reads no document."""
         found: dict[bytes, set[str]] = {}
-        wanted = beginnings(digests([*chunk_ids], _KEY))
-        for segment in self.segments:
-            for row in np.flatnonzero(np.isin(beginnings(segment.tables["chunk_ids"]), wanted)).tolist():
-                document, chunk_id = segment.document_of(row), segment.tables["chunk_ids"][row].tobytes()
-                if segment.alive[document] and chunk_id in chunk_ids:
-                    found.setdefault(chunk_id, set()).add(segment.source(document))
+        for segment, row, chunk_id in self._living_rows(chunk_ids):
+            found.setdefault(chunk_id, set()).add(segment.source(segment.document_of(row)))
         return found
 
     def chunk_ids(self) -> set[bytes]:
-        """Return the ids of the living documents' chunks."""
         found = set[bytes]()
         for segment in self.segments:
             rows = segment.tables["chunk_ids"]
@@ -128,33 +106,36 @@ class Index:
         return found
 
     def passages(self, chunk_ids: Collection[bytes]) -> dict[bytes, Passage]:
-        """Return where each of these chunks is, in the first of the living documents that hold it."""
-        wanted = beginnings(digests([*chunk_ids], _KEY))
+        """The first place of each of these chunks in living documents."""
         found: dict[bytes, Passage] = {}
-        for segment in self.segments:
-            for row in np.flatnonzero(np.isin(beginnings(segment.tables["chunk_ids"]), wanted)).tolist():
-                if segment.alive[segment.document_of(row)]:
-                    found.setdefault((passage := segment.passage(row)).chunk_id, passage)
+        for segment, row, chunk_id in self._living_rows(chunk_ids):
+            found.setdefault(chunk_id, segment.passage(row))
         return found
 
-    # ---- bringing it up to date ----
+    def _living_rows(self, chunk_ids: Collection[bytes]) -> Iterator[tuple[IndexSegment, int, bytes]]:
+        wanted = beginnings(digests([*chunk_ids], _KEY))
+        for segment in self.segments:
+            ids = segment.tables["chunk_ids"]
+            for row in np.flatnonzero(np.isin(beginnings(ids), wanted)).tolist():
+                if segment.alive[segment.document_of(row)] and (chunk_id := ids[row].tobytes()) in chunk_ids:
+                    yield segment, row, chunk_id
 
     def update(self, store: Store) -> None:
-        """Index what changed since the index's revision, and read only that. Raises DamagedError."""
+        """Index what changed since the index's revision. Raises DamagedError."""
         with store.view():
             self.revision = store.documents_revision()
             now = store.file_marks()
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
             added = (document for key in changed for document in self._changed(store, key))
             segments = [IndexSegment.build(some) for some in _batches(added)]
-        self._bury([key for key in self._files if key not in now])
+        for key, segment in itertools.product(self._files.keys() - now.keys(), self.segments):
+            segment.bury(segment.documents_of(key))
         self._files = now
         if segments:
             self.segments.append(segments[0] if len(segments) == 1 else IndexSegment.merged(segments))
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[MarkedDocument]:
-        """Yield the new and changed documents of a file, and bury the index's former and removed ones."""
         entry = store.file_at(key)
         known = self._documents_of(key)
         for source in entry.documents if entry is not None else ():
@@ -168,7 +149,6 @@ class Index:
             segment.bury(np.array([number]))
 
     def _documents_of(self, key: bytes) -> dict[str, tuple[IndexSegment, int]]:
-        """Return the living documents of a file by source: each one's segment and number in it."""
         places = {}
         if key in self._files:
             for segment in self.segments:
@@ -176,24 +156,13 @@ class Index:
                     places[segment.source(number)] = segment, number
         return places
 
-    def _bury(self, keys: list[bytes]) -> None:
-        for key, segment in itertools.product(keys, self.segments):
-            segment.bury(segment.documents_of(key))
-
     def _merge(self) -> None:
-        """Keep few segments, each several times as large as the next and most of it living.
-
-        So every document is merged about log(documents) times in its life.
-        """
+        """Merge segments so that each is several times as large as the next and most of it is living."""
         living = [segment for segment in self.segments if segment.alive.any()]
-        self.segments = [
-            segment if segment.alive.mean() >= 0.5 else IndexSegment.merged([segment]) for segment in living
-        ]
+        self.segments = [each if each.alive.mean() >= 0.5 else IndexSegment.merged([each]) for each in living]
         self.segments.sort(key=len, reverse=True)
         while len(self.segments) > 1 and len(self.segments[-2]) < _GROWTH * len(self.segments[-1]):
             self.segments.append(IndexSegment.merged([self.segments.pop(), self.segments.pop()]))
-
-    # ---- on disk ----
 
     def save(self, folder: Path) -> None:
         """Write new segments and then, in one step, the list of those that belong together. Raises OSError."""
@@ -211,11 +180,13 @@ class Index:
         names = [segment.name for segment in self.segments]
         texts = {"revision": str(self.revision), "segments": json.dumps(names), "stems": STEMS}
         write_tables(folder / _STATE, arrays, texts)
-        _clean(folder, {*names, _STATE})
+        for path in folder.iterdir():
+            with suppress(OSError):
+                if path.name not in (*names, _STATE) and time.time() - path.stat().st_mtime > _ORPHAN_SECONDS:
+                    path.unlink()
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:
-        """Read the index that is stored in a folder; None if the folder has none. Raises DamagedError."""
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)
@@ -240,12 +211,10 @@ class Index:
 
 
 def beginnings(ids: Array) -> Array:
-    """Return the first eight bytes of each id, uint64."""
     return np.ascontiguousarray(ids[:, :8]).view(np.uint64)[:, 0]
 
 
 def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocument]]:
-    """Yield documents as they come, so many at once that their texts take little memory next to the model's."""
     batch: list[MarkedDocument] = []
     size = 0
     for document in documents:
@@ -258,22 +227,9 @@ def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocumen
         yield batch
 
 
-def _clean(folder: Path, kept: set[str]) -> None:
-    for path in folder.iterdir():
-        with suppress(OSError):
-            if path.name not in kept and time.time() - path.stat().st_mtime > _ORPHAN_SECONDS:
-                path.unlink()
-
-
 def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
-    """Open the store's index at its present revision, brought up to date and kept where it is older.
-
-    A damaged index is built again from the documents, and `warn` is called.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read.
-    """
+    """Open the store's index and bring it up to date; a damaged one is built again. Raises DamagedError for a
+    document."""
     folder = store.side_file(f"index/words-{INDEX_FORMAT}/{_STATE}").parent
     with store.view():
         index, revision = _kept(folder, warn), store.documents_revision()

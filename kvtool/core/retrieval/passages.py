@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk of a document: characters `start` … `end` of `source`, chunk number `index` of it."""
-
     chunk_id: bytes
     source: str
     start: int
@@ -35,8 +33,8 @@ class Hit:
 
 
 class Found(NamedTuple):
-    """Hits, best first, how many further ones were cut because they would not help, and words of the question that no
-    chunk has (`from`), with those that were searched for instead (`to`)."""
+    """Hits, best first, the number of others that were cut, and unknown words (`from`) with those searched for
+    (`to`)."""
 
     hits: list[Hit]
     cut: int = 0
@@ -44,17 +42,15 @@ class Found(NamedTuple):
 
 
 def recent_first(hits: Sequence[Hit], recent: Container[bytes]) -> list[Hit]:
-    """Sort hits, best first; among equal scores, recently used chunks (in memory, given by id) come first."""
+    """Sort hits, best first; recently used chunks first among equal scores."""
     return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in recent))
 
 
 def passages_in(document: DocumentEntry) -> list[Passage]:
-    """Return the passages of one document, in order."""
     return [Passage(c.chunk_id, document.source, c.start, c.end, index) for index, c in enumerate(document.chunks)]
 
 
 def holds_passage(document: DocumentEntry, passage: Passage) -> bool:
-    """Return True if a document holds exactly this chunk at this place."""
     if not 0 <= passage.index < len(document.chunks):
         return False
     ref = document.chunks[passage.index]
@@ -62,23 +58,18 @@ def holds_passage(document: DocumentEntry, passage: Passage) -> bool:
 
 
 def found_by(document: DocumentEntry) -> list[str]:
-    """Return the text by which each passage is found: its own, after its document's title.
-
-    A passage that says "the institute" is then found by the institute's name.
-    """
+    """A passage's text after its document's title, so that "the institute" is found by the institute's name."""
     title = title_of(document.text)
     texts = [document.text[ref.start : ref.end] for ref in document.chunks]
     return [text if number == 0 else f"{title}\n{text}" for number, text in enumerate(texts)]
 
 
 def title_of(text: str) -> str:
-    """Return a document's first line that says something, without heading marks; "" when it is too long for a title."""
     line = next((line for line in text.splitlines() if line.strip()), "").strip().lstrip("#").strip()
     return line if len(line) <= 120 else ""
 
 
 def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
-    """Return the place of a chunk in its file, and its text; both empty if the document is gone or damaged."""
     with suppress(DamagedError):
         document = store.document(passage.source)
         if document is not None:

@@ -1,8 +1,5 @@
-"""Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name.
-
-Measured by the recall of all gold paragraphs among five (samples/results/retrieval.md). A hop costs no
-model.
-"""
+"""Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name. Measured
+by the recall of all gold paragraphs among five (samples/results/retrieval.md)."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ Forms = tuple[str, ...]  # one word's terms in several languages
 
 
 def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
-    """Score every chunk: float64 `[rows]`, 0 where none of the words occurs. A word counts as often as it is given, and
-    the forms of a word count as one."""
+    """Score every chunk, float64 `[rows]`. A word counts as often as it is given; its forms count as one."""
     chunk_scores = np.zeros(index.rows)
     count, total = _living(index)
     if not count or not total:
@@ -43,8 +39,7 @@ def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
 
 
 def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Array]:
-    """Return the living rows that have a form of a word, and the best form's share of the most that the word can
-    count."""
+    """The living rows with a form of a word, and the best form's share of what the word can count."""
     lists = []
     for form in forms:
         rows, counts = _living_postings(segment, form)
@@ -60,41 +55,37 @@ def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Arra
 
 
 def idf(with_term: int, count: int) -> float:
-    """Return the inverse document frequency of a term that occurs in `with_term` of `count` chunks."""
     return math.log(1 + (count - with_term + 0.5) / (with_term + 0.5))
 
 
 def idf_weights(index: Index, words: Iterable[Forms]) -> dict[Forms, float]:
-    """Return the idf of each of the words that some chunk has."""
+    """The idf of each word that some chunk has."""
     count, _ = _living(index)
     return {forms: idf(with_word, count) for forms, with_word in _holding(index, words).items() if with_word}
 
 
 def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
-    """Return the terms that distinguish a text from the others: highest count × idf first, ties by the term."""
+    """Terms that distinguish a text from the others: highest count × idf first, ties by the term."""
     times = Counter(words)
     worth = {term: times[term] * weight for (term,), weight in idf_weights(index, ((term,) for term in times)).items()}
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
 
 
 def count_rare(index: Index, words: Sequence[Forms], share: float) -> int:
-    """Count the words that occur in some chunks, but in no more than this share of all."""
     most = max(1.0, share * _living(index)[0])
     return sum(0 < with_word <= most for with_word in _holding(index, words).values())
 
 
 def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
-    """Count the living chunks that have each of the words, in any of its forms."""
-    return {forms: sum(_chunks_with(segment, forms) for segment in index.segments) for forms in {*words}}
-
-
-def _chunks_with(segment: IndexSegment, forms: Forms) -> int:
-    rows = [_living_postings(segment, form)[0] for form in forms]
-    return len(rows[0]) if len(rows) == 1 else len(np.unique(np.concatenate(rows)))
+    counts = Counter[Forms]()
+    for forms, segment in itertools.product({*words}, index.segments):
+        rows = [_living_postings(segment, form)[0] for form in forms]
+        counts[forms] += len(rows[0]) if len(rows) == 1 else len(np.unique(np.concatenate(rows)))
+    return counts
 
 
 def _living(index: Index) -> tuple[int, int]:
-    """Return the number of live chunks, and of the terms in all of them."""
+    """Count the live chunks, and the terms in all of them."""
     lengths = [segment.living_lengths for segment in index.segments]
     return sum(map(len, lengths)), sum(int(of_segment.sum(dtype=np.int64)) for of_segment in lengths)
 
@@ -108,7 +99,7 @@ def _living_postings(segment: IndexSegment, term: str) -> tuple[Array, Array]:
 
 
 def _are_in(tables: Sequence[Array], keys: Array) -> Array:
-    """Return which keys are in one of several ascending tables, bool `[keys]`."""
+    """Which keys are in one of several ascending tables, bool `[keys]`."""
     found: Array = np.any([np.searchsorted(one, keys, "right") > np.searchsorted(one, keys) for one in tables], axis=0)
     return found
 
@@ -117,10 +108,7 @@ Place = tuple[int, int]  # number of a segment, number of a document in it
 
 
 def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
-    """Return the living documents all of whose title's terms are among these words.
-
-    Each comes with its share: 1 over the number of documents that have the very same title.
-    """
+    """Documents all of whose title's terms are among the words, each with 1 over the number of equal titles."""
     keys = np.array(sorted({key_of(word) for word in words}), np.uint64)
     places: list[Place] = []
     titles: list[Array] = []
@@ -149,15 +137,8 @@ Texts = Callable[[Passage], str]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Answers questions over one index.
-
-    Attributes
-    ----------
-    texts : gives a chunk's own text and its document's title.
-    allowed : bool `[rows]`, the chunks that may be found; None: all.
-    passages : gives only a chunk's own text; None: chunks of one id are equal. A foreign document may name an
-        own document's chunk under another text, which does not replace the own passage.
-    """
+    """Searches one index. `texts` gives a chunk's text with its document's title, `passages` without: a foreign
+    document may name another document's chunk with a different text. `allowed`: bool `[rows]`."""
 
     index: Index
     texts: Texts
@@ -167,14 +148,8 @@ class Search:
     def best(
         self, question: str, top_k: int, meaning: Array | None = None, hop: bool = True, words: bool = True
     ) -> list[Hit]:
-        """Find the best `top_k` chunks, best first; equal chunks come once, ties in the order of the documents.
-
-        Parameters
-        ----------
-        meaning : likeness of every chunk by its vector, 0 … 1 (float64 `[rows]`); None: by words only.
-        hop : follow names.
-        words : whether words count; without them there has to be a likeness.
-        """
+        """Find the best chunks, each once; ties in the order of the documents. `meaning`: likeness, float64 `[rows]` in
+        0 … 1."""
         base = self._base(asked_terms(question, self.index.languages) if words else [], meaning)
         score = self._with_hop(question, base) if hop and base.any() else base
         hits: list[Hit] = []
@@ -182,7 +157,7 @@ class Search:
         for row in self._ranked(score, top_k):
             passage = self.index.passage(row)
             alike = found.setdefault(passage.chunk_id, [])
-            if any(self._says_the_same(passage, other) for other in alike):
+            if any(self.passages is None or self.passages(passage) == self.passages(other) for other in alike):
                 continue
             alike.append(passage)
             hits.append(Hit(passage, float(score[row])))
@@ -191,12 +166,11 @@ class Search:
         return hits
 
     def matches(self, words: Sequence[Forms]) -> bool:
-        """Return True if some chunk that may be found has any of the words."""
         return bool(self._base(words, None).any())
 
     def corrections(self, question: str) -> list[dict[str, str]]:
-        """Return the words of a question that no chunk has (`from`) and that one typo makes of a word that some has
-        (`to`): of one that is spelled so, before one with another ending; that begins alike; the most frequent."""
+        """Unknown words (`from`) with a known word one typo away (`to`): the same ending, then the same first letter,
+        then frequency decide."""
         found: list[dict[str, str]] = []
         index, segments = self.index, self.index.segments
         words = ((word, asked_terms(word, index.languages)) for word in dict.fromkeys(typed_words(words_in(question))))
@@ -215,12 +189,8 @@ class Search:
         return found
 
     def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
-        """Cut hits, given best first, where they stop helping.
-
-        The best one is kept, and each that scores at least `min_score` times as much, or has words of the question that
-        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf. A score above 1 counts as
-        1: the rest comes from names, and where they lead from chunk to chunk several are needed.
-        """
+        """Keep the best hit, those that score at least `min_score` times as much, and those with words of the question
+        that better kept ones lack (`_ADDED` of all, by idf). A score above 1 comes from names, and counts as 1."""
         worth = idf_weights(self.index, asked_terms(question, self.index.languages))
         enough = _ADDED * sum(worth.values())
         kept: list[Hit] = []
@@ -233,9 +203,6 @@ class Search:
                 kept.append(hit)
                 known |= held
         return kept
-
-    def _says_the_same(self, passage: Passage, other: Passage) -> bool:
-        return self.passages is None or self.passages(passage) == self.passages(other)
 
     def _base(self, words: Sequence[Forms], meaning: Array | None) -> Array:
         score = self._allowed_only(bm25_scores(self.index, words))
@@ -262,7 +229,7 @@ class Search:
         return first
 
     def _rows_named(self, text: str, base: Array) -> dict[int, float]:
-        """Return the row of the best chunk of each document that a text names, with the document's share."""
+        """The best row of each document that a text names, with the document's share."""
         shares = {}
         words = itertools.chain.from_iterable(asked_terms(text, self.index.languages))
         for place, share in named_in(self.index, words).items():
@@ -274,7 +241,7 @@ class Search:
         return shares
 
     def _ranked(self, score: Array, count: int) -> list[int]:
-        """Return rows with a positive score, highest first: enough for `count` different chunks, if so many exist."""
+        """Rows with a positive score, highest first: enough for `count` different chunks, if so many exist."""
         rows = np.flatnonzero(score > 0)
         wanted = 4 * count + 16  # equal chunks occur in several documents
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -23,24 +23,14 @@ _MOST = 65_535  # times that a term counts in one row
 
 @lru_cache(maxsize=1 << 20)
 def key_of(term: str) -> int:
-    """Return a term as a 64-bit digest, so that terms of any script fit one array.
-
-    Among a million terms two share a digest with a chance of 10^-7.
-    """
+    """Digest a term to 64 bits. Among a million terms two share a digest with a chance of 10^-7."""
     digest = hashlib.blake2b(term.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvtool term").digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Postings:
-    """Postings lists: the rows of each term, and its count in each.
-
-    Attributes
-    ----------
-    keys : uint64 `[terms]`, ascending digests.
-    offsets : int64 `[terms + 1]`, the first posting of each term.
-    rows, counts : uint32 and uint16 `[postings]`; a term's rows ascend.
-    """
+    """Rows and counts (uint32, uint16 `[postings]`) of each term, given by ascending digests (uint64)."""
 
     keys: Array
     offsets: Array
@@ -49,7 +39,6 @@ class Postings:
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[str]]) -> Postings:
-        """Index rows by their terms; row i is given as the i-th sequence of words."""
         numbers: dict[str, int] = {}
         occurrences: list[Array] = []
         for row, words in enumerate(texts):
@@ -67,7 +56,7 @@ class Postings:
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
-        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: removed)."""
+        """Join postings, each given with the new numbers of its rows (int64 `[rows]`; -1: removed)."""
         keys, rows, counts = [], [], []
         for postings, renumbered in parts:
             moved = renumbered[postings.rows]
@@ -75,10 +64,14 @@ class Postings:
             keys.append(np.repeat(postings.keys, np.diff(postings.offsets))[kept])
             rows.append(moved[kept].astype(np.uint32))
             counts.append(postings.counts[kept])
-        return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
+        all_keys, all_rows, all_counts = (np.concatenate(arrays) for arrays in (keys, rows, counts))
+        order = np.lexsort((all_rows, all_keys))
+        ordered = all_keys[order]
+        starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if len(ordered) else order
+        offsets = np.append(starts, len(ordered)).astype(np.int64)
+        return cls(ordered[starts], offsets, all_rows[order], np.minimum(all_counts[order], _MOST).astype(np.uint16))
 
     def of(self, key: int) -> tuple[Array, Array]:
-        """Return the rows that have a term, and how often each has it."""
         at = int(np.searchsorted(self.keys, np.uint64(key)))
         if at == len(self.keys) or int(self.keys[at]) != key:
             return self.rows[:0], self.counts[:0]
@@ -86,7 +79,7 @@ class Postings:
         return self.rows[span], self.counts[span]
 
     def rows_of(self, keys: Array) -> Array:
-        """Return the rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
+        """The rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
         at = np.searchsorted(self.keys, keys)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == keys[known]
@@ -94,23 +87,11 @@ class Postings:
         return np.concatenate(spans) if spans else self.rows[:0]
 
     def to_arrays(self, name: str) -> dict[str, Array]:
-        """Return the four arrays under names that begin with `name`, for a file."""
-        fields = ("keys", "offsets", "rows", "counts")
-        return {f"{name}_{field}": getattr(self, field) for field in fields}
+        return {f"{name}_{field}": getattr(self, field) for field in self.__slots__}
 
     @classmethod
-    def from_tables(cls, tables: Tables | Mapping[str, Array], name: str) -> Postings:
-        """Inverse of :meth:`to_arrays`."""
-        keys, offsets, rows, counts = (tables[f"{name}_{field}"] for field in ("keys", "offsets", "rows", "counts"))
-        return cls(keys, offsets, rows, counts)
-
-
-def _sorted(keys: Array, rows: Array, counts: Array) -> Postings:
-    order = np.lexsort((rows, keys))
-    keys = keys[order]
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.empty(0, np.int64)
-    offsets = np.append(starts, len(keys)).astype(np.int64)
-    return Postings(keys[starts], offsets, rows[order], np.minimum(counts[order], _MOST).astype(np.uint16))
+    def from_tables(cls, tables: Tables, name: str) -> Postings:
+        return cls(*(tables[f"{name}_{field}"] for field in cls.__slots__))
 
 
 _OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
@@ -118,26 +99,14 @@ _OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
 
 @dataclass(frozen=True, slots=True)
 class MarkedDocument:
-    """A document as stored: its file's key, a digest of its row, and itself."""
-
     file_key: bytes
     mark: bytes
     entry: DocumentEntry
 
 
 class IndexSegment:
-    """Some documents of the index, sorted by source, with their chunks in order.
-
-    Attributes
-    ----------
-    words : which chunks have a term. A document's title counts as part of each of its chunks, so that the one that
-        says "the institute" is found by its name.
-    titles : which documents have a term in their title.
-    spelled : uint64 ascending, digests of words as chunks spell them, without accents; some only of dead documents.
-    lengths : uint32 `[chunks]`, how many terms each has.
-    alive : bool `[documents]`: which of them are still the store's.
-    name : of the file that keeps it; "" where none does yet.
-    """
+    """Documents sorted by source, with their chunks in order. `words` counts a title as part of each chunk; `alive` is
+    a mask of documents; `name` is "" until a file keeps it."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -150,14 +119,11 @@ class IndexSegment:
 
     @classmethod
     def build(cls, documents: Sequence[MarkedDocument]) -> IndexSegment:
-        """Index documents."""
         documents = sorted(documents, key=lambda document: document.entry.source)
         entries = [document.entry for document in documents]
         spoken = [language_of(entry.text) for entry in entries]
-        titles = [
-            sorted(set(terms(title_of(entry.text), language)[0]))
-            for entry, language in zip(entries, spoken, strict=True)
-        ]
+        named = zip(map(title_of, (entry.text for entry in entries)), spoken, strict=True)
+        titles = [sorted({*terms(title, language)[0]}) for title, language in named]
         lengths, spelled = list[int](), set[str]()
         refs = [ref for entry in entries for ref in entry.chunks]
         arrays: dict[str, Array] = {
@@ -179,7 +145,7 @@ class IndexSegment:
 
     @classmethod
     def merged(cls, parts: Sequence[IndexSegment]) -> IndexSegment:
-        """Join the living documents of several segments, as if they had been indexed together; no text is needed."""
+        """Join the living documents of several segments, as if they had been indexed together."""
         kept = [(at, number) for at, part in enumerate(parts) for number in np.flatnonzero(part.alive).tolist()]
         kept.sort(key=lambda place: parts[place[0]].source(place[1]))
         documents = [np.full(len(part.alive), -1, np.int64) for part in parts]
@@ -192,7 +158,6 @@ class IndexSegment:
             count += len(span)
 
         def gathered(name: str, numbers: Sequence[Array]) -> Array:
-            """Return the rows of all parts in their new order."""
             pairs = [(part.tables[name][new >= 0], new[new >= 0]) for part, new in zip(parts, numbers, strict=True)]
             rows, places = (np.concatenate(side) for side in zip(*pairs, strict=True))
             return rows[np.argsort(places)]
@@ -210,24 +175,19 @@ class IndexSegment:
         }
         return cls(Tables(arrays, {}))
 
-    # ---- documents and chunks ----
-
     def __len__(self) -> int:
-        """Return the number of chunks, those of dead documents included."""
         return len(self.lengths)
 
     def source(self, document: int) -> str:
-        """Return the source of a document, given by its number."""
         ends = self.tables["source_ends"]
         start = int(ends[document - 1]) if document else 0
         return self.tables["source_bytes"][start : int(ends[document])].tobytes().decode("utf-8", "surrogatepass")
 
     def chunks_of(self, document: int) -> range:
-        """Return the rows of a document's chunks."""
         return range(int(self._first[document]), int(self._first[document + 1]))
 
     def documents_of(self, file_key: bytes) -> Array:
-        """Return the numbers of a file's living documents."""
+        """Numbers of a file's living documents."""
         at = self._by_file.get(file_key, ())
         return np.array([number for number in at if self.alive[number]], np.int64)
 
@@ -239,51 +199,43 @@ class IndexSegment:
         return numbers
 
     def document_of(self, row: int) -> int:
-        """Return the number of the document that the chunk in a row belongs to."""
         return int(np.searchsorted(self._first, row, side="right")) - 1
 
     def passage(self, row: int) -> Passage:
-        """Return the chunk in a row, with its place."""
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
-        return Passage(
-            self.tables["chunk_ids"][row].tobytes(), self.source(document), start, end, row - int(self._first[document])
-        )
+        chunk_id, index = self.tables["chunk_ids"][row].tobytes(), row - int(self._first[document])
+        return Passage(chunk_id, self.source(document), start, end, index)
 
     @cached_property
     def languages(self) -> frozenset[str]:
-        """Return the languages by which its documents are stemmed, those of dead ones included."""
         return frozenset(LANGUAGES[number] for number in np.unique(self.tables["languages"]))
 
     @cached_property
     def title_sizes(self) -> Array:
-        """Return the number of terms in each document's title, int64 `[documents]`; -1: it has no title."""
+        """Number of terms in each document's title, int64 `[documents]`; -1: it has no title."""
         sizes = self.tables["title_sizes"].astype(np.int64)
         return np.where(sizes > 0, sizes, -1)
 
     @property
     def chunk_counts(self) -> Array:
-        """Return the number of chunks of each document, int64 `[documents]`."""
         return np.diff(self._first)
 
     @cached_property
     def living(self) -> Array | None:
-        """Return the mask of chunks of live documents, bool `[chunks]`; None if all are."""
+        """Mask of chunks of live documents, bool `[chunks]`; None if all are."""
         return None if self.alive.all() else np.repeat(self.alive, self.chunk_counts)
 
     @property
     def living_lengths(self) -> Array:
-        """Return `lengths` of only the living chunks."""
         return self.lengths if self.living is None else self.lengths[self.living]
 
     def bury(self, documents: Array) -> None:
-        """Count these documents, given by number, as no longer the store's."""
         self.alive[documents] = False
         self.__dict__.pop("living", None)
 
 
 def _sources(sources: Iterable[str]) -> dict[str, Array]:
-    """Return the arrays of the documents' sources."""
     encoded = [source.encode("utf-8", "surrogatepass") for source in sources]
     ends = np.cumsum([len(source) for source in encoded], dtype=np.int64)
     return {"source_bytes": np.frombuffer(b"".join(encoded), np.uint8), "source_ends": ends}
@@ -292,11 +244,7 @@ def _sources(sources: Iterable[str]) -> dict[str, Array]:
 def _words(
     documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int], spelled: set[str]
 ) -> Iterator[list[str]]:
-    """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more memory
-    than its index.
-
-    A compound's parts make a chunk longer, the whole of it does not. `lengths` and `spelled` get what is stored.
-    """
+    """Yield the words of one chunk at a time, since all would take more memory than the index."""
     for entry, language in documents:
         for text in found_by(entry):
             words, wholes = terms(text, language, spelled)
@@ -305,5 +253,4 @@ def _words(
 
 
 def digests(values: Sequence[bytes], size: int) -> Array:
-    """Return digests, one a row: uint8 `[values, size]`."""
     return np.frombuffer(b"".join(values), np.uint8).reshape(-1, size)

@@ -1,10 +1,6 @@
-"""Spot stored chunks in the token ids of a prompt, wherever a client has pasted them.
-
-A chunk is rarely pasted token by token as it is stored: the text next to a passage changes the tokens at its ends, and
-a client may cut, quote or escape it. So the index holds a few short runs of each chunk, its *anchors*. Where a prompt
-has one of them, the match is extended token by token in both directions. Every matched id is compared: hashes that
-agree by accident cost time and nothing else.
-"""
+"""Spot stored chunks in the token ids of a prompt. The text next to a pasted chunk changes the tokens at its ends, and
+clients cut, quote or escape it. So the index holds short runs of each chunk, its *anchors*; from one of them a match is
+extended in both directions. Every matched id is compared: equal hashes cost time and nothing else."""
 
 from __future__ import annotations
 
@@ -44,17 +40,7 @@ class Span:
 
 
 class Spotter:
-    """An index of chunks by their token ids, of at most 60 bytes a chunk.
-
-    Parameters
-    ----------
-    read : returns the token ids of a chunk, or none if it is gone or damaged.
-    anchors : maximum number of anchors of one chunk; more take more memory, and find shorter parts of long texts.
-
-    Attributes
-    ----------
-    unread : number of wanted chunks that could not be read; the next update reads them again.
-    """
+    """An index of chunks by token ids, of at most 60 bytes a chunk; the next update reads `unread` chunks again."""
 
     def __init__(self, read: Callable[[bytes], Sequence[int] | Tokens], anchors: int = _ANCHORS) -> None:
         self._read, self._anchors = read, anchors
@@ -66,11 +52,9 @@ class Spotter:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory that is held."""
         return len(self._ids) + self._hashes.nbytes + self._entries.nbytes + self._filter.nbytes
 
     def update(self, chunk_ids: Iterable[bytes]) -> None:
-        """Hold these chunks and no others; the token ids of new ones are read."""
         wanted, held = set(chunk_ids), [self._id(number) for number in range(len(self._ids) // ID_BYTES)]
         stays = np.array([chunk_id in wanted for chunk_id in held], bool)
         lacking, new, kept = sorted(wanted.difference(held)), list[bytes](), int(stays.sum())
@@ -99,7 +83,7 @@ class Spotter:
         self._ids = b"".join(chain((chunk_id for chunk_id, stay in zip(held, stays, strict=True) if stay), new))
 
     def spot(self, ids: Sequence[int]) -> list[Span]:
-        """Return the chunks in a prompt, in its order. None overlap; of two that would, the longer one wins."""
+        """The chunks in a prompt, in its order, without overlap; the longer one wins."""
         prompt = np.asarray(ids, np.uint32)
         read = dict[bytes, Tokens]()
         reached = dict[tuple[bytes, int], int]()  # by chunk and where its first token would be: the last match's end
@@ -123,7 +107,6 @@ class Spotter:
         return self._ids[number * ID_BYTES : (number + 1) * ID_BYTES]
 
     def _places(self, prompt: Tokens) -> Iterator[tuple[int, int]]:
-        """Yield places of the prompt where an anchor may begin, ascending, with its entry."""
         if len(prompt) < WIDTH or not len(self._hashes):
             return
         hashes = _hashes(np.lib.stride_tricks.sliding_window_view(prompt, WIDTH).T)
@@ -149,7 +132,7 @@ def _anchors(tokens: int, most: int) -> Iterator[int]:
 
 
 def _anchor(tokens: int, most: int, which: int) -> int | None:
-    """Return where one of a chunk's anchors begins; None: it has fewer."""
+    """Where one of a chunk's anchors begins; None: it has fewer."""
     last = tokens - WIDTH - SEAM
     if last < SEAM:
         return (tokens - WIDTH) // 2 if tokens >= FEWEST and which == 0 else None
@@ -158,7 +141,7 @@ def _anchor(tokens: int, most: int, which: int) -> int | None:
 
 
 def _hashes(columns: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """Return a hash of each window, uint64 `[windows]`; `columns`: uint32 `[WIDTH, windows]`."""
+    """Hash each window, uint64 `[windows]`; `columns`: uint32 `[WIDTH, windows]`."""
     hashes = np.zeros(columns.shape[1], np.uint64)
     for column in columns:
         hashes = (hashes ^ column) * _FACTOR
@@ -167,7 +150,7 @@ def _hashes(columns: NDArray[np.uint32]) -> NDArray[np.uint64]:
 
 
 def _extended(prompt: Tokens, place: int, chunk_id: bytes, own: Tokens, at: int, first: int) -> Span:
-    """Extend a match to both sides of a place, no further back than `first`; an empty span where nothing matches."""
+    """Extend a match to both sides, no further back than `first`; an empty span where nothing matches."""
     ahead = _common(prompt[place:], own[at:])
     if ahead < WIDTH:
         return Span(chunk_id, place, place, at)
@@ -176,7 +159,6 @@ def _extended(prompt: Tokens, place: int, chunk_id: bytes, own: Tokens, at: int,
 
 
 def _common(one: Tokens, other: Tokens) -> int:
-    """Count the first tokens that are the same, in time that grows with them and not with what follows."""
     length, done, step = min(len(one), len(other)), 0, 256
     while done < length:
         stop = min(done + step, length)
@@ -188,7 +170,7 @@ def _common(one: Tokens, other: Tokens) -> int:
 
 
 def without_overlap(spans: Iterable[Span]) -> list[Span]:
-    """Return spans of which none overlap: the longest first, of the others what is left and worth it."""
+    """Choose the longest spans; of the others what is left and worth it."""
     taken, starts = list[Span](), list[int]()  # in the prompt's order
     for span in sorted(spans, key=lambda span: (-len(span), span.start)):
         start, stop = span.start, span.stop

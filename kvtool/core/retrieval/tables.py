@@ -27,7 +27,7 @@ _KINDS = {"U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "I64": "<i8", "F
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Arrays by name, and a few texts. The arrays are views of the mapped file and must not be written."""
+    """Arrays by name, views of the mapped file that must not be written, and a few texts."""
 
     arrays: Mapping[str, Array]
     texts: Mapping[str, str]
@@ -51,18 +51,13 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
 
 
 def open_tables(path: Path) -> Tables:
-    """Map a file that :func:`write_tables` wrote. The first time in a process all of it is read and its digest checked.
-
-    Raises
-    ------
-    OSError : it cannot be opened.
-    DamagedError : it is cut off, does not match its digest, or was not written by kvtool.
-    """
+    """Map a file of :func:`write_tables`; its digest is checked once a process. Raises OSError, DamagedError."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size < _HEAD.size:
             raise DamagedError(f"{path} is cut off")
-        view = check_table(path, memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), status)
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    view = check_table(path, view, status)
     try:
         (length,) = _HEAD.unpack_from(view)
         head: dict[str, Any] = parsed(bytes(view[_HEAD.size : _HEAD.size + length]))

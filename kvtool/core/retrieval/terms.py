@@ -1,8 +1,6 @@
-"""Text → search terms, for any script: stems (Snowball) without accents, compounds split and whole.
-
-A document's words are stemmed in its own language. A question is too short to show its language: each of its words
-is looked up under the stems of all languages that the index holds, so that a word matches itself in any of them.
-"""
+"""Text → search terms, for any script: stems (Snowball) without accents, compounds split and whole. A document is
+stemmed in its language; a question is too short to show one, so its words are looked up in all languages of the
+index."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ T = TypeVar("T")
 
 
 def language_of(text: str) -> str:
-    """Return the language whose stems a text's words in Latin script have."""
+    """The language whose stems a text's words in Latin script have."""
     words = re.findall(r"\w+", text[:_TELLING].casefold())
     spoken = Counter(language for word in words for language in _SPEAKERS.get(word, ()))
     best = max(LANGUAGES, key=lambda language: spoken[language])  # of equals the first
@@ -117,11 +115,8 @@ def language_of(text: str) -> str:
 
 
 def terms(text: str, language: str = ENGLISH, spelled: set[str] | None = None) -> tuple[list[str], list[str]]:
-    """Return the search terms of `text` in order: of its words, compounds split; and of the compounds as wholes.
-
-    Words come without endings and accents, unspaced scripts as character pairs, common English words not at all. A
-    number's digits are split at its signs, and its value is the whole. `spelled` gets the words themselves.
-    """
+    """Search terms of a text: of its words, compounds split, and of the compounds as wholes. A number's digits are
+    split at its signs; its value is the whole. `spelled` collects the words."""
     text = _cleaned(text)
     words = _WORD.findall(text)
     if spelled is not None:
@@ -132,42 +127,35 @@ def terms(text: str, language: str = ENGLISH, spelled: set[str] | None = None) -
 
 
 def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tuple[str, ...]]:
-    """Return the words of `text` in order, each as all terms by which a document may have it.
-
-    They are its stems in each of the languages and, of a part of a compound, those of the whole. A number's value
-    follows, more often than it has parts: other numbers have those, too.
-    """
+    """The words of a question, each as all terms by which a document may have it. A number's value follows, more often
+    than it has parts: other numbers have those, too."""
     text = _cleaned(text)
     words = [forms for word in _of_each_word(_WORD.findall(text), _asked, languages) for forms in word]
     return words + [(value,) for value, parts in _numbers(text) for _ in range(parts + 1)]
 
 
 def without_idle(text: str) -> str:
-    """Return `text` without what no question is about: stop words, and words of a greeting."""
+    """Drop what no question is about: stop words, and words of a greeting."""
     return _WORD.sub(lambda word: " " if word[1].casefold() in _IDLE else word[0], _cleaned(_WISHES.sub(" ", text)))
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words of `text` as they are spelled, compounds as wholes."""
     found: list[str] = _WORD.findall(_cleaned(text))
     return found
 
 
 def typed_words(words: Iterable[str]) -> list[str]:
-    """Return the parts of words that may have a typo: of `_SHORTEST` letters at least, and no digit. Words of unspaced
-    scripts are found by their other pairs."""
+    """The parts of words that may have a typo. Words of unspaced scripts are found by their other pairs."""
     words = [word for word in words if len(word) <= _LONGEST_TYPED and not _NO_TYPO.search(word)]
     return [part for word in words for part in _BETWEEN_PARTS.split(word) if len(part) >= _SHORTEST]
 
 
 def folded(word: str) -> str:
-    """Return a word in small letters, without accents."""
     return word.casefold().translate(_FOLDED)
 
 
 def near_words(word: str, languages: tuple[str, ...]) -> dict[str, str]:
-    """Return the words that one typo makes into `word`: a letter left out, added or replaced, or two swapped. Stems
-    that one typo makes into its stems come with its ending. A word that no question is about has none."""
+    """Words that one typo makes into `word`, none for one that no question is about. Stems get its ending."""
     word, near = word.casefold(), dict[str, str]()
     stems = {stem for forms in _asked(word, languages) for stem in forms if len(stem) >= _SHORTEST}
     roots = {stem: end for stem in sorted(stems) if len(end := folded(word).removeprefix(stem)) <= _ENDING}
@@ -182,7 +170,7 @@ def near_words(word: str, languages: tuple[str, ...]) -> dict[str, str]:
 
 
 def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
-    """Return the first word of `text` that gives each term: what a person would call it."""
+    """The first word of a text that gives each term."""
     words: dict[str, str] = {}
     for word in words_in(text):
         for term in itertools.chain(*_split(word, language)):
@@ -191,12 +179,11 @@ def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
 
 
 def _cleaned(text: str) -> str:
-    """Return a text with one spelling of each letter, and with plain spaces."""
     return _UNSEEN.sub("", normalised("NFKC", text))
 
 
 def _numbers(text: str) -> Iterator[tuple[str, int]]:
-    """Yield the value of each number that has groups or decimals, as `1234.5`, and the number of its parts."""
+    """Yield the value of each number with groups or decimals, as `1234.5`, and the number of its parts."""
     for number in _NUMBER.finditer(text):
         parts = re.split("[^0-9]", number[0])
         whole = "".join(parts[:-1] if number[2] else parts)
@@ -205,7 +192,6 @@ def _numbers(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _of_each_word(words: list[str], find: _lru_cache_wrapper[T], language: Hashable) -> list[T]:
-    """Look up each word; results of short words are cached."""
     return [find(word, language) if len(word) <= _LONGEST_KEPT else find.__wrapped__(word, language) for word in words]
 
 
@@ -218,7 +204,7 @@ def _asked(word: str, languages: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 @lru_cache(maxsize=1 << 17)
 def _split(word: str, language: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the terms of a word, or of a compound's parts; and that of the whole, which has no part of an unspaced
+    """The terms of a word or of a compound's parts, and that of the whole, unless it has a part of an unspaced
     script."""
     parts = [part for part in _BETWEEN_PARTS.split(word) if part]
     split = tuple(term for part in parts for term in _of_part(part.casefold(), language))
@@ -233,13 +219,9 @@ def _of_part(part: str, language: str) -> Iterator[str]:
     at = 0
     for run in _UNSPACED.finditer(part):
         yield from _plain(part[at : run.start()], language)
-        yield from _pairs(run.group())
-        at = run.end()
+        letters, at = run[0], run.end()
+        yield from (letters[first : first + 2] for first in range(max(1, len(letters) - 1)))
     yield from _plain(part[at:], language)
-
-
-def _pairs(run: str) -> list[str]:
-    return [run] if len(run) == 1 else [run[i : i + 2] for i in range(len(run) - 1)]
 
 
 def _plain(word: str, language: str) -> list[str]:
@@ -256,10 +238,8 @@ def _plain(word: str, language: str) -> list[str]:
 
 
 class _Folded(dict[int, str]):
-    """Letters without accents, where accents are left out in writing: in Latin and Greek script.
-
-    In Cyrillic й and ї are letters, in Indic scripts marks are vowels. Hangul stays composed.
-    """
+    """Letters without accents, in Latin and Greek script. In Cyrillic й and ї are letters, in Indic scripts marks are
+    vowels. Hangul stays composed."""
 
     def __missing__(self, code: int) -> str:
         base = unicodedata.normalize("NFD", chr(code))[0]

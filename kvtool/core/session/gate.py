@@ -210,7 +210,7 @@ class _Prompts:
         kv = self._kv[b"0"]
         own = kv.layers[0]
         for codec in (CODECS[level] for level in exact()):
-            data = b"".join(codec.encode(*own))
+            data = b"".join(codec.encode_layers([own])[0])
             item = Encoded(bytearray(data), shape_of_layer(own), NAMES[kv.dtype])
             sides = codec.decode([item])[0]
             if not all(torch.equal(a, b) for a, b in zip(sides, own, strict=True)):

@@ -1,9 +1,5 @@
-"""Files → documents: a registry from file ending to reader.
-
-A new reader is a module with `read`, which makes documents of a file's bytes (`@of_text()` where they are text), and a
-row of `_FORMATS`. Readers that are not bounded take time linear in the file's length, which
-`tests/corpus/test_linear.py` checks.
-"""
+"""Files → documents: a registry from file ending to reader. A new reader is a module with `read` and a row of
+`_FORMATS`. Readers that are not bounded take time linear in the file's length (`tests/corpus/test_linear.py`)."""
 
 from __future__ import annotations
 
@@ -37,14 +33,7 @@ from kvtool.core.corpus.readers.encoding import Reader
 
 
 class _Format(NamedTuple):
-    """A format of files.
-
-    Attributes
-    ----------
-    endings : lower-case file endings, and whole lower-case names of files without one.
-    is_bounded : a file can make its reader slow, large or end, so a separate process reads it.
-    library : the distribution that the reader imports.
-    """
+    """Lower-case `endings`, or names of files without one. `is_bounded`: a separate process reads the file."""
 
     read: Reader
     endings: tuple[str, ...]
@@ -86,10 +75,8 @@ _FOREIGN = (
     *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
-    *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
-    *(".nfo", ".me", ".1st", ".po", ".pot", ".pod", ".textile", ".wiki"),
-    *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
-    *("notice", "todo", "install", "contributing"),
+    *".txt .text .log .rst .rest .adoc .asciidoc .org .bib .nfo .me .1st .po .pot .pod .textile .wiki".split(),
+    *"readme license licence copying authors changelog changes news notice todo install contributing".split(),
 )
 _MARKDOWN = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd")
 _CODE = (
@@ -105,10 +92,7 @@ _CODE = (
     *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
     *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
 )
-_OPENDOCUMENT = (
-    *(".odt", ".ott", ".fodt", ".ods", ".ots", ".fods"),
-    *(".odp", ".otp", ".fodp", ".odg", ".otg", ".fodg", ".odf"),
-)
+_OPENDOCUMENT = tuple(".odt .ott .fodt .ods .ots .fods .odp .otp .fodp .odg .otg .fodg .odf".split())
 _XML = ".xml .xsd .xsl .xslt .rss .atom .plist .opml .kml .gpx .dita .tei .fb2 .xlf .tmx .resx .wsdl .rdf".split()
 _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
@@ -149,17 +133,14 @@ _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS}
 
 
 def is_known(path: PurePath) -> bool:
-    """Return True if a reader is registered for this name."""
     return ending_of(without_gz(path)) in READERS or plugin_of(path) is not None
 
 
 def plugin_of(path: PurePath) -> Plugin | None:
-    """Find the plugin that reads files of this name."""
     return _PLUGINS.get(path.suffix.lower().removeprefix("."))
 
 
 def library_of(path: PurePath) -> str:
-    """Return the library that reads files of this name, with its installed version; "": none is needed."""
     known = _BY_ENDING.get(ending_of(without_gz(path)))
     library = "" if known is None else known.library
     if not library:
@@ -171,22 +152,19 @@ def library_of(path: PurePath) -> str:
 
 
 def missing_inside(path: PurePath) -> list[str]:
-    """Return the libraries that are not installed and that files inside of this one may need."""
+    """Libraries that are not installed and that files inside of this one may need."""
     is_container = ending_of(without_gz(path)) in (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft", ".mhtml", ".mht")
     found = {library_of(PurePath(f"a{ending}")) for ending in READERS} if is_container else set[str]()
     return sorted(library for library in found if library.startswith("no "))
 
 
 def is_bounded(path: PurePath, size: int) -> bool:
-    """Return True if a file is read in a separate process, within bounds (`corpus/reading.py`): by its name, or its
-    size in bytes."""
     known = _BY_ENDING.get(ending_of(path))
     by_name = path.suffix.lower() == GZIP or (known is not None and known.is_bounded) or plugin_of(path) is not None
     return by_name or size > _MOST_HERE
 
 
 def is_foreign(path: PurePath) -> bool:
-    """Return True if the name says that the file holds no text, and no reader is registered for it."""
     return without_gz(path).suffix.lower() in _FOREIGN and not is_known(path)
 
 
@@ -199,7 +177,7 @@ def is_archive(path: PurePath) -> bool:
 
 
 def kind_of(path: PurePath) -> str:
-    """Name what a file is that no reader takes: `image`, `archive`, by another foreign ending that, else `binary`."""
+    """Name a file that no reader takes: `image`, `archive`, another foreign ending, else `binary`."""
     known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
     return known if is_foreign(path) or _is_zip(path) else "binary"
 
@@ -209,30 +187,18 @@ def _is_zip(path: PurePath) -> bool:
 
 
 def _unread_kind(path: PurePath) -> str:
-    """Name the kind of a file in an archive that is not read, in the plural; "" if it is read."""
+    """Name the kind of an unread file in an archive, in the plural; "" if it is read."""
     if is_known(path) and not _is_zip(path):
         return ""
     return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
 
 
 def read_documents(path: Path, data: bytes) -> list[Document]:
-    """Read the documents of one file, in this process and without bounds.
-
-    Parameters
-    ----------
-    path : where the bytes come from; its ending picks the reader; what has an unknown one is read by its content.
-    data : the file's bytes.
-
-    Raises
-    ------
-    UnreadableFile
-        If the file is empty, binary, or holds no text.
-    """
+    """Read the documents of one file, in this process and without bounds. Raises UnreadableFile."""
     return read_as(path, source_of(path), data)
 
 
 def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
-    """Read documents as :meth:`read_documents` does, under the name of another source than the path."""
     plugin = plugin_of(path)
     if plugin is None:
         name = without_gz(path)
@@ -246,17 +212,16 @@ def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
 
 
 def ending_of(path: PurePath) -> str:
-    """Return the key that selects a file's reader: its ending in lower case, or the whole name if it has no ending."""
+    """The key of a file's reader: its ending in lower case, or the whole name if it has none."""
     return path.suffix.lower() or path.name.lower()
 
 
 def file_of(source: str) -> str:
-    """Return the file of a document: one of several is called `file.jsonl#id`, or `file.zip#name`."""
+    """The file of a document: one of several is called `file.jsonl#id`, or `file.zip#name`."""
     marks = (at for at, character in enumerate(source) if character == "#")  # a name in an archive may have some
     files = (source[:at] for at in marks)
     return next((file for file in files if READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL), source)
 
 
 def source_of(path: Path) -> str:
-    """Return the source name of a file's document: its absolute path."""
     return Path(os.path.abspath(path)).as_posix()

@@ -33,14 +33,7 @@ ReadAs = Callable[[PurePath, str, bytes], list[Document]]
 
 
 def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath], str]) -> list[Document]:
-    """Return the documents of all files that a reader knows, `archive.zip#folder/name.md`. A note counts the others.
-    Raises BinaryFile if there are too many, or none.
-
-    Parameters
-    ----------
-    read_as : reads a file by its path, under a source's name.
-    kind_of : names what no reader knows, in the plural; "" for the others.
-    """
+    """Read files as `archive.zip#folder/name.md`; a note counts the others. Raises UnreadableFile."""
     documents: list[Document] = []
     failures: list[str] = []
     missing: MissingPackage | None = None
@@ -53,22 +46,22 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
                 documents += _read_member(archive, info, PurePath(name), f"{source}#{name}", read_as)
             except EmptyFile:
                 continue
+            except MissingPackage as error:
+                missing = error
+                failures.append(f"{name}: {error.message} ({error.hint})")
             except UnreadableFile as error:
-                missing = error if isinstance(error, MissingPackage) else missing
-                hint = f" ({error.hint})" if isinstance(error, MissingPackage) else ""
-                failures.append(f"{name}: {error.message}{hint}")
+                failures.append(f"{name}: {error.message}")
             if len(members) > _MOST_FILES or sum(len(document.text) for document in documents) > _MOST_TEXT:
                 raise BinaryFile(f"archive of {len(members):,} files with much text: unpack it, and name the folder")
     notes = (*unread_note(unread), *shortened(failures))
-    if not documents and missing is not None:
-        raise missing
     if not documents:
-        raise BinaryFile(f"archive without a document that can be read ({'; '.join(notes) or 'empty'})")
+        why = f"archive without a document that can be read ({'; '.join(notes) or 'empty'})"
+        raise missing or BinaryFile(why)
     return [replace(documents[0], notes=(*documents[0].notes, *notes)), *documents[1:]]
 
 
 def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict[str, ZipInfo], Counter[str]]:
-    """Return the files to read by their names, and how many others there are of each kind; hidden ones do not count."""
+    """Split the members into files to read, by name, and counts of the others by kind; hidden ones do not count."""
     found: dict[str, ZipInfo] = {}
     unread: Counter[str] = Counter()
     for info in archive.infolist():
@@ -85,7 +78,7 @@ def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict
 
 
 def _name(info: ZipInfo) -> str:
-    """Return a member's name: old programs write UTF-8 without saying so, which `zipfile` takes for cp437."""
+    """Decode a member's name: old programs write UTF-8 without saying so, which `zipfile` takes for cp437."""
     name = info.filename.replace("\\", "/")
     if not info.flag_bits & _UTF_8:
         with suppress(UnicodeError):

@@ -29,16 +29,8 @@ _FLAGS = {"1": True, "true": True}
 
 @dataclass(slots=True)
 class Sheet:
-    """A sheet of a file; rows and columns count from 1.
-
-    Attributes
-    ----------
-    rows, comments : row → column → what the cell shows, empty cells left out; row → what is said about its cells.
-    merged : first row, first column, last row and last column of cells that were made one.
-    hidden_columns : the first and the last of each run.
-    shapes : texts of text boxes, charts and diagrams, and of the margins of printed pages.
-    uncalculated : how many formulas have no saved value.
-    """
+    """A sheet; rows and columns count from 1. `merged`: first row and column, last row and column. `hidden_columns`:
+    first and last of each run."""
 
     title: str
     is_hidden: bool = False
@@ -53,7 +45,6 @@ class Sheet:
     last_row: int = 0
 
     def add_comment(self, cell: str, author: str, text: str) -> None:
-        """Add a comment to its row; many begin with the author's name. Raises ValueError if there is no such cell."""
         author = "" if text.strip().startswith(author) else author
         self.comments.setdefault(place(cell)[0], []).append(comment(text, author, cell))
 
@@ -65,7 +56,6 @@ class _Book(NamedTuple):
 
 
 def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
-    """Yield the sheets of an Open XML workbook, a damaged one as far as it can be read. Raises UnreadableFile."""
     package = Package(archive)
     main = package.main("xl/workbook.xml")
     book, links = parsed(archive, main), package.links(main)
@@ -120,7 +110,7 @@ def _strings(package: Package, parts: Mapping[str, str]) -> Iterator[str]:
 
 
 def _words(element: Element) -> str:
-    """Return the text of a string and of its runs, without the readings of its characters."""
+    """Join a string and its runs, without the readings of its characters."""
     if len(element) == 1 and element[0].tag.endswith("}t") and "_x" not in (text := element[0].text or ""):
         return text  # nearly all of them
     pieces: list[Piece] = []
@@ -134,7 +124,6 @@ def _words(element: Element) -> str:
 
 
 def _codes(package: Package, parts: Mapping[str, str]) -> list[str]:
-    """Return the format of each style."""
     styles = package.part(parts.get("styles", ""))
     if styles is None:
         return []
@@ -143,7 +132,6 @@ def _codes(package: Package, parts: Mapping[str, str]) -> list[str]:
 
 
 def _take(element: Element, sheet: Sheet, book: _Book) -> None:
-    """Put what an element says into its sheet."""
     space, _, kind = element.tag.rpartition("}")
     if kind == "row":
         _take_row(element, f"{space}}}", sheet, book)
@@ -182,7 +170,7 @@ def _take_row(row: Element, space: str, sheet: Sheet, book: _Book) -> None:
 
 
 def _shown(cell: Element, space: str, book: _Book) -> str | None:
-    """Return what a cell shows; None for a formula whose value is not saved."""
+    """What a cell shows; None for a formula whose value is not saved."""
     kind, value = cell.get("t", "n"), cell.findtext(f"{space}v")
     style = int(cell.get("s", 0))
     code = book.codes[style] if style < len(book.codes) else GENERAL
@@ -200,7 +188,7 @@ def _shown(cell: Element, space: str, book: _Book) -> str | None:
 
 
 def place(reference: str) -> tuple[int, int]:
-    """Return row and column of a cell, `B7`. Raises ValueError if it is none."""
+    """Row and column of a cell, `B7`. Raises ValueError."""
     letters = reference.replace("$", "").rstrip("0123456789")
     return int(reference[len(letters) :].replace("$", "")), _column(letters)
 
@@ -213,7 +201,6 @@ def _column(letters: str) -> int:
 
 
 def old_sheets(data: bytes) -> Iterator[Sheet]:
-    """Yield the sheets of a workbook of the format before 2007."""
     import xlrd
 
     options = ("formatting_info", "ragged_rows", "on_demand", "ignore_workbook_corruption")

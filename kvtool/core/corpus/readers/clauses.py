@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from xml.etree.ElementTree import Element
 
 from kvtool.core.corpus.readers.ir import counter, integer
@@ -16,7 +16,6 @@ def find(element: Element | None, path: str) -> Element | None:
 
 
 def value(element: Element | None, path: str, usual: str = "") -> str:
-    """Return the value of a property."""
     found = find(element, path)
     return usual if found is None else found.get("val", usual)
 
@@ -26,23 +25,19 @@ def count(element: Element | None, path: str, usual: int = 0) -> int:
 
 
 def is_on(element: Element | None, path: str) -> bool:
-    """Return True for a switch that is there, and not said to be off."""
     found = find(element, path)
     return found is not None and found.get("val") not in ("0", "false", "off")
 
 
 class Styles:
-    """Styles of a document, each with those that it is based on."""
-
     def __init__(self, root: Element | None) -> None:
         self._styles = {} if root is None else {each.get("styleId", ""): each for each in root.findall("w-style")}
         usual = (key for key, each in self._styles.items() if each.get("type") == "paragraph" and each.get("default"))
         self.usual = next(usual, "")
-        self.chain = lru_cache(maxsize=None)(self._find_chain)
-        self.find = lru_cache(maxsize=None)(self._find)
+        self.chain = cache(self._find_chain)
+        self.find = cache(self._find)
 
     def _find_chain(self, key: str) -> dict[str, Element]:
-        """Return a style, then those that it is based on, by their ids."""
         found: dict[str, Element] = {}
         while key in self._styles and key not in found:
             found[key] = self._styles[key]
@@ -50,25 +45,21 @@ class Styles:
         return found
 
     def _find(self, key: str, path: str) -> Element | None:
-        """Find a property of a style, or else of those that it is based on."""
         chain = self.chain(key).values()
         return next((found for style in chain if (found := style.find(path)) is not None), None)
 
 
 class Clauses:
-    """Counters of all lists of a document, as its paragraphs pass; `root` defines the lists."""
-
     def __init__(self, root: Element | None, styles: Styles) -> None:
         self._styles = styles
         self._lists = {} if root is None else {each.get("numId", ""): each for each in root.findall("w-num")}
         plans = [] if root is None else root.findall("w-abstractNum")
         self._plans = {each.get("abstractNumId", ""): each for each in plans}
-        self._levels = lru_cache(maxsize=None)(self._find_levels)
+        self._levels = cache(self._find_levels)
         self._counts: dict[str, dict[int, int]] = {}
         self._begun: set[tuple[str, int]] = set()
 
     def _find_levels(self, list_id: str) -> tuple[str, dict[int, Element]]:
-        """Return the id of the plan that a list counts by, and the definitions of its levels."""
         listed = self._lists[list_id]
         linked = value(self._plans.get(value(listed, "w-abstractNumId")), "w-numStyleLink")
         other = self._lists.get(value(self._styles.find(linked, f"{_NUMBER}numId"), "."), listed)
@@ -115,5 +106,5 @@ class Clauses:
 
 
 def _form(level: Element | None) -> str:
-    """Return the format of a level's numbers; of a choice, the one that every program knows."""
+    """The format of a level's numbers; of a choice, the one that every program knows."""
     return value(level, "w-numFmt") or value(level, ".//Fallback/w-numFmt", "decimal")

@@ -24,8 +24,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def checked(data: bytes, is_archive: bool = False) -> zipfile.ZipFile:
-    """Open a document's container, or an archive, in which some members may need a password. Raises UnreadableFile, or
-    BinaryFile if an archive would unpack to more than 1 GiB."""
+    """Open a document's container or an archive. Raises UnreadableFile, or BinaryFile for an archive of over 1 GiB."""
     if data.startswith(_OLD_OFFICE):
         if _ENCRYPTED in data:
             raise UnreadableFile("protected by a password", "save a copy without one")
@@ -45,7 +44,7 @@ def checked(data: bytes, is_archive: bool = False) -> zipfile.ZipFile:
 
 
 def is_old(data: bytes) -> bool:
-    """Return True for an Office file of the format before 2007, unless it is encrypted as a whole."""
+    """Whether it is an Office file of the format before 2007 that is not encrypted as a whole."""
     return data.startswith(_OLD_OFFICE) and _ENCRYPTED not in data
 
 
@@ -56,7 +55,6 @@ def embedded(archive: zipfile.ZipFile) -> int:
 
 
 def member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Unpack one member. Raises UnreadableFile if it is missing, damaged, or larger than allowed."""
     try:
         with archive.open(name) as file:
             data = file.read(_MOST_TEXT + 1)
@@ -70,12 +68,11 @@ def member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
-    """Parse one member as XML. Raises UnreadableFile."""
     return parsed_xml(member(archive, name), name)
 
 
 def parsed_xml(data: bytes, name: str) -> ElementTree.Element:
-    """Parse XML; expat itself bounds the expansion of entities. Raises UnreadableFile if it is not well-formed."""
+    """Parse XML; expat itself bounds the expansion of entities. Raises UnreadableFile."""
     try:
         return ElementTree.fromstring(data)
     except (ElementTree.ParseError, LookupError, ValueError) as error:  # of an encoding that is none
@@ -83,12 +80,11 @@ def parsed_xml(data: bytes, name: str) -> ElementTree.Element:
 
 
 def without_gz(path: PurePath) -> PurePath:
-    """Return what a packed file is called unpacked; any other path as it is."""
     return path.with_suffix("") if path.suffix.lower() == GZIP else path
 
 
 def gunzip_start(data: bytes, most: int) -> bytes:
-    """Unpack what the first bytes of a file hold, at most so many bytes; what gzip has not packed stays as it is."""
+    """Unpack at most `most` bytes of a file's beginning; data that is not gzip is unchanged."""
     if not data.startswith(_GZIP_MAGIC):
         return data
     try:
@@ -98,7 +94,6 @@ def gunzip_start(data: bytes, most: int) -> bytes:
 
 
 def gunzip(data: bytes) -> bytes:
-    """Return what a packed file holds. Raises UnreadableFile if it is damaged or too large, EmptyFile."""
     try:
         with gzip.open(io.BytesIO(data)) as file:
             content = file.read(_MOST_TEXT + 1)

@@ -30,16 +30,7 @@ _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text of the corpus.
-
-    Parameters
-    ----------
-    source : POSIX absolute path; a row of a JSON-lines file adds `#` and its id or line number.
-    text : the text itself: newlines and control characters as in the file, no BOM, no lone surrogate.
-    kind : `text`, `markdown`, `html`, `code`, or `table`: rows of delimited cells.
-    notes : warnings about how the text was read.
-    marks : places of its parts in the file, if these are not the same lines as in the text.
-    """
+    """A text. `source` is an absolute path, with `#` and a name if the file has several documents."""
 
     source: str
     text: str
@@ -52,12 +43,10 @@ class UnreadableFile(KvtoolError):
     """A file holds no text that can be read; the message is the reason, without the path."""
 
     def to_row(self) -> dict[str, str]:
-        """Make a row for a journal or another process."""
         return {"error": type(self).__name__, "message": self.message, "hint": self.hint}
 
     @staticmethod
     def from_row(row: Mapping[str, str]) -> UnreadableFile:
-        """Invert :meth:`to_row`."""
         kinds = {kind.__name__: kind for kind in UnreadableFile.__subclasses__()}
         return kinds.get(row["error"], UnreadableFile)(row["message"], row["hint"])
 
@@ -83,8 +72,6 @@ class MissingPackage(UnreadableFile):
 
 
 def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
-    """Word the note that parts of a file, such as a `sheet`, are read although its own program does not show them; no
-    note without names."""
     if not names:
         return ()
     shown = ", ".join(repr(name)[:_LONGEST_NAME] for name in names[:_MOST_NAMES])
@@ -93,13 +80,12 @@ def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
 
 
 def unread_note(counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Word the note that parts of a file which hold text are not read: `text boxes: 2, comments: 3 not read`."""
+    """Note that parts are not read: `text boxes: 2, comments: 3 not read`."""
     shown = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
     return (f"{shown} not read",) if shown else ()
 
 
 def shortened(notes: Sequence[str]) -> tuple[str, ...]:
-    """Keep the first notes, and count the others."""
     more = len(notes) - _MOST_NOTES
     return (*notes[:_MOST_NOTES], *([f"and {more} more like these"] if more > 0 else []))
 
@@ -111,8 +97,7 @@ def table_row(cells: Iterable[str]) -> str:
 
 @contextmanager
 def opened(what: str, library: str) -> Iterator[None]:
-    """Import a format's library, and read a file that should be a `Word document` with it, inside of this. Raises
-    MissingPackage if the library is not installed, and UnreadableFile for whatever it raises."""
+    """Turn whatever a format's library raises, also when it is imported, into UnreadableFile."""
     try:
         yield
     except ImportError as error:
@@ -126,13 +111,12 @@ def opened(what: str, library: str) -> Iterator[None]:
 
 
 def cleaned(text: str) -> str:
-    """Clean a text from a container: one kind of newline, no control characters, no half of a surrogate pair."""
+    """Unify newlines; drop control characters and halves of surrogate pairs."""
     return _UNWANTED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def without_data_uris(text: str, *, base64: bool = False) -> str:
-    """Replace long data URIs by `[image]`, or `[data]` for other contents; their newlines stay. `base64` also replaces
-    long runs outside of URIs, as JSON and XML hold them."""
+    """Replace long data URIs by `[image]` or `[data]`, but for their newlines; `base64`: also other long runs."""
     text = _DATA_URI.sub(_placeholder, text) if "data:" in text.lower() else text
     return _BASE64.sub(_placeholder, text) if base64 else text
 
@@ -149,19 +133,15 @@ def _placeholder(found: re.Match[str]) -> str:
 
 
 def embedded_note(before: str, after: str) -> tuple[str, ...]:
-    """Word the note on data that :func:`without_data_uris` has cut, plain pictures aside."""
     return unread_note({"embedded data": after.count(EMBEDDED) - before.count(EMBEDDED)})
 
 
 def shortened_references(text: str) -> str:
-    """Shorten the numbers of HTML's character references (`&#65;`): the standard library fails at 4,300 digits. A
-    number of more than seven digits names no character."""
+    """Shorten numbers of HTML's references (`&#65;`): the standard library fails at 4,300 digits."""
     return _REFERENCE.sub(lambda found: "\ufffd" if found[2] else f"&#{found[1][:1]}", text)
 
 
 class Parts:
-    """A document's text as it is put together, with the place in the file of each part."""
-
     def __init__(self, gap: str = "\n\n") -> None:
         self.gap = gap
         self._texts: list[str] = []
@@ -171,7 +151,6 @@ class Parts:
         self._embedded = 0  # data URIs left out
 
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
-        """Add a part, after `gap` or else the usual gap. Empty parts are left out; rows of a table adjoin."""
         text = self.without_data(cleaned(text)).strip("\n")
         first, line_end, more = text.partition("\n")
         is_row, after_row = " | " in first and (not more or more[0] == "\n"), self._after_row
@@ -187,13 +166,11 @@ class Parts:
         self._length += len(text)
 
     def without_data(self, text: str) -> str:
-        """Cut data URIs from a text that will be added, and count them for the document's notes."""
         cut = without_data_uris(text)
         self._embedded += cut.count(EMBEDDED) - text.count(EMBEDDED)
         return cut
 
     def document(self, source: str, kind: str, notes: tuple[str, ...] = ()) -> Document:
-        """Return the document of all parts. Raises EmptyFile if none has any text."""
         notes += unread_note({"embedded data": self._embedded})
         if not self._texts:
             raise EmptyFile("; ".join(("empty: there is no text in it", *notes)))
@@ -203,7 +180,6 @@ class Parts:
 def joined(
     source: str, kind: str, parts: Iterable[tuple[int | str, str]], gap: str = "\n\n", notes: tuple[str, ...] = ()
 ) -> Document:
-    """Make a document of parts, each with its place in the file. Raises EmptyFile if none has any text."""
     made = Parts(gap)
     for place, text in parts:
         made.add(place, text)
@@ -211,6 +187,6 @@ def joined(
 
 
 def numbered(source: str, kind: str, label: str, texts: Iterable[str], notes: tuple[str, ...] = ()) -> Document:
-    """Make a document of parts that are called `label 1`, `label 2`, …; those without text count, too."""
+    """Make a document of parts that are called `label 1`, `label 2`, …; parts without text count, too."""
     parts = ((f"{label} {number}", text) for number, text in enumerate(texts, 1))
     return joined(source, kind, parts, notes=notes)

@@ -18,7 +18,6 @@ GRAPHICS = ("c-chart", "chart", "dgm-relIds")
 
 
 def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[Element]) -> Iterator[str]:
-    """Yield the text of each shape, in the order of the file; groups are opened, links of their part followed."""
     for shape in shapes:
         if shape.tag == "graphicFrame":
             for graphic in shape.iterfind("a-graphic/a-graphicData/*"):
@@ -35,7 +34,6 @@ def shape_texts(package: Package, links: Mapping[str, Link], shapes: Iterable[El
 
 
 def graphic_texts(package: Package, links: Mapping[str, Link], graphic: Element) -> Iterator[str]:
-    """Yield the rows of a table or chart, or the texts of a diagram."""
     link = links.get(graphic.get("dm") or graphic.get("id") or "") if graphic.tag in GRAPHICS else None
     part = package.part(link.name) if link else None
     if graphic.tag == "a-tbl":
@@ -57,7 +55,7 @@ def _cells(row: Element) -> Iterator[Cell]:
 
 
 def paragraphs(body: Element) -> str:
-    """Join the paragraphs of a shape or cell, lower levels indented, with their automatic numbers."""
+    """Join the paragraphs of a shape or cell, indented by level, with their automatic numbers."""
     lines: list[str] = []
     counts: dict[int, int] = {}
     for each in body.iterfind("a-p"):
@@ -73,7 +71,6 @@ def paragraphs(body: Element) -> str:
 
 
 def _pieces(element: Element) -> Iterator[Piece]:
-    """Yield the texts of a paragraph with their positions."""
     for child in element:
         if child.tag in ("a-r", "a-fld"):
             properties = child.find("a-rPr")
@@ -87,7 +84,6 @@ def _pieces(element: Element) -> Iterator[Piece]:
 
 
 def _chart_rows(chart: Element) -> Iterator[str]:
-    """Yield a chart's titles, and its values as tables: a row for each category, a column for each series."""
     if title := " — ".join(filter(None, map(_words, (*chart.iter("c-title"), *chart.iter("title"))))):
         yield f"Chart: {title}"
     series = [
@@ -105,13 +101,12 @@ def _chart_rows(chart: Element) -> Iterator[str]:
 
 
 def _words(element: Element | None) -> str:
-    """Return the text of a title or of a series' name, written or taken from cells."""
     texts = () if element is None else (each.text or "" for each in element.iter() if each.tag in ("a-t", "c-v"))
     return " ".join("".join(texts).split())
 
 
 def _points(series: Element, *names: str) -> dict[int, str]:
-    """Return the values that are saved with a series, by their index; of categories in levels, all levels."""
+    """Saved values of a series by index; all levels of categories that have levels."""
     points: dict[int, str] = {}
     for data in (found for name in names for found in series.iterfind(name)):
         code = next((each.text or "" for each in data.iter("c-formatCode")), GENERAL)

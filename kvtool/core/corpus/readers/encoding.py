@@ -1,10 +1,6 @@
-"""Bytes → text: BOMs, UTF-8, UTF-16, then the legacy encodings.
-
-Guessing happens only where UTF-8 fails, and looks only at the words with bytes that are not ASCII: a name or two in an
-English file are enough. The encoding wins whose reading of these words is likeliest: in letters by the pairs of letters
-of some language (`letters.txt`, made by `samples/tools/letters.py`), in Chinese characters, kana and Hangul by how
-common these are, with a bonus for the encodings that are met most often.
-"""
+"""Bytes → text: BOMs, UTF-8, UTF-16, then guesses by the words that are not ASCII. The likeliest reading wins: of
+letters by pairs of letters of some language (`letters.txt`, made by `samples/tools/letters.py`), of Chinese characters,
+kana and Hangul by how common they are, with a bonus for the encodings that are met most often."""
 
 from __future__ import annotations
 
@@ -114,7 +110,7 @@ _FREQUENT_COST, _KANA_COST, _COMMON_COST, _SIGN_COST, _UNCOMMON_COST = 11, 12, 1
 
 
 def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
-    """Make a reader of bytes of one that reads decoded text. `declared` finds the encoding that a file states."""
+    """Make a reader of bytes of one that reads text. `declared` finds the encoding that a file states."""
 
     def decorate(read: TextReader) -> Reader:
         def read_bytes(source: str, data: bytes) -> list[Document]:
@@ -130,31 +126,20 @@ def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[Tex
 
 
 def decode(data: bytes, declared: str = "") -> Decoded:
-    """Return a file's text without its BOM, and notes on what was guessed or replaced.
-
-    Parameters
-    ----------
-    declared : the encoding that the file itself names, if any; used only where UTF-8 fails.
-    """
+    """Decode a text, with notes on what was guessed. A declared encoding is used only where UTF-8 fails."""
     if not data or data.isspace():
         raise EmptyFile("empty")
     for magic, name in _BINARY:
         if data.startswith(magic):
             raise BinaryFile(f"binary: {name}", "convert it to text first")
-    text, notes = _with_bom(data) or _without_bom(data, declared)
+    boms = ((bom, codec) for bom, codec in _BOMS if data.startswith(bom))
+    bom, codec = next(boms, (b"", ""))
+    if codec == "utf-32-le" and _strict(data[len(bom) :], codec) is None:
+        bom, codec = next(boms)  # UTF-16 whose first character is NUL
+    text, notes = _repaired(data[len(bom) :], codec) if codec else _without_bom(data, declared)
     if "\0" in text:
         raise BinaryFile("binary: contains NUL")
     return text, notes
-
-
-def _with_bom(data: bytes) -> Decoded | None:
-    for bom, codec in _BOMS:
-        if data.startswith(bom):
-            body = data[len(bom) :]
-            if codec == "utf-32-le" and _strict(body, codec) is None:
-                continue  # UTF-16 whose first character is NUL
-            return _repaired(body, codec)
-    return None
 
 
 def _without_bom(data: bytes, declared: str) -> Decoded:
@@ -171,13 +156,16 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
     named = _as_declared(data, declared.lower())
     if named is not None:
         return named, ()
-    if _is_damaged_utf8(data):
-        return _repaired(data, "utf-8")
-    return _repaired(data, chosen.get()) if chosen.get() else _legacy(data)
+    if codec := "utf-8" if _is_damaged_utf8(data) else chosen.get():
+        return _repaired(data, codec)
+    _refuse_controls(data, 0.02)
+    codec = _guess(_sample(data), final=len(data) <= _SAMPLE)
+    text, notes = _repaired(data, codec)
+    return text, (f"not UTF-8, read as {codec}: `--encoding NAME` sets another", *notes)
 
 
 def _as_declared(data: bytes, label: str) -> str | None:
-    """Decode as the file states, or by a superset of that encoding if bytes are invalid or control characters."""
+    """Decode as declared, or by a superset if bytes are invalid or control characters."""
     codec = _LABELS.get(label) or _VENDOR.sub("cp", label.removeprefix("x-").removesuffix("-i"))
     if not is_charset(codec):
         return None
@@ -207,7 +195,6 @@ def _strict(data: bytes, codec: str) -> str | None:
 
 
 def _repaired(data: bytes, codec: str) -> Decoded:
-    """Decode with U+FFFD in the place of invalid bytes, and say so."""
     text = _strict(data, codec)
     if text is not None:
         return text, ()
@@ -234,37 +221,19 @@ def _is_damaged_utf8(data: bytes) -> bool:
 
 
 def _utf16(data: bytes) -> str:
-    """Decode UTF-16 without BOM, in the byte order that yields more spaces and ASCII."""
-    texts = (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))
-    written = [text for text in texts if text and "\0" not in text and _is_written(text)]
-    if not written:
+    best, most = "", 0  # ASCII characters
+    for text in filter(None, (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))):
+        sample = text[:_SAMPLE]
+        count = len(sample) - len(_NOT_ASCII.findall(sample))
+        if "\0" not in text and count > most and len(_WRITTEN.findall(sample)) >= 0.97 * len(sample):
+            best, most = text, count
+    if not best:
         raise BinaryFile("binary: contains NUL")
-    return max(written, key=_ascii_count)
-
-
-def _is_written(text: str) -> bool:
-    sample = text[:_SAMPLE]
-    return len(_WRITTEN.findall(sample)) >= 0.97 * len(sample) and _ascii_count(text) > 0
-
-
-def _ascii_count(text: str) -> int:
-    sample = text[:_SAMPLE]
-    return len(sample) - len(_NOT_ASCII.findall(sample))
-
-
-def _legacy(data: bytes) -> Decoded:
-    _refuse_controls(data, 0.02)
-    codec = _guess(_sample(data), final=len(data) <= _SAMPLE)
-    text, notes = _repaired(data, codec)
-    return text, (f"not UTF-8, read as {codec}: `--encoding NAME` sets another", *notes)
+    return best
 
 
 def _sample(data: bytes) -> bytes:
-    """Return the bytes to detect the encoding by: the first non-ASCII bytes with their context; all of a small file.
-
-    Every piece begins after ASCII or a break and ends at a break, so that no character is torn; only the last one may
-    be cut anywhere, if a text has no breaks.
-    """
+    """Choose the first non-ASCII bytes with their context, from ASCII or a break to a break: no character is torn."""
     if len(data) <= _SAMPLE:
         return data
     pieces: list[bytes] = []
@@ -279,7 +248,6 @@ def _sample(data: bytes) -> bytes:
 
 
 def _guess(sample: bytes, final: bool) -> str:
-    """Return the encoding in which the words that are not ASCII cost least; the first of equals."""
     found = (_DIGITS.sub(b"0", word) for word in _BETWEEN.split(sample) if _FOREIGN.search(word))
     words = b" ".join(dict.fromkeys(found))[:_MOST_WORDS]
     costs = {}
@@ -296,7 +264,7 @@ def _guess(sample: bytes, final: bool) -> str:
 
 
 def _decoded(data: bytes, codec: str, final: bool) -> str:
-    """Decode, without a character that is torn at the end unless that is the end of the file."""
+    """Decode, without a character that is torn at the end unless the file ends there."""
     return codecs.getincrementaldecoder(codec)("replace").decode(data, final)
 
 
@@ -308,7 +276,6 @@ def _oddities(text: str) -> int:
 
 
 def _cost_of_letters(text: str) -> int:
-    """Return the cost of a text in the language that suits it best."""
     capitals = sum(a.isalpha() and b.isupper() and not b.isascii() for a, b in pairwise(text))
     endings = len(_HEBREW_ENDING.findall(text))
     text = _NO_LETTER.sub(" ", "".join(char.lower()[:1] for char in _MEASURE.sub("", text)))
@@ -328,7 +295,6 @@ def _data() -> dict[str, list[str]]:
 
 @cache
 def _languages() -> tuple[dict[str, int], ...]:
-    """Read the costs of each language's pairs of letters; a name of two letters is a language's."""
     tables = [enumerate(classes) for name, classes in _data().items() if len(name) == 2]
     return tuple({each[at : at + 2]: cost for cost, each in table for at in range(0, len(each), 2)} for table in tables)
 

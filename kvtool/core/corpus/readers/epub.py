@@ -16,7 +16,6 @@ _PAGES = ("application/xhtml+xml", "text/html")
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its chapters (the spine's pages) marked."""
     with checked(data) as archive:
         if "META-INF/encryption.xml" in archive.namelist() and "META-INF/rights.xml" in archive.namelist():
             raise UnreadableFile("protected by its seller (DRM)")
@@ -25,7 +24,6 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
-    """Yield the names of the pages in reading order."""
     root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iterfind(".//{*}rootfile")), "")
     book = parsed(archive, root)
     pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _PAGES}

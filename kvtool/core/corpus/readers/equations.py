@@ -18,7 +18,6 @@ _UNSEEN = ("w-del", "w-moveFrom", "annotation", "annotation-xml")
 
 
 def linear(element: Element) -> str:
-    """Write an equation, or a part of one."""
     name = _name(element)
     children = [each for each in element if not _name(each).endswith("Pr") and _name(each) not in _UNSEEN]
     parts = [linear(each) for each in children]
@@ -52,7 +51,6 @@ def _name(element: Element) -> str:
 
 
 def _joined(element: Element, parts: Iterable[tuple[Element, str]]) -> str:
-    """Join the texts of an element's children, with a space between words of different runs."""
     text, was_run = (element.text or "") if _name(element) == "t" else (element.text or "").strip(), True
     for child, part in parts:
         ends = text[-1:].isalnum() or text.endswith(")")
@@ -66,7 +64,6 @@ def _grouped(text: str) -> str:
 
 
 def _marked(base: str, name: str, others: Iterable[str]) -> str:
-    """Add the parts that stand below and above, or under a line."""
     return base + "".join(f"{mark}{_grouped(part)}" for mark, part in zip(_MARKS[name], others, strict=False) if part)
 
 

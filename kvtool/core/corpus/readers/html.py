@@ -1,8 +1,5 @@
-"""HTML → its visible text, with headings, paragraphs, list items and table rows as lines.
-
-By own code, since answers cite lines: selectolax (1.0) knows no lines of a page, lxml only those of elements, up to
-65,535, and the standard library's parser takes quadratic time on quotes that do not close.
-"""
+"""HTML → its visible text, by own code, since answers cite lines: selectolax knows no lines of a page, lxml only those
+of elements, up to 65,535, and the standard library's parser takes quadratic time on quotes that do not close."""
 
 from __future__ import annotations
 
@@ -21,19 +18,7 @@ from kvtool.core.corpus.readers.equations import linear
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
 _UNSEEN = frozenset(
-    (
-        "script",
-        "style",
-        "template",
-        "noscript",
-        "svg",
-        "iframe",
-        "canvas",
-        "object",
-        "datalist",
-        "annotation",
-        "annotation-xml",
-    )
+    "script style template noscript svg iframe canvas object datalist annotation annotation-xml".split()
 )
 _MARKUP = re.compile(r"<(?:(/?[a-z][^\s<>/=\"']*+)|(!--)|!doctype[^<>]*+>|!\[[^<>]*+>|\?[^<>]*+>)", re.I)
 _TO_QUOTE = re.compile(r"""[^<>=]*+(?:=(?!\s*+["'])[^<>=]*+)*+(?:(>)|=\s*+(["']))?""")  # a value's quote, or the end
@@ -50,9 +35,7 @@ _BLOCKS = frozenset(
     "address article aside blockquote body caption center dd details dialog div dl dt fieldset figcaption figure "
     "footer form header hgroup hr html legend main p section summary".split()
 )
-_VOID = frozenset(
-    ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
-)
+_VOID = frozenset("area base br col embed hr img input link meta param source track wbr".split())
 _ASIDES = frozenset(("sup", "sub", "rt", "rp"))  # written apart from the words before them
 _CONTROLS = frozenset(("button", "input", "meter", "output", "progress", "select"))
 _STYLED = frozenset(("a", "b", "big", "em", "font", "i", "small", "span", "strong", "u"))
@@ -70,14 +53,12 @@ _LONGEST_PROSE = 500  # characters of a cell's paragraphs that are still a row's
 
 
 def declared_encoding(data: bytes) -> str:
-    """Return the encoding that the file states; "": none."""
     match = _CHARSET.search(data[:4096])
     return match[1].decode("ascii", "replace") if match else ""
 
 
 @of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
-    """Return one document of kind `html`, marked with the page's lines. Raises EmptyFile if nothing is visible."""
     return [document_of(source, *marked(text))]
 
 
@@ -88,17 +69,14 @@ def document_of(source: str, text: str, marks: Sequence[Mark]) -> Document:
 
 
 def page_text(data: bytes, charset: str = "") -> str:
-    """Decode a page, by its own declaration if no charset is given."""
     return decode(data, charset or declared_encoding(data))[0] if data.strip() else ""
 
 
 def visible(text: str) -> str:
-    """Return the visible text of a page; it may be empty."""
     return marked(text)[0]
 
 
 def marked(text: str) -> tuple[str, list[Mark]]:
-    """Return the visible text of a page, marked with the page's lines."""
     # an unclosed <nav> would hide the whole page: then it is better kept, and so is what stands in for a script
     hidden = (_UNSEEN | {"nav"}, _UNSEEN, _UNSEEN - {"noscript"})
     blocks = next((blocks for unseen in hidden if (blocks := _Page(unseen, text).blocks)), [])
@@ -116,8 +94,6 @@ def marked(text: str) -> tuple[str, list[Mark]]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A piece of a page. `form` is text, heading, item, row or pre; `line` of the file, where its text begins."""
-
     form: str
     text: str
     line: int
@@ -130,7 +106,7 @@ class _Cell:
     columns: int
 
     def label(self) -> str:
-        """Return the text that a row shows; rows of a table in it follow on lines of their own."""
+        """The text that a row shows; rows of a table in the cell follow on separate lines."""
         return " ".join(block.text for block in self.blocks if block.form != "row")
 
 
@@ -141,7 +117,7 @@ class _Table:
     spans: dict[int, tuple[int, str]] = field(default_factory=dict)  # column → rows that a cell above covers, its label
 
     def placed(self, cells: Sequence[_Cell]) -> list[str]:
-        """Return a row's labels by column, with those of cells that cover it from above or from the left."""
+        """Labels of a row by column, with those of cells that cover it from above or from the left."""
         row: list[str] = []
         for cell in cells:
             self._carry(row)
@@ -163,8 +139,6 @@ class _Table:
 
 
 class _Page:
-    """The blocks of a page, the page's title first if it has no heading of the first rank."""
-
     def __init__(self, unseen: frozenset[str], text: str) -> None:
         self.blocks: list[_Block] = []
         self._title: _Block | None = None
@@ -186,7 +160,8 @@ class _Page:
         self._formula = ""
         self._feed(shortened_references(text))
         while self._tables:
-            self._close_table("table")
+            self._end_row()
+            self._tables.pop()
         self._flush()
         if self._title is not None and not any(block.text.startswith("# ") for block in self.blocks):
             self.blocks.insert(0, self._title)
@@ -227,7 +202,6 @@ class _Page:
             self._line = self._at + text.count("\n", 0, len(text) - len(text.lstrip()))
 
     def _tag(self, tag: str, rest: str) -> None:
-        """Take a tag; <div/> opens a div in HTML, <br/> is a br."""
         if tag.startswith("/"):
             self._end(tag[1:])
         elif self._hidden_by:
@@ -273,7 +247,6 @@ class _Page:
             self._open_inline(tag, attributes)
 
     def _open_inline(self, tag: str, attributes: dict[str, str]) -> None:
-        """Say what an element shows that has no text of its own."""
         kind = attributes.get("type", "").lower()
         last = self._words[-1][-1:] if self._words else ""
         if tag in _CONTROLS and kind != "hidden" and (last.isalnum() or last == "%"):
@@ -300,7 +273,6 @@ class _Page:
         self._hidden_by, self._hidden_depth = "math", 1
 
     def _shift(self, tag: str, style: str) -> None:
-        """Begin an aside if an element's style raises or lowers its words; count the elements of its name in it."""
         shift = _SHIFT.search(style) if tag in _STYLED else None
         if tag == self._shifted[0]:
             self._shifted = tag, self._shifted[1] + 1
@@ -330,7 +302,7 @@ class _Page:
             self._block_break()
 
     def _alternative(self, attributes: dict[str, str]) -> str:
-        """Return what stands for a picture: its description, unless it is decoration, a tracker, or a file's name."""
+        """Describe a picture, unless it is decoration, a tracker, or only has a file's name."""
         text = " ".join(unescape(attributes.get("alt", "")).split())
         tiny = {attributes.get("width"), attributes.get("height")} & {"0", "1", "0px", "1px"}
         if tiny or attributes.get("aria-hidden") == "true" or _PICTURE.fullmatch(text) or text == self._formula:
@@ -363,7 +335,7 @@ class _Page:
         if tag in ("td", "th"):
             self._end_cell()
             self._flush()
-            table.cells = table.cells if table.cells is not None else []
+            table.cells = table.cells or []
             rows, columns = _number(attributes, "rowspan", 1) or _ALL_ROWS, _number(attributes, "colspan", 1)
             table.cells.append(_Cell([], rows, columns if 0 < columns <= _WIDEST else 1))
             table.outer = (self.blocks, self._lists)
@@ -393,7 +365,7 @@ class _Page:
             (self.blocks, self._lists), table.outer = table.outer, None
 
     def _end_row(self) -> None:
-        """End a row: a line, or the parts of its cells as they are if it only lays them out."""
+        """Write a row as a line, or as its cells' blocks if it only lays them out."""
         self._end_cell()
         table = self._tables[-1]
         cells, table.cells = table.cells, None
@@ -433,7 +405,6 @@ class _Page:
         return f"{indent}{self._lists[-1]}. "
 
     def _flush(self, form: str = "text", prefix: str = "") -> None:
-        """End a block, and begin one of a form."""
         self._end_aside()
         raw = "".join(self._words)
         text = without_data_uris(raw.replace("\v", "\n").strip("\n") if self._form == "pre" else _collapsed(raw))
@@ -449,8 +420,7 @@ class _Page:
 
 
 def _tag_end(text: str, at: int, dead: set[int]) -> int:
-    """Find the end of a tag, from the end of its name; −1: there is none. `dead` collects the beginnings of values in
-    tags without an end, which later ones share: each is looked at once."""
+    """Find the end of a tag; −1: none. Beginnings of values in unclosed tags are `dead`: each is searched once."""
     values: list[int] = []
     while (found := _TO_QUOTE.match(text, at)) and (quote := found[2]) and (start := found.end()) not in dead:
         values.append(start)
@@ -465,7 +435,7 @@ def _tag_end(text: str, at: int, dead: set[int]) -> int:
 
 
 def _linear(text: str, start: int) -> str:
-    """Return the formula in MathML that begins here, in one line; "" if it is not well-formed."""
+    """Write the MathML formula that begins here in one line; "" if it is not well-formed."""
     end = text.find("</math>", start, start + _LONGEST_FORMULA)
     markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", text[start:end]))
     with suppress(ElementTree.ParseError, RecursionError):
@@ -479,8 +449,7 @@ def _number(attributes: dict[str, str], name: str, default: int) -> int:
 
 
 def _lays_out(cells: Sequence[_Cell], blocks: Sequence[_Block]) -> bool:
-    """Return True if a row only places parts of the page: it holds headings, code or long texts, or one cell of many
-    parts."""
+    """Whether a row only places parts of the page: headings, code, long texts, or one cell of many parts."""
     if sum(bool(cell.blocks) for cell in cells) == 1:
         return len(blocks) > 1 or blocks[0].form != "text" or len(blocks[0].text) > _LONGEST_PROSE
     if any(block.form == "heading" or (block.form == "pre" and "\n" in block.text) for block in blocks):
@@ -489,13 +458,13 @@ def _lays_out(cells: Sequence[_Cell], blocks: Sequence[_Block]) -> bool:
 
 
 def _collapsed(text: str) -> str:
-    """Collapse white space as a browser does: runs are one space, \\v is a line break."""
+    """Collapse white space as a browser does; \\v is a line break."""
     lines = (" ".join(re.split(r"[ \t\n\r\f]+", line)).strip(" ") for line in text.split("\v"))
     return "\n".join(line for line in lines if line)
 
 
 def raised(before: str, text: str, is_link: bool) -> str:
-    """Write a superscript after a text: 10^6, an ordinal as it is, a note's mark, which is often a link, as [1]."""
+    """Write a superscript: 10^6, an ordinal unchanged, a note's mark, which is often a link, as [1]."""
     text = " ".join(text.split())
     if is_link and _MARK.fullmatch(text):
         return f"[{text}]"
@@ -513,7 +482,7 @@ def raised(before: str, text: str, is_link: bool) -> str:
 
 
 def lowered(before: str, text: str) -> str:
-    """Write a subscript after a text: x_i, log_2; H2O as it is."""
+    """Write a subscript: x_i, log_2; H2O unchanged."""
     text = " ".join(text.split())
     if re.search(r"\d$|[^\W\d_]{3}$" if text[:1].isdigit() else r"\d$|(?<![^\W\d_])[a-zα-ω]$|[a-z]{3}$", before):
         return "_" + (text if re.fullmatch(r"\w+", text) else f"({text})")

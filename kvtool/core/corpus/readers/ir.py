@@ -36,13 +36,8 @@ Cell = tuple[str, int, int]  # its text, and how many columns and rows it covers
 
 
 def line(pieces: Iterable[Piece]) -> str:
-    """Join texts, with `^` or `_` before a raised or lowered one that would be read as part of what it follows; the
-    number of a note is put in brackets.
-
-    Parameters
-    ----------
-    pieces : each with its position: `superscript`, `subscript`, or anything else for the usual line.
-    """
+    """Join texts; mark a `superscript` or `subscript` by `^`, `_` or, for the number of a note, brackets where it would
+    be read as part of what precedes it."""
     whole = ""
     for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
         text = "".join(text for text, _ in group)
@@ -53,15 +48,13 @@ def line(pieces: Iterable[Piece]) -> str:
             text = note + text[len(text.rstrip()) :]
         elif mark is not None and mark.match(whole[-1:] + text, len(whole[-1:])):
             core = text.strip()
-            text = (
-                ("^" if mark is _RAISED else "_") + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]
-            )
+            sign = "^" if mark is _RAISED else "_"
+            text = sign + (f"({core})" if _COMPOUND.match(core) else core) + text[len(core) :]
         whole += text
     return whole
 
 
 def blocks(elements: Iterable[Item]) -> Iterator[str]:
-    """Yield one text for each paragraph, heading, item of a list, row of a table, and note; text boxes in place."""
     for element in elements:
         kind, content = element["type"], element.get("content", ())
         if kind in ("heading", "paragraph"):
@@ -94,13 +87,12 @@ def _cells(row: Item) -> list[Cell]:
 
 
 def integer(element: Element | None, name: str, usual: int = 0) -> int:
-    """Return an attribute that is a whole number; the usual one without it, or if it is none."""
     value = "" if element is None else element.get(name, "")
     return int(value) if value.isdecimal() and len(value) < 10 else usual
 
 
 def image(description: str) -> str:
-    """Word the description of a picture; "" for none, and for one that is but the name of a file."""
+    """Describe a picture; "" for a description that is only a file's name."""
     text = " ".join(description.split())
     return "" if _FILE_NAME.fullmatch(text) else f"[image: {text}]"
 
@@ -111,8 +103,7 @@ def comment(text: str, author: str, cell: str = "") -> str:
 
 
 def counter(count: int, style: str) -> str:
-    """Write an automatic number in a style: `decimal`, `lower_roman`, `upperLetter` and others of Word; "" for `none`.
-    Those of unknown styles are decimal."""
+    """Write an automatic number in a style of Word such as `lower_roman`; unknown styles are decimal."""
     name, text = style.lower().replace("_", ""), str(count)
     letters = _ALPHABETS.get(name, "")
     if 0 < count <= len(letters) * _MOST_LETTERS:
@@ -131,7 +122,6 @@ def counter(count: int, style: str) -> str:
 
 
 def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
-    """Yield a table's rows; a cell stands in each column and row that it covers."""
     spanning: dict[int, tuple[int, str]] = {}  # column -> rows that a cell of an earlier row still covers, its text
     for row in table:
         line = {column: text for column, (_, text) in spanning.items()}
@@ -149,8 +139,7 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
 
 
 def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of numbered paragraphs, headers before them and footers after them, each text once. Texts in a
-    list share one number. Raises EmptyFile."""
+    """Make a document of headers, numbered paragraphs and footers. Texts in a list share one number."""
     once: dict[str, str] = {}
     for name, text in margins:
         once.setdefault(text.strip(), name)

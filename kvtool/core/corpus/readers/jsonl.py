@@ -40,7 +40,6 @@ _LONGEST_LABEL = 1000  # characters; a longer id names nothing
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """Return one document for each line that holds a text."""
     texts: list[tuple[int, str, str]] = []  # line, id and text
     notes, embedded, unread = list[str](), 0, dict[str, None]()
     for number, line in _rows(text):
@@ -73,9 +72,10 @@ def read(source: str, text: str) -> list[Document]:
 
 
 def _rows(text: str) -> list[tuple[int, str]]:
-    """Return the rows with their lines in the file: its lines, or indented objects one after another."""
+    """The rows with their lines in the file: lines, or indented objects one after another."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if _is_json(lines[0][1]):
+    with suppress(ValueError, RecursionError):
+        json.loads(lines[0][1])
         return lines
     rows, end, number = list[tuple[int, str]](), 0, 1
     with suppress(ValueError, RecursionError):
@@ -86,13 +86,6 @@ def _rows(text: str) -> list[tuple[int, str]]:
             number += rows[-1][1].count("\n")
         return rows
     return lines
-
-
-def _is_json(line: str) -> bool:
-    with suppress(ValueError, RecursionError):
-        json.loads(line)
-        return True
-    return False
 
 
 def _text_key(row: dict[str, Any]) -> str:
@@ -113,7 +106,6 @@ def _text(value: object) -> str:
 
 
 def _unread(value: object) -> Iterator[str]:
-    """Yield the fields of a row that have words and are not read beside its text."""
     row = value if isinstance(value, dict) else {}
     name = _text_key(row)
     for key, each in row.items() if name else ():
@@ -157,7 +149,7 @@ def _is_sentence(text: str) -> bool:
 
 
 def _has_words(value: object) -> bool:
-    """Return True if a string in a value, other than an id, has a letter."""
+    """Whether a string in a value, other than an id, has a letter."""
     if isinstance(value, dict):
         return any(_has_words(each) for key, each in value.items() if key not in _NAMES)
     if isinstance(value, list):
@@ -166,7 +158,7 @@ def _has_words(value: object) -> bool:
 
 
 def _lines(key: str, value: object) -> Iterator[str]:
-    """Yield `Key: value` for each value of a row; what is said in a conversation has the role as its key."""
+    """Yield `Key: value` for each value; in a conversation the role is the key."""
     if isinstance(value, dict):
         role = next((name for name in _ROLES if isinstance(value.get(name), str)), "")
         said = next((name for name in _SAID if name in value), "")
@@ -183,7 +175,6 @@ def _lines(key: str, value: object) -> Iterator[str]:
 
 
 def _words(value: object) -> str:
-    """Return a string, a number, or a list of them as a text; vectors and pictures are only named."""
     if isinstance(value, list):
         is_vector = len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value)
         return f"{len(value):,} numbers, left out" if is_vector else ", ".join(filter(None, map(_words, value)))
@@ -197,12 +188,12 @@ def _without_data(text: str) -> str:
 
 
 def _without_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs: JSON may escape them, but no encoding and no tokenizer takes them."""
+    """Replace halves of surrogate pairs, which JSON may escape."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _label(row: object) -> str:
-    """Return a row's id; "" if it has none, or one that names nothing."""
+    """A row's id; "" if it has none or one that is too long."""
     value = row.get("id") if isinstance(row, dict) else None
     label = _without_surrogates(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else ""
     return label if len(label) <= _LONGEST_LABEL else ""

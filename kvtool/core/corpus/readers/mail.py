@@ -1,7 +1,4 @@
-"""Mail and saved web pages (MHTML), by the standard library's parser.
-
-Each attachment is read like a file of its name, and is a document of the mail's file.
-"""
+"""Mail and saved web pages (MHTML). Each attachment is read as a document of the mail's file."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ _ENDINGS.add_type("text/calendar", ".ics")
 
 
 class Registry(NamedTuple):
-    """Functions of the registry of readers, which imports this module, for reading attachments."""
+    """Functions for reading attachments, of the registry of readers, which imports this module."""
 
     is_known: Callable[[PurePath], bool]
     is_foreign: Callable[[PurePath], bool]
@@ -56,7 +53,6 @@ class Registry(NamedTuple):
 
 
 def read(source: str, data: bytes, registry: Registry) -> list[Document]:
-    """Return one document for each message, marked with lines of the file, and those of its attachments."""
     if not data.strip():
         raise EmptyFile("empty")
     if data.startswith(_BOMS) or b"\0" in data[:2]:
@@ -73,12 +69,7 @@ def read(source: str, data: bytes, registry: Registry) -> list[Document]:
 
 
 def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], registry: Registry) -> list[Document]:
-    """Return the documents of messages and attachments. Raises UnreadableFile if none can be read.
-
-    Parameters
-    ----------
-    messages : each with its label, its bytes in the file, and the line on which it begins; 0: the file has no lines.
-    """
+    """Make documents of messages (label, parts, bytes, first line; 0: the file has no lines) and attachments."""
     made: list[Document] = []
     attachments, lost = _Attachments(registry), 0
     error: UnreadableFile = EmptyFile("empty: there is no text in it")
@@ -102,7 +93,6 @@ def documents(source: str, messages: Iterable[tuple[str, Message, bytes, int]], 
 
 
 def read_page(source: str, data: bytes) -> list[Document]:
-    """Return one document of a saved page and its frames, marked with lines of the file."""
     pages = [part for part in _parsed(data).walk() if part.get_content_type() in _PAGES]
     if not pages:
         raise UnreadableFile("damaged: there is no web page in it")
@@ -117,7 +107,6 @@ def read_page(source: str, data: bytes) -> list[Document]:
 
 
 def _lines(data: bytes, page: Message) -> list[int]:
-    """Return the line of the file on which each line of a decoded page begins."""
     first = data.count(b"\n", 0, _begin(data, page, 0)) + 1
     if _transfer(page) == "base64":
         return [first]
@@ -126,7 +115,6 @@ def _lines(data: bytes, page: Message) -> list[int]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the messages of a mailbox, each with the line on which it begins."""
     first, lines = 0, io.BytesIO(data).readlines()
     for number, line in enumerate([*lines, _BEGINS]):
         if line.startswith(_BEGINS) and (number == len(lines) or not number or not lines[number - 1].strip()):
@@ -143,8 +131,6 @@ def _parsed(data: bytes) -> Message:
 
 
 class _Text:
-    """A message's text as it is put together."""
-
     def __init__(self, data: bytes, line: int) -> None:
         self.made = Parts("\n")
         self.files: list[tuple[str, str, bytes]] = []  # name, type and content of each part that is not in the text
@@ -154,7 +140,6 @@ class _Text:
         self._paragraphs = 0
 
     def add(self, part: Message, depth: int = 0, is_shown: bool = True) -> None:
-        """Add the text of a part and of the parts in it; without `is_shown` only their files."""
         if depth > _DEEPEST:
             raise UnreadableFile(f"parts within parts, over {_DEEPEST} levels deep")
         kind = part.get_content_type()
@@ -209,8 +194,6 @@ class _Text:
 
 
 class _Attachments:
-    """The attachments of one file, of which a bounded number is read."""
-
     def __init__(self, registry: Registry) -> None:
         self.unread = 0  # that may hold text
         self.missing: dict[str, None] = {}  # packages that attachments need, as notes
@@ -218,7 +201,6 @@ class _Attachments:
         self._files, self._bytes = _MOST_FILES, _MOST_BYTES
 
     def read(self, prefix: str, files: Iterable[tuple[str, str, bytes]]) -> tuple[list[Document], list[str]]:
-        """Return the documents of a message's files, and lines that name the files. A prefix begins their sources."""
         made: dict[str, Document] = {}
         shown: dict[str, list[str]] = {"Attachments": [], "Attachments, not read": []}
         seen: set[bytes] = set()  # an invitation may be a part and an attachment
@@ -257,7 +239,7 @@ class _Attachments:
         return self._registry.read_as(path, source, data)
 
     def _path(self, name: str, kind: str, number: int) -> Path:
-        """Return what an attachment is called as a file, with the ending of its type if its own is unknown."""
+        """Name an attachment as a file, with the ending of its type if its own is unknown."""
         label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
         path = Path("/", label or f"part {number}")
         if self._registry.is_known(path) or self._registry.is_foreign(path) or kind == "application/octet-stream":
@@ -266,7 +248,7 @@ class _Attachments:
 
 
 def _parts(part: Message) -> list[Message]:
-    """Return the parts of a part; the only one of an attached message, encoded or not, is that message."""
+    """The parts of a part; the only one of an attached message, encoded or not, is that message."""
     parts = [inner for inner in part.get_payload() if isinstance(inner, Message)] if part.is_multipart() else []
     sealed = part if not parts and _name(part).lower().endswith(".eml") else None
     if parts and part.get_content_type() == "message/rfc822" and not (_keeps_lines(part) or parts[0].keys()):
@@ -279,7 +261,6 @@ def _parts(part: Message) -> list[Message]:
 
 
 def _is_text(part: Message) -> bool:
-    """Return True if a part belongs to the text of its message: one with a name, or for other programs, does not."""
     kind = part.get_content_type()
     if part.get_content_disposition() == "attachment" or kind == "text/calendar":
         return False
@@ -287,8 +268,7 @@ def _is_text(part: Message) -> bool:
 
 
 def _chosen(forms: list[Message]) -> list[Message]:
-    """Choose the forms of one text that are read: the plain one, and those that say something else; not the plain one
-    if another contains it, or if it is a stub."""
+    """Choose the plain form unless it is a stub or contained in another one, and forms that say something else."""
     texts = [(form, _form_text(form)) for form in forms]
     said = [(form, text, pieces) for form, text in texts if (pieces := _pieces(text))]
     said.sort(key=lambda each: each[0].get_content_type() != "text/plain")
@@ -304,7 +284,6 @@ def _chosen(forms: list[Message]) -> list[Message]:
 
 
 def _form_text(form: Message) -> str:
-    """Return what one form of a text says; nothing of parts that cannot be read."""
     texts = []
     for part in form.walk():
         with suppress(UnreadableFile):
@@ -313,7 +292,7 @@ def _form_text(form: Message) -> str:
 
 
 def _pieces(text: str) -> set[str]:
-    """Return the runs of letters that a text is made of, whatever its lines and its script; none of its links."""
+    """Overlapping runs of letters of a text without its links, to compare texts by."""
     letters = "".join(filter(str.isalnum, _LINK.sub("", text[: 2 * _MOST_PIECES]).casefold()))[:_MOST_PIECES]
     return {letters[at : at + _PIECE] for at in range(max(1, len(letters) - _PIECE + 1))} if letters else set()
 
@@ -323,7 +302,6 @@ def _share(pieces: set[str], others: set[str]) -> float:
 
 
 def _text(part: Message) -> str:
-    """Return what a part says, HTML as its visible text. Raises UnreadableFile."""
     text = _decoded(part)
     return visible(text) if part.get_content_type().endswith("html") else text
 
@@ -339,16 +317,16 @@ def _decoded(part: Message) -> str:
 
 
 def _begin(data: bytes, part: Message, at: int) -> int:
-    """Return the offset of a part's body in its message, after `at` and an empty line; `at` if it is not found."""
+    """The offset of a part's body in its message, after `at` and an empty line; `at` if it is not found."""
     body = part.get_payload(decode=True) if _keeps_lines(part) else str(part.get_payload()).encode("ascii", "replace")
-    found = (
-        (data.find(empty + body, at), len(empty)) for empty in (b"\n\n", b"\n\r\n") if isinstance(body, bytes) and body
-    )
+    if not isinstance(body, bytes) or not body:
+        return at
+    found = ((data.find(empty + body, at), len(empty)) for empty in (b"\n\n", b"\n\r\n"))
     return min((start + length for start, length in found if start >= 0), default=at)
 
 
 def _header(message: Message, name: str) -> str:
-    """Return a header in words; unparsed if the parser fails. Bytes that no charset is named for are decoded."""
+    """Decode a header; unparsed if the parser fails."""
     raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
     try:
         if not raw.isascii():
@@ -359,7 +337,6 @@ def _header(message: Message, name: str) -> str:
 
 
 def _name(part: Message) -> str:
-    """Return a part's file name, or an empty string."""
     try:
         return " ".join(str(part.get_filename() or "").split())
     except _MALFORMED:

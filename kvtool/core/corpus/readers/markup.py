@@ -60,13 +60,12 @@ _SAID = ("title", "desc", "text")
 
 
 def is_manual(text: str) -> bool:
-    """Return True if a text is a manual page: its first line is a request or a comment, and a title comes soon."""
+    """Whether the first line is a request or a comment of roff, and a title comes soon."""
     return text.lstrip().startswith((".", "'\\\"", '\\"')) and _PAGE.search(text[:_BEGINNING]) is not None
 
 
 @of_text()
 def read_manual(source: str, text: str) -> list[Document]:
-    """Return one document with sections as headings, marked with the lines of the file."""
     made, paragraph, begun, in_macro = Parts(), list[str](), 1, False
     for number, line in enumerate([*text.split("\n"), ".PP"], 1):
         found = _REQUEST.match(line)
@@ -87,7 +86,7 @@ def read_manual(source: str, text: str) -> list[Document]:
 
 
 def _words(name: str, rest: str) -> list[str]:
-    """Return what is printed of a request's arguments; of one of roff itself (lower case) nothing is."""
+    """The printed arguments of a request; requests of roff itself (lower case) print none."""
     if name in _SILENT or not name[:1].isupper():
         return []
     words = [_plain(found[1] if found[2] is None else found[2]) for found in _WORD.finditer(rest.partition('\\"')[0])]
@@ -117,24 +116,18 @@ def _accented(accent: str, letter: str) -> str:
 
 @of_text()
 def read_latex(source: str, text: str) -> list[Document]:
-    """Return one document, its sections as headings; its lines are those of the file."""
-    text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], _ACCENT.sub(_letter, text))
+    text = _ACCENT.sub(lambda found: _accented(found[1] or found[2], (found[3] or found[4]).lstrip("\\")), text)
+    text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], text)
     text = _SECTION.sub(lambda found: f"{'#' * _RANKS[found[1]]} {found[2]}", text)
     return document_of(source, text, "markdown")
 
 
-def _letter(found: re.Match[str]) -> str:
-    return _accented(found[1] or found[2], (found[3] or found[4]).lstrip("\\"))
-
-
 @of_text()
 def read_subtitles(source: str, text: str) -> list[Document]:
-    """Return one document, a line for each spoken line, marked with the lines of the file."""
     return [joined(source, "text", _spoken(text), gap="\n")]
 
 
 def _spoken(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of each cue: those after its times, up to an empty one."""
     inside = False
     for number, line in enumerate(cleaned(text).split("\n"), 1):
         if _TIMES.match(line):
@@ -147,7 +140,6 @@ def _spoken(text: str) -> Iterator[tuple[int, str]]:
 
 
 def read_svg(source: str, data: bytes) -> list[Document]:
-    """Return one document of what a drawing says, a label a line; expat itself bounds what entities expand to."""
     try:
         drawing = ElementTree.fromstring(data)
     except ElementTree.ParseError as error:

@@ -18,7 +18,6 @@ _REPR = re.compile(r"\s*<[^<>]*>\s*")  # stands for what a plain text cannot sho
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """Return one document, its cells marked."""
     try:
         notebook = json.loads(text)
         sheets = [notebook] if "cells" in notebook else notebook["worksheets"]  # before format 4
@@ -43,7 +42,7 @@ def _texts(cell: Any, printed: str) -> Iterator[str]:
 
 
 def _printed(cell: Any) -> str:
-    """Join a code cell's outputs, errors first: they are short, and what they follow may be long."""
+    """Join a cell's outputs, errors first: they are short, and outputs may be long."""
     parts: list[str] = []
     for out in sorted(cell.get("outputs", ()), key=lambda out: "ename" not in out):
         text = _COLOURS.sub("", _output(out))
@@ -53,7 +52,6 @@ def _printed(cell: Any) -> str:
 
 
 def _output(out: Any) -> str:
-    """Return an output's plain text; another form of it if the plain one only names an object."""
     if "ename" in out:
         error = f"{out['ename']}: {out.get('evalue', '')}\n"
         trace = "\n".join(map(str, out.get("traceback", ())))

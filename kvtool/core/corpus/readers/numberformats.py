@@ -28,7 +28,6 @@ _PIECE = re.compile(r'"([^"]*)"|\\(.)|[_*].|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|(.)
 
 
 def code_of(number: int, own: dict[int, str]) -> str:
-    """Return the format with a number: one of the workbook's `own`, or one that Excel has built in."""
     from xlrd.formatting import std_format_strings
 
     return own.get(number) or _LOCAL.get(number) or std_format_strings.get(number, GENERAL)
@@ -36,9 +35,9 @@ def code_of(number: int, own: dict[int, str]) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def shown(value: float | str, code: str, is_1904: bool = False) -> str:
-    """Write a value (a number, also that of a date, or a text) in a format, `0.0%`; in the general one if the format
-    would hide it, or is none. Dates of old Macs count from 1904."""
-    usual = value if isinstance(value, str) else _general(value)
+    """Write a value in a format, `0.0%`; in the general one if the format is invalid or would hide it."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
+    usual = value if isinstance(value, str) else f"{value + 0.0:.0f}" if is_whole else f"{value:.15G}"
     if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST or value in (inf, -inf) or value != value:
         return usual
     from xlfmt import format_value
@@ -69,13 +68,9 @@ def shown(value: float | str, code: str, is_1904: bool = False) -> str:
 
 @lru_cache(1024)
 def _mended(code: str) -> str:
-    """Write a format so that xlfmt loses none of its dots, weekdays (`aaa`) and years of an era (`ggge`)."""
+    """Rewrite a format so that xlfmt loses none of its dots, weekdays (`aaa`) and years of an era (`ggge`)."""
 
     def mended(found: re.Match[str]) -> str:
         return found[1] or {".": "\\.", "g": "", "e": "yyyy"}.get(found[0][0].lower(), "d" * len(found[0]))
 
     return _SECTION.sub(lambda each: (_DATE_DOT if _DATE.match(each[0]) else _NUMBER_DOT).sub(mended, each[0]), code)
-
-
-def _general(value: float) -> str:
-    return f"{value + 0.0:.0f}" if value.is_integer() and abs(value) < _EXACT else f"{value:.15G}"

@@ -28,8 +28,6 @@ _MOST_COPIES = 1000  # of a row, or of an empty cell between others, that a file
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document. Its paragraphs and the rows of its tables are numbered, or its slides, or the rows of its
-    sheets. Notes name hidden parts, and count embedded objects that are not read. Raises UnreadableFile."""
     if b"<" in data[:4]:
         return [_Reader(None, [_named(parsed_xml(data, "the file"))]).document(source)]
     with checked(data) as archive:
@@ -45,7 +43,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _named(root: Element) -> Element:
-    """Shorten the names of elements and attributes, `text:p`, and return the root."""
+    """Shorten the names of elements and attributes to `text:p`."""
     for element in root.iter():
         element.tag = _short(element.tag)
         element.attrib = {_short(name): value for name, value in element.items()}
@@ -58,8 +56,6 @@ def _short(name: str) -> str:
 
 
 class _Reader:
-    """The parts of a file: of the styles, if they are in one of their own, and of the content."""
-
     def __init__(self, archive: ZipFile | None, roots: list[Element], damaged: int = 0) -> None:
         self._archive, self._roots = archive, roots
         self._styles: dict[str, dict[str, str]] = {}  # by name: attributes, and those of its properties
@@ -119,7 +115,6 @@ class _Reader:
         return self._styles.get(element.get(style, ""), {}).get(name, "")
 
     def _margins(self) -> Iterator[Piece]:
-        """Yield the headers and the footers of all pages that are used."""
         pages = {each.get("style:name", ""): each for root in self._roots for each in root.iter("style:master-page")}
         used = {*[*pages][:1], *(style.get("style:master-page-name", "") for style in self._styles.values())}
         used |= {pages[name].get("style:next-style-name", "") for name in used & pages.keys()}
@@ -128,7 +123,6 @@ class _Reader:
                 yield from ((element.tag[6:12], text) for text in self._blocks(element) if not PAGE.fullmatch(text))
 
     def _blocks(self, element: Iterable[Element]) -> Iterator[str]:
-        """Yield the blocks below an element in their order: paragraphs, rows of tables, texts of shapes."""
         for child in element:
             tag, kind = child.tag, child.get("presentation:class", "")
             if tag in ("text:p", "text:h"):
@@ -143,7 +137,6 @@ class _Reader:
                 yield from self._blocks(child)
 
     def _paragraph(self, element: Element, mark: str = "") -> str:
-        """Return a paragraph or heading, and in further lines the notes, comments and shapes that belong to it."""
         attached: list[str] = []
         outer, self._readings = self._readings, []
         text = line(self._pieces(element, "", attached)) if len(element) else _WHITE.sub(" ", element.text or "")
@@ -157,7 +150,6 @@ class _Reader:
         return "\n".join(filter(None, [words, *attached]))
 
     def _pieces(self, element: Element, position: str, attached: list[str]) -> Iterator[Piece]:
-        """Yield the texts in a paragraph, each with its position: `superscript`, `subscript` or ""."""
         yield _WHITE.sub(" ", element.text or ""), position
         for child in element:
             tag = child.tag
@@ -192,7 +184,6 @@ class _Reader:
         yield comment(" ".join(self._blocks(element)), author)
 
     def _object(self, embedded: Element) -> Iterator[str]:
-        """Yield a formula, the titles and values of a chart, or the text of another file in this one."""
         path = embedded.get("xlink:href", "").removeprefix("./")
         root = next((each for each in embedded if each.tag in ("office:document", "MathML:math")), None)
         if root is None and self._archive is not None and path not in self._objects:
@@ -207,7 +198,6 @@ class _Reader:
             yield from self._blocks(root)
 
     def _listed(self, listed: Element) -> Iterator[str]:
-        """Yield the blocks of a list, its items with their numbers or dashes."""
         outer = self._list
         style, level = self._list = listed.get("text:style-name", outer[0]), outer[1] + 1
         if listed.get("text:continue-numbering") != "true" and not listed.get("text:continue-list"):
@@ -225,7 +215,6 @@ class _Reader:
         self._list = outer
 
     def _outline(self, heading: Element, rank: int) -> str:
-        """Return the number of a heading, if headings are numbered."""
         style = self._styles.get(heading.get("text:style-name", ""), {})
         if heading.get("text:is-list-header") == "true" or style.get("style:list-style-name") == "":
             return ""
@@ -234,7 +223,6 @@ class _Reader:
         return self._next_mark("", rank)
 
     def _next_mark(self, style: str, level: int) -> str:
-        """Count one item of a list on; return its number as it is shown, or ""."""
         form = self._levels.get((style, level))
         key = (style, level)
         self._numbers[key] = self._numbers.get(key, integer(form, "text:start-value", 1) - 1) + 1
@@ -253,7 +241,6 @@ class _Reader:
         yield from (text for _, text in self._rows(table))
 
     def _rows(self, table: Element) -> Iterator[tuple[int, str]]:
-        """Yield the rows of a table, each with its number. A merged cell stands in each row and column it covers."""
         last = 0
 
         def items() -> Iterator[list[Cell]]:
@@ -273,7 +260,6 @@ class _Reader:
             yield last, text
 
     def _cells(self, row: Element) -> Iterator[Cell]:
-        """Yield the cells of a row up to the last one with a text or a span, and copies of repeated ones."""
         empty = 0
         for cell in row:
             if cell.tag != "table:table-cell":
@@ -319,7 +305,7 @@ def _table_rows(table: Element) -> Iterator[Element]:
 
 
 def _position(value: str) -> str:
-    """Return the position that a style's `super 58%` or `-33% 58%` means."""
+    """The position that a style's `super 58%` or `-33% 58%` means."""
     if value.startswith(("sub", "-")):
         return "subscript"
     return "superscript" if value and not value.startswith("0%") else ""

@@ -16,27 +16,21 @@ _PREFIXES = {"/math": "m", "/chart": "c", "/diagram": "dgm", "drawingml/2006/mai
 
 
 class Link(NamedTuple):
-    """A relationship of a part: the kind of the part that it leads to, and that part's name."""
-
     kind: str
     name: str
 
 
 def named(links: Mapping[str, Link], kind: str) -> str:
-    """Return the name of the first part of a kind; "" without one."""
     return next((link.name for link in links.values() if link.kind == kind), "")
 
 
 class Package:
-    """Parts of a file by name, and where they lead; `damaged`: names of those that were wanted and cannot be read."""
-
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self.damaged: list[str] = []
         self._archive = archive
         self._names = {name.lower(): name for name in archive.namelist()}
 
     def part(self, name: str) -> Element | None:
-        """Parse a part; None if it is missing or damaged, or has no name."""
         if not name:
             return None
         try:
@@ -50,15 +44,12 @@ class Package:
         return root
 
     def main(self, usual: str) -> str:
-        """Return the name of the part that holds the document."""
         return named(self.links(), "officeDocument") or usual
 
     def data(self, name: str) -> bytes:
-        """Return a part as it is. Raises UnreadableFile."""
         return member(self._archive, self._names.get(name.lower(), name))
 
     def links(self, name: str = "") -> dict[str, Link]:
-        """Return the relationships of a part, or of the whole file, by their ids."""
         folder, base = posixpath.split(name)
         rels = posixpath.join(folder, "_rels", f"{base}.rels")
         root = self.part(rels) if rels.lower() in self._names else None
@@ -71,7 +62,7 @@ class Package:
 
 @lru_cache(maxsize=4096)
 def _short(tag: str) -> str:
-    """Name an element `w-p`, `m-t`, `a-t`; those of other vocabularies by their names only."""
+    """Shorten a tag to `w-p`, `m-t`, `a-t`; to its plain name in other vocabularies."""
     space, _, name = tag.rpartition("}")
     prefix = "w" if "wordprocessingml" in space else ""
     prefix = next((short for end, short in _PREFIXES.items() if space.endswith(end)), prefix)

@@ -28,7 +28,6 @@ _OBJECT, _INTEGER, _STRING8, _STRING, _TIME, _BINARY = 0x000D, 0x0003, 0x001E, 0
 
 
 def read(source: str, data: bytes, registry: mail.Registry) -> list[Document]:
-    """Return one document of an item, with paragraphs as places, and those of its attachments."""
     with opened("Outlook message", "olefile"):
         from olefile import OleFileIO
 
@@ -38,8 +37,6 @@ def read(source: str, data: bytes, registry: mail.Registry) -> list[Document]:
 
 
 class _Properties:
-    """The properties of an item or an attachment, in a folder of the file."""
-
     def __init__(self, file: Any, folder: str) -> None:
         self._file, self._folder = file, folder
         self._fixed = self._stream("__properties_version1.0")
@@ -48,7 +45,7 @@ class _Properties:
         return self._stream(f"__substg1.0_{tag:04X}{kind:04X}")
 
     def number(self, tag: int, kind: int = _INTEGER) -> int:
-        """Return a number of four bytes, or a time of eight; 0 if there is none."""
+        """A number of four bytes or a time of eight; 0 if there is none."""
         at = self._fixed.find(kind.to_bytes(2, "little") + tag.to_bytes(2, "little"))
         return int.from_bytes(self._fixed[at + 8 : at + (16 if kind == _TIME else 12)], "little") if at >= 0 else 0
 
@@ -69,10 +66,12 @@ def _decoded(data: bytes, charset: str) -> str:
 
 
 def _message(file: Any, folder: str) -> Message:
-    """Make a message of the item in a folder of the file, which is "" or ends with a slash."""
+    """Make a message of the item in a folder, which is "" or ends with a slash."""
     item, message = _Properties(file, folder), MIMEMultipart()
     headers = HeaderParser(policy=email.policy.default).parsestr(item.text(_HEADERS))
-    values = {name: item.text(tag) for name, tag in _SHOWN.items()} | {"From": _sender(item), "Date": _date(item)}
+    sender, address = item.text(_SENDER), next((each for tag in _ADDRESSES if "@" in (each := item.text(tag))), "")
+    values = {name: item.text(tag) for name, tag in _SHOWN.items()}
+    values |= {"From": f"{sender} <{address}>" if address else sender, "Date": _date(item)}
     for name, value in values.items():
         message[name] = " ".join(str(headers.get(name) or value).split())
     message.attach(_body(item))
@@ -84,12 +83,6 @@ def _message(file: Any, folder: str) -> Message:
     return message
 
 
-def _sender(item: _Properties) -> str:
-    name = item.text(_SENDER)
-    address = next((each for tag in _ADDRESSES if "@" in (each := item.text(tag))), "")
-    return f"{name} <{address}>" if address else name
-
-
 def _date(item: _Properties) -> str:
     sent = next((each for tag in _TIMES if (each := item.number(tag, _TIME))), 0)  # units of 100 ns since 1601
     with suppress(OverflowError):
@@ -98,7 +91,7 @@ def _date(item: _Properties) -> str:
 
 
 def _body(item: _Properties) -> Message:
-    """Return the forms of an item's text. Rich text is taken only where it is the only one."""
+    """The forms of an item's text; rich text only where it is the only one."""
     body, page = MIMEMultipart("alternative"), item.data(_HTML)
     html = _decoded(page, declared_encoding(page) or f"cp{item.number(_HTML_CODE_PAGE)}") or item.text(_HTML)
     for text, kind in ((item.text(_BODY), "plain"), (html, "html")):

@@ -20,7 +20,6 @@ _XFA = (2, 3)  # FORMTYPE_XFA_FULL, FORMTYPE_XFA_FOREGROUND
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its pages marked; pages that hold pictures and no text are noted. Raises UnreadableFile."""
     with opened("PDF", "pypdfium2"):
         import pypdfium2
 
@@ -56,8 +55,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]:
-    """Take away running heads and page numbers: what most pages begin or end with, but for heads of tables. Only the
-    first is kept."""
+    """Remove running heads and page numbers but for the first; heads of tables stay."""
     texts = [page.strip("\n").split("\n") for page in pages]
     for end in (0, -1):
         kept = []
@@ -70,8 +68,7 @@ def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]
 
 
 def _running(texts: list[list[str]], end: int, heads: list[set[str]]) -> list[int]:
-    """Return the pages whose first or last lines are the same, but for the page's number; none if they are few, or
-    would be left empty."""
+    """The pages whose first or last lines are the same, but for the page's number; none if few pages have them."""
     lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
     lines = {at: line for at, line in lines.items() if line not in heads[at]}
     shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
@@ -84,7 +81,7 @@ def _running(texts: list[list[str]], end: int, heads: list[set[str]]) -> list[in
 
 
 def _is_same(line: str, other: str, pages: int) -> bool:
-    """Return True if a line is the same so many pages later, but for the page's number ("Question 3" has none)."""
+    """Whether a line is the same so many pages later, but for the page's number ("Question 3" has none)."""
     if line == other or not _PAGE.fullmatch(line):
         return line == other
     parts, later = _NUMBER.split(line), _NUMBER.split(other)  # every other one is a number

@@ -37,8 +37,6 @@ Edges = tuple[float, float, float, float]  # left, bottom, right, top
 
 
 class Piece(NamedTuple):
-    """A run of text on one base line, and its box on the page."""
-
     text: str
     left: float
     bottom: float
@@ -50,29 +48,17 @@ class Piece(NamedTuple):
         return self.top - self.bottom
 
     def is_beside(self, other: Piece) -> bool:
-        """Return True if the two are on one line."""
         shared = min(self.top, other.top) - max(self.bottom, other.bottom)
         return shared > 0.5 * min(self.height, other.height)
 
 
 def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]) -> tuple[str, set[str]]:
-    """Write a page: columns of prose one after another, tables with their empty cells, all else in the order given.
-    Returns it, and the first lines of its tables.
-
-    Parameters
-    ----------
-    lines : the pieces that no line break separates in the page's content, from left to right.
-    drawn : gives the boxes of lines and frames that are drawn on the page.
-    """
+    """Write a page of `lines` without breaks and `drawn` boxes; also returns the first lines of its tables."""
     rows: list[list[Piece]] = []
     for line in lines:
-        last = rows[-1][-1] if rows else None
-        if (
-            last
-            and last.text[-1:] != HYPHEN
-            and last.is_beside(line[0])
-            and line[0].left > last.right - last.height / 3
-        ):
+        last, begin = rows[-1][-1] if rows else None, line[0]
+        follows = last and last.is_beside(begin) and begin.left > last.right - last.height / 3
+        if last and follows and last.text[-1:] != HYPHEN:
             rows[-1] += line
         else:
             rows.append([*line])
@@ -112,7 +98,6 @@ def _cells(row: list[Piece]) -> list[Piece]:
 
 
 def _is_raised(piece: Piece, base: Piece, gap: float) -> bool:
-    """Return True if a piece is a number in superscript, beside the text that it belongs to."""
     is_small = piece.height < _SMALL * base.height and gap < base.height / 2
     rise = (piece.bottom - base.bottom) / (base.height or 1)
     return is_small and _RAISED < rise < 1 and _NUMBER.fullmatch(piece.text.strip()) is not None
@@ -131,11 +116,8 @@ def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> li
         columns, cells = _columns(group), [cell for each in group for cell in each]
         lines = [[cell for cell in cells if left <= cell.left <= right] for left, right in columns]
         is_row = all(_spanned(one, two) < 2 for one, two in combinations(group, 2))
-        if (
-            len(columns) > 1 < len(group)
-            and is_row
-            and lines == sorted(lines, key=lambda column: cells.index(column[0]))
-        ):
+        is_row &= lines == sorted(lines, key=lambda column: cells.index(column[0]))
+        if is_row and len(columns) > 1 < len(group):
             low, high = min(cell.bottom for cell in cells), max(cell.top for cell in cells)
             texts = (_BREAK.sub(HYPHEN, "\n".join(cell.text.strip() for cell in column)) for column in lines)
             row = joined = [Piece(next(texts).replace("\n", " "), left, low, right, high) for left, right in columns]
@@ -145,14 +127,13 @@ def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> li
 
 
 def _spanned(row: list[Piece], other: list[Piece]) -> int:
-    """Return how many pairs of cells of two rows are above one another; the cells of a row of one do not count."""
-    return sum(one.left < two.right and two.left < one.right for one in row for two in other) * (
-        len(row) > 1 < len(other)
-    )
+    """Count the pairs of cells of two rows that are above one another, unless a row has only one cell."""
+    pairs = ((one, two) for one in row for two in other) if len(row) > 1 < len(other) else ()
+    return sum(one.left < two.right and two.left < one.right for one, two in pairs)
 
 
 def _band(row: list[Piece], drawn: list[Edges]) -> tuple[float, float] | None:
-    """Return the heights of the two drawn lines that all cells of a row are between."""
+    """The heights of the two drawn lines that all cells of a row are between."""
     bands = set()
     for cell in row if len(drawn) < _MOST_DRAWN else ():
         x, y = (cell.left + cell.right) / 2, (cell.bottom + cell.top) / 2
@@ -181,7 +162,6 @@ def _blocks(rows: list[list[Piece]]) -> Iterator[list[list[Piece]]]:
 
 
 def _written(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> list[str]:
-    """Write the rows of a block as prose in columns, as a table or as lines."""
     if len(rows) == 1:
         return [_line(rows[0])]
     columns = _columns([row for row in rows if len(row) > 1])
@@ -209,7 +189,6 @@ def _written(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> list[
 
 
 def _is_ruled(drawn: list[Edges], edges: Edges) -> bool:
-    """Return True if a line, or a table's frame, is drawn across a box of the page."""
     left, bottom, right, top = edges
     return any(
         x0 < left and right < x1 and bottom < (y0 + y1) / 2 < top and y1 - y0 < top - bottom + _FRAME
@@ -218,7 +197,6 @@ def _is_ruled(drawn: list[Edges], edges: Edges) -> bool:
 
 
 def _columns(rows: list[list[Piece]]) -> list[tuple[float, float]]:
-    """Return the left and right edge of each column: what the cells of all rows cover."""
     columns: list[tuple[float, float]] = []
     for left, right in sorted((cell.left, cell.right) for row in rows for cell in row):
         if columns and left <= columns[-1][1]:
@@ -229,7 +207,7 @@ def _columns(rows: list[list[Piece]]) -> list[tuple[float, float]]:
 
 
 def _is_prose(column: tuple[str, ...]) -> bool:
-    """Return True if the lines of a column continue one another, which those of a table's cells do not."""
+    """Whether the lines of a column continue one another, which those of a table's cells do not."""
     lines = [text for text in column if text]
     words = sum(len(text.split()) for text in lines)
     ends = sum(text[-1] in ".!?" for text in lines)  # of sentences: not at all lines, as in other cells
@@ -246,8 +224,7 @@ def _line(cells: list[Piece]) -> str:
 
 
 def with_whole_words(pages: list[str]) -> list[str]:
-    """Join words that are cut at line ends. "2023-24", "DN-150" and compounds that the text has elsewhere keep the
-    hyphen; so do X-ray and twenty-one."""
+    """Join words that are cut at line ends; X-ray, DN-150 and compounds that the text has keep the hyphen."""
     known = {word.lower() for page in pages for word in _COMPOUND.findall(page)}
 
     def joined(cut: re.Match[str]) -> str:

@@ -28,16 +28,8 @@ _NO_NOTES = (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP)
 
 
 class Page:
-    """Contents of one page that are read, and counts of those that are not.
-
-    Attributes
-    ----------
-    text, extra : its content, form values behind their labels; values of fields without a label, and the comments.
-    heads : the first lines of its tables.
-    hidden : the names of fields that are filled in and not shown.
-    files, fields, unknown : how many files and form fields it has, and characters without a meaning in Unicode.
-    is_broken, is_picture : it cannot be opened; it shows something, but no text.
-    """
+    """One page. `extra`: form values without a label, and comments; `heads`: first lines of tables; `hidden`: names of
+    fields that are filled in; `unknown`: number of characters without a meaning in Unicode."""
 
     def __init__(self, file: pypdfium2.PdfDocument, number: int) -> None:
         self.text, self.files, self.fields, self.unknown = "", 0, 0, 0
@@ -79,7 +71,6 @@ class Page:
             pdfium.FPDFPage_CloseAnnot(note)
 
     def _add_field(self, form: Any, field: Any, lines: list[list[Piece]]) -> None:
-        """Add the value of a form field behind its label, or else behind its name."""
         kind = pdfium.FPDFAnnot_GetFormFieldType(form, field)
         is_button = kind in _BUTTONS
         value = " ".join(_value(form, field, kind).split())
@@ -108,7 +99,6 @@ class Page:
 
 
 def _value(form: Any, field: Any, kind: int) -> str:
-    """Return what a form field is set to; a radio button that is not chosen has none."""
     if kind in _BUTTONS:
         is_set = pdfium.FPDFAnnot_IsChecked(form, field)
         return "yes" if is_set else "no" if kind == pdfium.FPDF_FORMFIELD_CHECKBOX else ""
@@ -121,8 +111,7 @@ def _value(form: Any, field: Any, kind: int) -> str:
 
 
 def _distance(piece: Piece, box: Piece, is_button: bool) -> float:
-    """Return how far a text is from a form field; infinite if it cannot be its label. That of a button may follow it,
-    that of other fields may be above it."""
+    """The distance of a text from a form field; infinite if it cannot be its label."""
     if piece.is_beside(box):
         if piece.right < box.left + 2:
             return max(0.0, box.left - piece.right)
@@ -133,7 +122,6 @@ def _distance(piece: Piece, box: Piece, is_button: bool) -> float:
 
 
 def _string(get: Callable[..., int], *arguments: Any) -> str:
-    """Call a function that fills a buffer with UTF-16."""
     size = get(*arguments, None, 0)
     buffer = ctypes.create_string_buffer(size)
     get(*arguments, ctypes.cast(buffer, ctypes.POINTER(pdfium.FPDF_WCHAR)), size)
@@ -141,8 +129,7 @@ def _string(get: Callable[..., int], *arguments: Any) -> str:
 
 
 def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Piece]], int]:
-    """Return the lines of a page, but for those outside its bounds, and the number of characters without a meaning. A
-    line with gaps or raised characters is cut into pieces there."""
+    """The lines of a page, in pieces where there are gaps or raised characters, and the number of unknown ones."""
     lines: list[list[Piece]] = []
     content, unknown = _text(textpage)
     page, count_rects, get_rect = textpage.raw, pdfium.FPDFText_CountRects, pdfium.FPDFText_GetRect
@@ -175,7 +162,7 @@ def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Pi
 
 
 def _text(textpage: pypdfium2.PdfTextPage) -> tuple[str, int]:
-    """Return the text of a page, one UTF-16 unit for each of pdfium's characters, and how many have no meaning."""
+    """The text of a page, one UTF-16 unit for each of pdfium's characters, and how many have no meaning."""
     count = textpage.count_chars()
     text = textpage.get_text_range() if count else ""
     if len(text) == count:
@@ -193,7 +180,6 @@ def _text(textpage: pypdfium2.PdfTextPage) -> tuple[str, int]:
 
 
 def _pieces(textpage: pypdfium2.PdfTextPage, start: int, text: str) -> list[Piece]:
-    """Cut a line where there is a gap, or another size or height of characters."""
     pieces: list[Piece] = []
     page, box, get_box = textpage.raw, pdfium.FS_RECTF(), pdfium.FPDFText_GetLooseCharBox
     pointer = ctypes.byref(box)

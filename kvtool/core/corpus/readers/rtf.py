@@ -46,8 +46,6 @@ _RESET = {"pard": {"table"}, "nosupersub": {"superscript", "subscript"}, "plain"
 
 @dataclass(slots=True)
 class _Group:
-    """State of the text in a pair of braces, and the list in which that text is collected."""
-
     pieces: list[tuple[str, str]]
     kind: str = ""
     font: int = 0
@@ -57,15 +55,12 @@ class _Group:
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered. A note quotes hidden text."""
     if not data.lstrip().startswith(b"{\\rtf"):
         raise UnreadableFile("damaged: not the rich text that its name says")
     return [_Reader(data.decode("latin-1")).document(source)]
 
 
 class _Reader:
-    """The state of reading: open groups, code pages, and what belongs to the current paragraph and table."""
-
     def __init__(self, text: str) -> None:
         self._body: list[tuple[str, str]] = []
         self._groups = [_Group(self._body)]
@@ -95,7 +90,6 @@ class _Reader:
         return joined(source, "text", paired, notes=notes)
 
     def _take(self, token: re.Match[str]) -> int:
-        """Take a token; return where the next one begins."""
         word, number, code, symbol, brace, literal = token.groups()
         if code or literal:
             data = bytes.fromhex(code) if code else literal.encode("latin-1")
@@ -140,7 +134,7 @@ class _Reader:
             self._lay_out(word, group)
 
     def _set(self, word: str, number: int, group: _Group) -> bool:
-        """Apply a control word about characters, also in a group that is not shown. Return False for any other."""
+        """Apply a control word about characters, also in a group that is not shown; False for any other word."""
         match word:
             case "u":
                 code = number % 0x10000 if number < 0x10000 else number
@@ -182,7 +176,6 @@ class _Reader:
                 self._hidden.append(text.strip())
 
     def _decode(self) -> None:
-        """Write the bytes that precede a control word."""
         if self._bytes:
             codec = self._fonts.get(self._groups[-1].font, self._page)
             try:
@@ -193,7 +186,6 @@ class _Reader:
             self._bytes.clear()
 
     def _close(self) -> None:
-        """End a group. What it collected belongs to the paragraph, or to all pages."""
         group = self._groups.pop()
         if not group.kind or group.is_unseen:
             return
@@ -229,7 +221,6 @@ class _Reader:
 
 
 def _line(pieces: Iterable[tuple[str, str]]) -> str:
-    """Join pieces, the marks of notes in brackets."""
     shown, before = list[tuple[str, str]](), ""
     for position, group in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
         text = "".join(text for text, _ in group)

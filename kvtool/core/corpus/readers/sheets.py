@@ -31,8 +31,6 @@ _HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*+<(?:!doctype|html|head|meta|table|bod
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document of all sheets, their rows marked, whatever kind of table the file really holds. Notes name
-    hidden sheets, rows and columns, damaged sheets, and formulas without a value. Raises UnreadableFile."""
     if _HTML.match(data):
         return html.read(source, data)
     if source.lower().endswith((".xls", ".xlt")) and (b"\0" not in data[:1024] or data[:2] in _UTF16):
@@ -54,25 +52,21 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _notes(sheets: Sequence[Sheet]) -> Iterator[str]:
-    """Yield what a reader of the sheets has to know."""
     from xlrd import colname
 
+    columns: list[str] = []
     yield from hidden_note("sheet", [each.title for each in sheets if each.is_hidden and (each.rows or each.shapes)])
     yield from hidden_note("row", [f"{each.title} {number}" for each in sheets for number in each.hidden_rows])
-    columns = ((sheet, column) for sheet in sheets for column in _columns(sheet))
-    hidden = [
-        f"{sheet.title} {colname(column - 1)}"
-        for sheet, column in columns
-        if any(first <= column <= last for first, last in sheet.hidden_columns)
-    ]
-    yield from hidden_note("column", hidden)
+    for sheet in sheets:
+        runs = [range(first, last + 1) for first, last in sheet.hidden_columns]
+        columns += [f"{sheet.title} {colname(at - 1)}" for at in _columns(sheet) if any(at in run for run in runs)]
+    yield from hidden_note("column", columns)
     yield from (f"damaged sheet {each.title!r}: not all of it is read" for each in sheets if each.is_damaged)
     if count := sum(sheet.uncalculated for sheet in sheets):
         yield f"formulas without a saved value: {count}, read as formulas"
 
 
 def _parts(sheet: Sheet) -> Iterator[tuple[str, str]]:
-    """Yield a sheet's rows, each with its place and followed by its comments; then the texts of its shapes."""
     columns = _columns(sheet)
     _repeat_labels(sheet, columns)
     heading = f"# {sheet.title}\n"
@@ -87,14 +81,13 @@ def _parts(sheet: Sheet) -> Iterator[tuple[str, str]]:
 
 
 def _columns(sheet: Sheet) -> list[int]:
-    """Return the columns of a sheet that hold something, and one for those between them that are empty."""
     used = sorted({column for cells in sheet.rows.values() for column in cells})
     gaps = [before + 1 for before, column in pairwise(used) if column - before > 1]
     return sorted({*used, *gaps})
 
 
 def _repeat_labels(sheet: Sheet, columns: Sequence[int]) -> None:
-    """Write the label of merged cells in each row and column that they cover; a title alone in its row stands once."""
+    """Repeat labels of merged cells in each row and column that they cover; a title alone in its row appears once."""
     numbers = sorted(sheet.rows)
     left_over = len(numbers) * len(columns)  # cells of the table; whole files of overlapping ones are no table
     for top, left, bottom, right in sheet.merged if columns else ():

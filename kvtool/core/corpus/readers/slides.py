@@ -13,8 +13,6 @@ from kvtool.core.corpus.readers.openxml import Package
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Return one document, its slides marked, each with its notes and comments. Notes name hidden and damaged slides.
-    Raises UnreadableFile."""
     if is_old(data):
         return [numbered(source, "markdown", "slide", _old_slides(data))]
     texts: list[str] = []
@@ -26,9 +24,8 @@ def read(source: str, data: bytes) -> list[Document]:
         parts = [package.part(link.name) for link in links.values() if link.kind in ("commentAuthors", "authors")]
         authors = {each.get("id", ""): each.get("name", "") for part in parts if part is not None for each in part}
         for number, each in enumerate(deck.iterfind("{*}sldIdLst/{*}sldId"), 1):  # which has an id of its own, too
-            part = next(
-                (links[value].name for key, value in each.items() if key.endswith("}id") and value in links), ""
-            )
+            keys = (value for key, value in each.items() if key.endswith("}id"))
+            part = next((links[key].name for key in keys if key in links), "")
             slide = package.part(part)
             texts.append("" if slide is None else "\n".join(_lines(package, part, slide, authors)))
             if slide is None or package.damaged:
@@ -43,7 +40,6 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, str]) -> Iterator[str]:
-    """Yield a slide's title, its other shapes in their order, its notes and its comments."""
     links, shapes = package.links(part), [*slide.iterfind("cSld/spTree/*")]
     title = next((each for each in shapes if _placeholder(each, "idx", "0") == "0"), None)
     if title is not None and (words := " ".join(" ".join(shape_texts(package, links, [title])).split())):
@@ -61,7 +57,6 @@ def _lines(package: Package, part: str, slide: Element, authors: Mapping[str, st
 
 
 def _placeholder(shape: Element, name: str, default: str) -> str | None:
-    """Return an attribute of the placeholder that a shape fills, or None if it fills none."""
     found = shape.find("nvSpPr/nvPr/ph")
     return None if found is None else found.get(name, default)
 

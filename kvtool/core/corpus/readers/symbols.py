@@ -17,11 +17,10 @@ _FONTS = {  # from the codes U+F020 on
 
 
 def symbol(code: str, font: str) -> str:
-    """Write a symbol that is given by the number of its code, in hexadecimal."""
     number = int(code, 16) if re.fullmatch("[0-9A-Fa-f]{2,4}", code) else 0
     return glyphs(chr(number + 0xF000 * (0x20 <= number < 0x100)), font) if number else ""
 
 
 def glyphs(text: str, font: str) -> str:
-    """Write what a symbol font shows for codes of its own; others, and unknown ones, stay."""
+    """Write what a symbol font shows for its own codes; others are unchanged."""
     return text.translate(_FONTS.get(font.lower(), _FONTS["symbol"]))

@@ -23,7 +23,6 @@ _VALUE_ESCAPE = re.compile(r"\\([nN,;\\])")
 
 
 def declared_encoding(data: bytes) -> str:
-    """Find the encoding that the first lines of a file state; "": none."""
     match = _CHARSET.search(data[:512])
     return match[1].decode("ascii", "replace") if match else ""
 
@@ -45,13 +44,13 @@ def read_code(source: str, text: str) -> list[Document]:
 
 @of_text()
 def read_json(source: str, text: str) -> list[Document]:
-    """Return one document with the characters of `\\u` escapes, except quotes, backslashes and controls."""
+    """Read JSON with the characters of `\\u` escapes, except quotes, backslashes and controls."""
     return document_of(source, _ESCAPE.sub(_escaped, text), "code", base64=True)
 
 
 @of_text(declared_encoding)
 def read_xml(source: str, text: str) -> list[Document]:
-    """Return one document with the characters of references, except XML's own and controls."""
+    """Read XML with the characters of references, except XML's own and controls."""
     return document_of(source, _ENTITY.sub(_referenced, text), "code", base64=True)
 
 
@@ -61,7 +60,7 @@ def read_calendar(source: str, data: bytes) -> list[Document]:
 
 @of_text()
 def _read_calendar(source: str, text: str) -> list[Document]:
-    """Return one document of unfolded lines (RFC 5545), marked with those of the file."""
+    """Unfold lines (RFC 5545)."""
     number, lines = 1, []
     for found in _UNFOLDED.finditer(cleaned(text)):
         line = _VALUE_ESCAPE.sub(lambda each: "\n" if each[1] in "nN" else each[1], re.sub(r"\n[ \t]", "", found[0]))
@@ -72,7 +71,6 @@ def _read_calendar(source: str, text: str) -> list[Document]:
 
 
 def document_of(source: str, text: str, kind: str, *, base64: bool = False) -> list[Document]:
-    """Return one document, its embedded data cut."""
     cut = without_data_uris(text, base64=base64)
     return [Document(source, cut, kind, embedded_note(text, cut))]
 

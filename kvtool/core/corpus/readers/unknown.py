@@ -20,13 +20,7 @@ _NAME_IT = "name the file to have it read"
 
 
 def check(beginning: bytes, size: int) -> None:
-    """Refuse an empty file, a private key, and what is no text, or one for machines: base64, code on one line.
-
-    Parameters
-    ----------
-    beginning : the first `SNIFFED` bytes, or all of a shorter file; packed by gzip or not.
-    size : bytes of the whole file.
-    """
+    """Refuse an empty file, a private key, and a text for machines, by the first `SNIFFED` bytes."""
     written = decode(gunzip_start(beginning, SNIFFED))[0].strip()
     _refuse(written, size)
     breaks = sum(map(str.isspace, written))
@@ -35,7 +29,7 @@ def check(beginning: bytes, size: int) -> None:
 
 
 def check_text(documents: Collection[Document]) -> None:
-    """Refuse what was read: a key may follow the first bytes, and an unpacked file is longer."""
+    """Refuse a key that follows the first bytes, and an unpacked file that is too long."""
     size = sum(len(document.text) for document in documents)
     for document in documents:
         _refuse(document.text, size)
@@ -49,7 +43,6 @@ def _refuse(text: str, size: int) -> None:
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Read one document: a manual page by its requests, a script as code, any other text as it is."""
     (document,) = text.read(source, data)
     if markup.is_manual(document.text):
         return markup.read_manual(source, data)

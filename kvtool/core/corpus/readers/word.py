@@ -51,12 +51,7 @@ _NOTES |= dict.fromkeys(("w-commentReference", "w-commentRangeEnd"), "comment") 
 
 
 def read(source: str, data: bytes, read_as: Callable[[PurePath, str, bytes], list[Document]]) -> list[Document]:
-    """Return one document, its paragraphs and the rows of its tables numbered, in their order. Raises UnreadableFile.
-
-    Parameters
-    ----------
-    read_as : reads files of another name; other programs save pages and rich text under that of a Word document.
-    """
+    """Read a document. `read_as` reads files of another name: other programs save pages and rich text as `.doc`."""
     ending = next((ending for ending, form in _DISGUISED.items() if form.match(data)), "")
     if data.startswith(b"PK"):
         return [_read_new(source, data)]
@@ -101,8 +96,6 @@ def _read_new(source: str, data: bytes) -> Document:
 
 
 class _Walk:
-    """A walk through a document in its order, which collects hidden text, and counts what it does not read."""
-
     def __init__(self, package: Package, main: str) -> None:
         self.hidden: list[str] = []
         self.unread: Counter[str] = Counter()
@@ -122,19 +115,16 @@ class _Walk:
         return self._package.part(named(self._main_links, kind))
 
     def drained(self) -> list[str]:
-        """Take the texts that belong beside the blocks since the last call."""
         aside, self._aside = self._aside, []
         return aside
 
     def _texts(self, element: Element, links: dict[str, Link] | None = None) -> list[str]:
-        """Read a part of its own: a text box, a note, a header."""
         inner = copy(self)
         inner._links = self._links if links is None else links
         inner._fields, inner._aside, inner._carried, inner._readings, inner._is_in_cell = [], [], [], [], False
         return [each for text in inner.blocks(element) for each in (text, *inner.drained())]
 
     def margins(self, body: Element) -> Iterator[Piece]:
-        """Yield the headers and footers of all sections, each part once."""
         tags = {"w-headerReference": "header", "w-footerReference": "footer"}
         names = {each.get("id", ""): tags[each.tag] for each in body.iter() if each.tag in tags}
         parts = {self._main_links[key].name: name for key, name in names.items() if key in self._main_links}
@@ -145,7 +135,6 @@ class _Walk:
                 yield from ((name, text) for text in texts if not PAGE.fullmatch(text))
 
     def blocks(self, element: Element) -> Iterator[str]:
-        """Yield the text of each paragraph, and of each row of a table."""
         for child in element:
             if child.tag == "w-p":
                 yield self._paragraph(child)
@@ -162,7 +151,6 @@ class _Walk:
             yield line(carried)
 
     def _paragraph(self, paragraph: Element) -> str:
-        """Return a paragraph with its number, or the mark of a heading or of a list's item."""
         self._fields = [has_result for has_result in self._fields if has_result]  # an instruction ends with it
         pieces = [*self._carried, *self._pieces(paragraph, "")]
         properties = paragraph.find("w-pPr")
@@ -185,19 +173,17 @@ class _Walk:
         return " ".join(filter(None, ("#" * rank, number, text))) if text else ""
 
     def _rank(self, properties: Element | None, style: str) -> int:
-        """Return how deep a heading is, from 1; 0 for other paragraphs."""
         level = count(properties, "w-outlineLvl", self._level(style))
         return min(6, level + 1) if level < _BODY else 0
 
     def _find_level(self, style: str) -> int:
-        """Return the outline level of a style, from 0; that of other text is 9."""
         for each in self._styles.chain(style).values():
             if heading := _HEADING.fullmatch(value(each, "w-name").lower()):
                 return max(0, int(heading[1] or 1) - 1)
         return count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", _BODY)
 
     def _table(self, table: Element) -> Iterator[str]:
-        """Yield a table's rows. A row is only a frame if just one cell has text, and a table within it."""
+        """Yield rows. A row is only a frame if just one cell has text, and a table within it."""
         rows: list[str] = []
         above: list[str] = []
         for row in _below(table, "w-tr"):
@@ -220,7 +206,6 @@ class _Walk:
             yield rows[-1]
 
     def _row(self, row: Element, cells: Iterable[Element], above: list[str]) -> list[str]:
-        """Return the texts of a row's columns, those of merged cells in each that they cover."""
         texts = [""] * min(_MOST_COLUMNS, count(row, "w-trPr/w-gridBefore"))
         for cell in cells:
             if cell.find("w-tcPr/w-cellDel") is not None:
@@ -240,7 +225,7 @@ class _Walk:
         return text
 
     def _pieces(self, element: Element, position: str) -> Iterator[Piece]:
-        """Yield what a paragraph, or a part of one, says in its line; what stands beside is put aside."""
+        """Yield what an element says in its line; texts beside it are collected for later."""
         last = ""
         for child in element:
             if (tag := child.tag) in _UNSEEN:
@@ -270,7 +255,6 @@ class _Walk:
             last = tag
 
     def _run(self, run: Element) -> Iterator[Piece]:
-        """Yield what a run says, and note it if Word hides it."""
         names = ("w-vanish", "w-vertAlign", "w-position", "w-rFonts")
         vanish, script, height, font = (self._of_run(run, name) for name in names)
         name = "" if font is None else font.get("ascii", "")
@@ -282,14 +266,13 @@ class _Walk:
         yield from pieces
 
     def _of_run(self, run: Element, name: str) -> Element | None:
-        """Find a property of a run, or of its style."""
         own = run.find("w-rPr")
         if own is None or own.find(name) is not None or not (style := value(own, "w-rStyle")):
             return find(own, name)
         return self._styles.find(style, f"w-rPr/{name}")
 
     def _field(self, char: Element) -> Iterator[Piece]:
-        """Follow a field's begin, start of its result, and end; a form's boxes and choices are in its begin."""
+        """Follow the parts of a field; a form's boxes and choices are in its begin."""
         kind = char.get("fldCharType")
         if kind == "begin":
             box, choice = char.find("w-ffData/w-checkBox"), char.find("w-ffData/w-ddList")
@@ -304,7 +287,6 @@ class _Walk:
             self._fields += [True] if kind == "separate" else []
 
     def _note(self, kind: str, reference: Element) -> str:
-        """Put a note aside, and return its mark."""
         if kind not in self._notes:
             part = self._named(f"{kind}s")
             notes = {} if part is None else {each.get("id", ""): each for each in part}
@@ -323,7 +305,6 @@ class _Walk:
         return marks[key]
 
     def _beside(self, element: Element) -> None:
-        """Put aside what an element shows beside the line: a text box, a chart, a diagram, text drawn as a picture."""
         if element.tag == "w-txbxContent":
             self._aside += self._texts(element)
         elif element.tag == "textpath":

@@ -26,7 +26,6 @@ _KEPT = "128"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Return True if the CPU has a layout of its own for this weight (oneDNN, bfloat16)."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -39,10 +38,8 @@ def pack_weights(model: torch.nn.Module) -> int:
     """Pack every linear layer of a model that is only run forward; returns how many.
 
     The results stay the same bit for bit. A packed layer keeps no plain weight: gradients cannot pass through it. The
-    weight of an LM head tied to the embedding is kept for that.
-
-    Measured, Qwen2.5-0.5B on 2 cores: a product takes .40 of its time with 1 row, .62 with 32, .87 with 160 and .91
-    with 2,048; packing takes 0.6 s, about half of it the first reading of the weights.
+    weight of an LM head tied to the embedding is kept for that. Measured, Qwen2.5-0.5B on 2 cores: a product takes .40
+    of its time with 1 row, .62 with 32, .87 with 160 and .91 with 2,048; packing takes 0.6 s.
     """
     modules = list(model.modules())
     linears = [module for module in modules if type(module) is torch.nn.Linear and can_pack(module.weight)]
@@ -63,18 +60,10 @@ def _pack(linear: torch.nn.Linear, keep: bool) -> None:
 
 
 class ReorderedLinear(SmallBatchLinear):
-    """A linear layer whose weight oneDNN has laid out, which is only run forward.
-
-    Attributes
-    ----------
-    reordered : the weight. panels: the same memory, as our own kernel for few rows reads it; None: it does not.
-    """
-
     reordered: torch.Tensor
     panels: OneDnnBlockedWeight | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute `[..., out_features]` of `[..., in_features]`, as torch would, bit for bit."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.reordered, self.bias, "none", [], "")
         return out
 
@@ -103,28 +92,17 @@ _PROBED = 512  # numbers of a weight that must be where they are expected
 
 @dataclass(frozen=True, slots=True)
 class OneDnnBlockedWeight:
-    """A weight `[outputs, columns]` in oneDNN's layout of panels, and the bias.
+    """A weight `[outputs, columns]` in oneDNN's layout of panels, and the bias."""
 
-    Attributes
-    ----------
-    kept : what owns the memory at `address`.
-    bias : float32 `[outputs]`.
-    """
-
-    kept: torch.Tensor
+    kept: torch.Tensor  # owns the memory at `address`
     address: int
     outputs: int
     columns: int
-    bias: torch.Tensor
+    bias: torch.Tensor  # float32 `[outputs]`
 
     @classmethod
     def of(cls, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnBlockedWeight | None:
-        """Find a packed bfloat16 weight's panels; None: it is laid out otherwise, or there is no code for this CPU.
-
-        Parameters
-        ----------
-        weight : as it was before.
-        """
+        """Find the panels of a weight; None: it is laid out otherwise, or there is no code for this CPU."""
         outputs, columns = weight.shape
         if not multiplies_bfloat16(isa_here()) or not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
@@ -138,12 +116,7 @@ class OneDnnBlockedWeight:
         return cls(packed, address, outputs, columns, added)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return X · Wᵀ, bfloat16 `[rows, outputs]`.
-
-        Parameters
-        ----------
-        x : bfloat16 `[rows, columns]`, contiguous, of at least `ROWS` rows.
-        """
+        """Return X · Wᵀ, bfloat16 `[rows, outputs]`; x is contiguous, of at least `ROWS` rows."""
         fits = x.dtype == torch.bfloat16 and x.is_contiguous() and x.is_cpu and x.dim() == 2
         if not fits or x.shape[0] < ROWS or x.shape[1] != self.columns:
             raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {self.outputs} × {self.columns} weights")
@@ -159,7 +132,7 @@ class OneDnnBlockedWeight:
 
 
 def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Return True if numbers drawn from a weight are found where panels have them."""
+    """Whether numbers drawn from a weight are found where panels have them."""
     outputs, columns = weight.shape
     numbers = (ctypes.c_int16 * weight.numel()).from_address(address)
     laid = torch.frombuffer(numbers, dtype=torch.int16).view(outputs // OUTPUTS, columns // 2, OUTPUTS, 2)
@@ -187,8 +160,7 @@ JOB = Job(
 
 
 def panels_module() -> str:
-    """Return LLVM IR of `void panels(ptr job)`, Y = X · Wᵀ for few rows of X: any number of threads may run it with the
-    same job.
+    """Write `void panels(ptr job)`, Y = X · Wᵀ for few rows of X: any number of threads may run the same job.
 
     W is laid out in panels of 64 outputs, each `[columns / 2, 64, 2]`: pairs of columns, as AVX-512 BF16 multiplies
     them. oneDNN's own products of 32 rows wait for each panel to come from memory; here the next one is asked for while
@@ -202,7 +174,6 @@ def panels_module() -> str:
 
 
 def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
-    """All rows of X by one panel, a tile after the other; the last begins where it ends with the last row."""
     size = job.columns * OUTPUTS
     weights = job.weights.at(panel * size)
     next_panel, output = weights.at(size), panel * OUTPUTS
@@ -217,7 +188,7 @@ def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
 
 
 def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: Value) -> list[Value]:
-    """Sum the tile; every step asks for a line of the next panel, each tile of four for another one."""
+    """Every step asks for a line of the next panel, each tile of four for another one."""
     rows = [x.at(columns * number).of("i32") for number in range(ROWS)]
 
     def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
@@ -231,7 +202,6 @@ def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: V
 
 
 def _store(job: Fields, sums: list[Value], row: Value, output: Value) -> None:
-    """Add the bias, round to bfloat16, and write a tile."""
     width = job.panels * OUTPUTS
     for vector in range(_VECTORS):
         place = output + vector * _WIDTH
