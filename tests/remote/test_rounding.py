@@ -37,7 +37,6 @@ OWN = Trust(mine=True)
 
 
 def kv_of(layer: int, machine: int) -> KV:
-    """Return the KV of a chunk as two machines compute it."""
     keys, values = model().kv(layer, TOKENS)
     noise = torch.Generator().manual_seed(machine)
     return keys + 0.3 * machine * torch.rand(keys.shape, generator=noise), values
@@ -71,7 +70,6 @@ def blobs(tmp_path: Path) -> Iterator[Blobs]:
 
 
 def sent(path: Path, blobs: Blobs, **options: bool) -> dict[str, torch.Tensor]:
-    """Push, and return what is read at each lossy level there."""
     with Store.open(path) as store:
         push(store, blobs, **options)
         return {level: read(store, level) for level in store.levels(CHUNK) if level != "raw"}
