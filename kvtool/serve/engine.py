@@ -115,13 +115,13 @@ class Engine:
     # ---- start and shutdown ----
 
     def start(self) -> None:
-        from kvtool.core.model.generate import prepare_decoding
+        from kvtool.core.model.decode.native import prepare_compiled_model
 
         if self._loaded.exists():
             session = self._loaded.session()
             with self._loaded.turn():
                 session.check_gate()
-            prepare_decoding(session.decoder)
+            prepare_compiled_model(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:
