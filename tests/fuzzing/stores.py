@@ -108,7 +108,7 @@ def store_open(data: bytes) -> None:
     path.mkdir(exist_ok=True)
     (path / layout.STORE_FILE).write_bytes(data)
     with refused():
-        layout.read_store_file(path)
+        layout.read_uuid(path)
 
 
 # ---- records -----------------------------------------------------------------------------------------------------

@@ -354,7 +354,7 @@ def test_another_model_is_answered_here(store: Path) -> None:
 
 def test_an_error_starts_nothing(store: Path, home: Path, tmp_path: Path) -> None:
     kvtool(*asked(store, *KEEP, "--model", tmp_path / "none")).failed(12)
-    kvtool(*asked(store, *KEEP, "--source", "none")).failed(2, "no document matches")
+    kvtool(*asked(store, *KEEP, "--set", "search.source=none")).failed(2, "no document matches")
     kvtool(*asked(tmp_path / "none", *KEEP)).failed(10)
     assert not (home / "cache" / "engines").exists()
 

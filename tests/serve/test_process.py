@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 
 from kvtool.core.cache.integrity import verify
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
 from kvtool.core.session.identity import store_identity
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
         with running("--store", store, "--learn", "--no-key") as (process, url):
             for _ in range(2):
                 assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, timeout=PATIENCE).status_code == 200
-            with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+            with Store.open(cache_dir() / "learned" / read_uuid(store)) as learned:
                 wait_until(learned.sources)
                 process.send_signal(signal.SIGINT)
                 assert process.wait(PATIENCE) == 0
@@ -92,13 +92,13 @@ def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Pat
         headers = {"Authorization": f"Bearer {mine.read_text().strip()}"}
         for _ in range(2):
             assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, headers=headers, timeout=PATIENCE).is_success
-        with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+        with Store.open(cache_dir() / "learned" / read_uuid(store)) as learned:
             wait_until(learned.sources)
     for _ in range(2):
         with running("--store", store, "--learn", "--key-file", other) as (_, url):
             headers = {"Authorization": f"Bearer {other.read_text().strip()}"}
             assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, headers=headers, timeout=PATIENCE).is_success
-            with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+            with Store.open(cache_dir() / "learned" / read_uuid(store)) as learned:
                 assert learned.sources()
 
 
