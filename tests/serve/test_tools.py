@@ -5,6 +5,7 @@ What it says is up to a grammar: without one it would never call anything.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,36 @@ def test_schemas_and_results_of_ollama(served: Served) -> None:
         result = {"role": "tool", "tool_name": "look_up", "content": "Baker B."}
         later = client.chat("tiny", [ASKED, called, result], tools=TOOLS, options={"num_predict": 4})
         assert later.eval_count == 4 or later.done_reason == "stop"
+
+
+def test_an_agent_calls_its_function(served: Served) -> None:
+    """`openai-agents`, by responses and by chat: the forced call is carried out, and its result goes into an answer."""
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    seen: list[tuple[int, str]] = []
+
+    @agents.function_tool
+    def look_up(mill: int, how: str) -> str:
+        """Look a mill up."""
+        seen.append((mill, how))
+        return "Baker B. built it."
+
+    look_up.params_json_schema = SCHEMA
+
+    async def run(kind: Any) -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, timeout=PATIENCE) as client:
+            settings = agents.ModelSettings(tool_choice="required", max_tokens=200)
+            model = kind(model="tiny", openai_client=client)
+            agent = agents.Agent(
+                name="miller", instructions="Be short.", tools=[look_up], model=model, model_settings=settings
+            )
+            return await agents.Runner.run(agent, QUESTION, max_turns=3)
+
+    for count, kind in enumerate((agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel), 1):
+        done = asyncio.run(run(kind))
+        assert len(seen) == count
+        assert [type(item).__name__ for item in done.new_items][:2] == ["ToolCallItem", "ToolCallOutputItem"]
+        assert done.new_items[1].output == "Baker B. built it."
 
 
 def test_passages_of_a_client_are_reused_beside_tools(chat: Any, served: Served, ready: Path) -> None:
