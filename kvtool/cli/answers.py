@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 _MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
-_SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
+_SINCE = {"changed": " (changed since ingest)", "deleted": " (gone since ingest)"}
 
 
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
@@ -65,7 +65,7 @@ def cited(chunk: ReplyChunk) -> str:
     """Return the place of a chunk on one line, relative to the working folder if it is below it, and whether its file
     has changed. No name of a file or an origin can look like several places."""
     made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
-    return _unmistakable(chunk.cite(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
+    return _unmistakable(chunk.cite(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.staleness, "")
 
 
 def _unmistakable(name: str) -> str:
@@ -81,7 +81,7 @@ _OTHER = 34
 def show_explained(out: Out, reply: Reply) -> None:
     """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why; then
     the attention backends."""
-    for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
+    for chunk, runs in zip(reply.chunks, reply.explanations, strict=True):
         out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
     shifted = reply.fused.shifted
@@ -130,7 +130,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
-    if cut := facts.get("cut"):
+    if cut := facts.get("chunks_omitted"):
         say = out.status if "shift" in facts else out.detail
         say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best (search.min_score)")
     if forward := facts.get("resolved", {}).get("forward"):
@@ -171,7 +171,7 @@ def _show_rounds(out: Out, facts: Facts) -> None:
     for number, one in enumerate(facts.get("rounds", ()), 1):
         loaded = f"{counted(len(one['chunks']), 'chunk')}, {one['bytes_read'] / 1e6:.1f} MB"
         out.status(f"round {number}: {loaded}; {one['reason']}")
-    if left := facts.get("left"):
+    if left := facts.get("chunks_remaining"):
         out.status(f"{counted(left, 'chunk')} not loaded")
 
 

@@ -342,7 +342,7 @@ class Chat:
         end_answer(self._out, facts)
         show_end(self._out, facts)
         show_verified(self._out, facts)
-        counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
+        counts, kept = reply.tokens, f"{reply.tokens['resident']:,} tokens kept, " if reply.tokens["resident"] else ""
         computed = counts["recomputed"] + counts["fresh"]
         self._out.status(
             f"{reply.fusion}: first token after {reply.timing_ms['ttft']:.0f} ms; {kept}{counts['reused']:,} reused, "
@@ -385,13 +385,13 @@ class Chat:
         from kvtool.core.query.explain import explain, explain_attention
 
         reply = self._answered_last()
-        reply.explained = explain(reply.fused, self._session.tokenizer)
+        reply.explanations = explain(reply.fused, self._session.tokenizer)
         reply.backends = explain_attention(self._session.decoder, reply.fused)
         show_explained(self._out, reply)
         if reply.turn["search"] != reply.question:
             self._out.status(f"searched by: {reply.turn['search']}")
-        if reply.again:
-            places = ", ".join(dict.fromkeys(map(cited, reply.again)))
+        if reply.resident_chunks:
+            places = ", ".join(dict.fromkeys(map(cited, reply.resident_chunks)))
             self._out.status(f"found, and kept from earlier turns: {places}")
 
     def _reset(self, _: str) -> None:

@@ -58,7 +58,7 @@ def _row(run: Run, name: str) -> dict[str, Any]:
     value = run.resolved.values.get(name, settings_of(SETTINGS)[name].default)
     if name == "store":
         value = str(run.get(StoreOptions).place)
-    return {"value": _shown(value), "origin": origin.layer, "where": origin.where}
+    return {"value": _shown(value), "origin": origin.layer, "location": origin.where}
 
 
 def _shown(value: Any) -> Any:
@@ -74,4 +74,4 @@ def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
     if value is None or value == ():
         instead = settings_of(SETTINGS)[name].instead
         text = f"({instead})" if instead else ""
-    return name, text, f"{row['origin']} {row['where']}".rstrip()
+    return name, text, f"{row['origin']} {row['location']}".rstrip()

@@ -108,8 +108,8 @@ def _show(run: Run, report: IngestReport) -> None:
         f"documents: {documents.added} {would}added, {documents.changed} changed, {documents.unchanged} unchanged, "
         f"{documents.removed} removed, {documents.failed} failed"
     )
-    if report.still_failing:
-        run.out.print(still_failing(report))
+    if report.known_failures:
+        run.out.print(known_failures(report))
     if any(report.skipped.values()):
         kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
         listed = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
@@ -131,12 +131,12 @@ def _show(run: Run, report: IngestReport) -> None:
         run.out.print(time_of(report))
 
 
-def still_failing(report: IngestReport) -> str:
+def known_failures(report: IngestReport) -> str:
     """Word in one line which documents could not be read before either."""
-    first, *others = report.still_failing
+    first, *others = report.known_failures
     more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
     are, them = ("are", "them") if others else ("is", "it")
-    documents = counted(len(report.still_failing), "document")
+    documents = counted(len(report.known_failures), "document")
     ways = f"--retry tries {them}, --strict counts {them}"
     return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
 

@@ -392,7 +392,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     facts = reply.to_json()
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
-    if reply.explained:
+    if reply.explanations:
         show_explained(run.out, reply)
     show_sources(run.out, reply.chunks)
     if options.audit:

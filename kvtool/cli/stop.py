@@ -45,4 +45,4 @@ def stop(run: Run) -> None:
             others = f"; {counted(len(every), 'other')} (`kvtool ps`)" if every else ""
             run.out.status(f"no model stays loaded for this store{others}" if wanted else "no model stays loaded")
 
-    run.out.report({"ended": ended}, human=show)
+    run.out.report({"stopped": ended}, human=show)

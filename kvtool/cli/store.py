@@ -120,12 +120,12 @@ def stats(run: Run) -> None:
     with Store.open(run.folder) as store:
         sizes = {"path": str(store.path)} | sizes_of(store)
     value = sizes | {"levels": level_rows(sizes["levels"])}
-    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["beginning"]))))
+    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["prefix"]))))
 
 
 def _in_short(beginning: dict[str, Any] | None) -> dict[str, Any]:
     tokens = 0 if beginning is None else beginning["tokens"]
-    return {"beginning": {"tokens": tokens}}
+    return {"prefix": {"tokens": tokens}}
 
 
 def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
@@ -159,7 +159,7 @@ def verify(run: Run) -> int | None:
         run.out.warning(concern)
     rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
-    value["texts"] = texts
+    value["texts_checked"] = texts
     if sample is not None:  # the counts above are the store's; of its KV only this part was read
         value["sample"] = str(sample)
 
@@ -199,7 +199,7 @@ def rm(run: Run, targets: Targets) -> None:
     dry_run = options.dry_run
     done = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
     value = {"dry_run": dry_run, "sources": list(done.sources), "chunks": done.chunks, "bytes": done.size}
-    value["refused"] = None if done.refusal is None else done.refusal.message
+    value["refusal"] = None if done.refusal is None else done.refusal.message
     _warn_of(run, done.refusal)
 
     def show() -> None:
@@ -248,10 +248,10 @@ def prune(run: Run) -> int | None:
         run.out.warning(report.shortfall.message, report.shortfall.hint, even_quiet=True)
     if report.refusal is not report.shortfall:
         _warn_of(run, report.refusal)
-    if report.spared:
-        run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
+    if report.exact_retained:
+        run.out.warning(f"{report.exact_retained} chunks keep their exact records: their coarser ones are damaged", "")
     run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
-    return None if report.reached else EXIT_NO_SPACE
+    return None if report.within_budget else EXIT_NO_SPACE
 
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:

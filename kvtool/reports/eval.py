@@ -67,7 +67,7 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     check_sources(Places(context.store), requests)
     value, rows, exit_code = compare_runs(context, requests, parse_runs(flags.runs) if flags.runs else usual_runs())
     value |= {"max_kl": flags.max_kl, "best": best(value["runs"], flags.max_kl)}
-    value["made"] = sum(bool(requests[at].made_by) for at in rows)
+    value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
     table, words = _table(value), [*_words(value)]
     shown: list[Shown] = [table, f"{counted(value['questions'], 'question')}, {read_at(value)}", *words]
     sections = [Section("Which mode", tuple(words), tables=(table,))]
@@ -103,13 +103,13 @@ def _words(value: Mapping[str, Any]) -> Iterator[str]:
         yield "1 question says nothing about others"
     elif value["questions"] < _FEW:
         yield f"{counted(value['questions'], 'question')}: the intervals of fewer than {_FEW} are too narrow"
-    if value["made"]:
+    if value["synthetic"]:
         yield (
-            f"{counted(value['made'], 'question')} of {value['questions']} were written by a model from the passages "
-            "that answer them: people's questions are found less well"
+            f"{counted(value['synthetic'], 'question')} of {value['questions']} were written by a model from the "
+            "passages that answer them: people's questions are found less well"
         )
-    if value["with_holes"]:
-        lacking = counted(value["with_holes"], "question")
+    if value["incomplete"]:
+        lacking = counted(value["incomplete"], "question")
         yield f"{lacking} lacked chunks of the store: what they say of reuse is too good"
 
 
@@ -117,7 +117,7 @@ def _advice(best: Mapping[str, Any], max_kl: float) -> str:
     if best["run"] is None:
         return "no mode but full prefill was asked for"
     near = f"the answer's KL is at most {max_kl:g} nats by the upper end of its interval"
-    if best["near"]:
+    if best["within_limit"]:
         return f"take {best['run']}: it recomputes the least of the modes for which {near}"
     return f"no mode is so near to full prefill that {near}; the nearest is {best['run']} (--max-kl accepts more)"
 
@@ -142,7 +142,7 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
             with path.open("a", encoding="utf-8") as file:  # an interrupted run leaves what it has written
                 file.write(json.dumps(written[-1], ensure_ascii=False) + "\n")
             context.events.advance(1)
-    value = {"resolved": {"model": context.identity.model}, "file": str(path), "wanted": wanted, "passages": read}
+    value = {"resolved": {"model": context.identity.model}, "file": str(path), "requested": wanted, "passages": read}
     passages = counted(read, "passage")
     if not written:
         words: list[Shown] = [f"the model made no question of {passages}: nothing was written"]
@@ -162,7 +162,7 @@ def _line(request: Request) -> dict[str, Any]:
         "question": request.question,
         "answers": [*request.answers],
         "sources": [*request.sources],
-        "made_by": request.made_by,
+        "generator": request.generator,
     }
 
 

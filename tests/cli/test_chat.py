@@ -40,8 +40,8 @@ def test_lines_of_a_pipe_are_questions_that_see_each_other(store: Path) -> None:
     done = kvtool("chat", "--store", store, *SHORT, "--json", stdin=asked.encode()).fine()
     first, second = done.lines
     assert (first["turn"]["number"], second["turn"]["number"]) == (1, 2)
-    assert first["tokens"]["standing"] == 0
-    assert second["tokens"]["standing"] > first["tokens"]["prompt"]
+    assert first["tokens"]["resident"] == 0
+    assert second["tokens"]["resident"] > first["tokens"]["prompt"]
     assert second["fusion"] == "epic"
     assert QUESTION in second["turn"]["search"]
 

@@ -69,7 +69,7 @@ def test_own_documents_are_never_replaced(way: str, scene: Scene, tiny: Path) ->
     with_foreign_tokens(scene, tiny)
     before, answered = own_state(scene), scene.ask()
     said = bring(scene, way)
-    assert said["kept"] == [str(scene.own)]
+    assert said["conflicting_files"] == [str(scene.own)]
     assert own_state(scene) == before
     assert scene.ask()["answer"] == answered["answer"]
 
@@ -90,9 +90,9 @@ def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scen
 
     rewrite(scene.theirs, scene.own, later)
     another = kvtool("store", "import", scene.pack("another.kvpack"), "--store", store, "--json").fine().json
-    assert another["kept"] == [str(scene.own)]
+    assert another["conflicting_files"] == [str(scene.own)]
     again = kvtool("store", "import", scene.pack(), "--store", store, "--json").fine().json
-    assert (again["kept"], again["files"]["moved"]) == ([], 1)
+    assert (again["conflicting_files"], again["files"]["transferred"]) == ([], 1)
 
 
 @pytest.mark.parametrize("way", ["import", "pull"])
@@ -173,15 +173,15 @@ def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, 
 
 
 def test_verify_says_that_texts_could_not_be_compared(scene: Scene, tiny: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
+    moved = tmp_path / "transferred"
     tiny_copy = tmp_path / "model"
     subprocess.run(["cp", "-r", tiny, tiny_copy], check=True)
     kvtool("ingest", scene.own, "--store", moved, "--model", tiny_copy, *PREFIX).fine()
     said = kvtool("store", "verify", "--store", moved, "--json").fine().json
-    assert said["texts"] == 1
+    assert said["texts_checked"] == 1
     subprocess.run(["rm", "-r", tiny_copy], check=True)
     without = kvtool("store", "verify", "--store", moved, "--json").fine()
-    assert without.json["texts"] is None
+    assert without.json["texts_checked"] is None
     assert "texts were not compared" in without.err
 
 
@@ -533,7 +533,7 @@ def test_what_is_mine_replaces_and_serves(way: str, scene: Scene, tiny: Path) ->
 
     rewrite(scene.theirs, scene.own, later)
     said = bring(scene, way, "--mine")
-    assert said["kept"] == []
+    assert said["conflicting_files"] == []
     with Store.open(scene.mine) as store:
         entry, _ = of_file(store, scene.own)
         assert (entry.notes, entry.origin) == (("later",), HERE)
@@ -595,7 +595,7 @@ def test_a_signed_shared_store(scene: Scene, tmp_path: Path) -> None:
     url, new = f"file://{tmp_path / 'shared'}", tmp_path / "new"
     kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
     again = kvtool("store", "push", url, "--store", scene.theirs, "--sign", key, "--json").fine().json
-    assert (again["chunks"]["moved"], again["files"]["moved"]) == (0, 0)
+    assert (again["chunks"]["transferred"], again["files"]["transferred"]) == (0, 0)
     kvtool("store", "push", url, "--store", scene.theirs).failed(2, "is signed by ada@example", "--sign")
     kvtool("store", "push", url, "--store", scene.theirs, "--sign", other).failed(2, "has not signed")
     said = kvtool("store", "pull", url, "--store", new, "--trust", f"{key}.pub", "--json").fine().json

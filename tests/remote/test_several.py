@@ -99,7 +99,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     forget(store, "f2")
     blobs.hold("push-killed")
     report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (0, 7)
+    assert (report.removed, report.removals_deferred) == (0, 7)
     assert len(read_catalogue(blobs).files) == 2
     monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
     blobs.hold("push-killed")
@@ -119,7 +119,7 @@ def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
     report = pull(tmp_path / "pulled", blobs)
     assert report.damaged == []
-    assert (report.files.moved, report.files.unchanged) == (2, 0)
+    assert (report.files.transferred, report.files.unchanged) == (2, 0)
     with Store.open(tmp_path / "pulled") as pulled:
         assert pulled.sources() == ["f0", "f1"]
 
@@ -145,7 +145,7 @@ def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs
     assert blobs.held() == {"push-running"}
     blobs.release("push-running")
     report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (7, 0)
+    assert (report.removed, report.removals_deferred) == (7, 0)
 
 
 def test_a_sweep_that_never_ends_is_waited_for_no_longer_than_a_dead_one(

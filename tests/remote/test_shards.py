@@ -128,4 +128,4 @@ def test_many_small_packs_of_descriptions_are_put_together(
             files = read_catalogue(blobs).files.values()
             counts.append(len({file.place.pack for file in files if file.place is not None}))
     assert counts == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-    assert pull(tmp_path / "pulled", blobs).files.moved == MANY + 9
+    assert pull(tmp_path / "pulled", blobs).files.transferred == MANY + 9

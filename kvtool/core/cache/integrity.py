@@ -179,7 +179,7 @@ def _missing_parts(store: Store) -> Iterator[Damage]:
     with store.snapshot() as snapshot:
         missing = list(missing_parts(snapshot))
     for stretch, place in missing:
-        yield Damage(f"the {named_part(place)} of a state checkpoint are missing", "stretches", stretch.hex())
+        yield Damage(f"the {named_part(place)} of a state checkpoint are missing", "checkpoints", stretch.hex())
 
 
 def _absent(snapshot: Snapshot, key: bytes, row: tables.LevelRow) -> Iterator[Damage]:

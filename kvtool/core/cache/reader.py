@@ -349,7 +349,7 @@ class StoreReader(ChunkReader, StretchReader):
             "bytes": sum(level["bytes"] for level in levels.values()),
             "levels": dict(sorted(levels.items())),
             "profiles": {"count": len(profiles), "bytes": sum(profiles)},
-            "stretches": {
+            "checkpoints": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
                 "bytes": sum(size for _, size in parts),
             },

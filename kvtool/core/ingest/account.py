@@ -85,9 +85,9 @@ class Account:
         KvtoolError : with `--fail-fast`.
         """
         row = {"path": failure.path, "error": failure.error}
-        self.report.not_read_again += not failure.read
+        self.report.not_retried += not failure.read
         if failure.known and not self._strict:
-            self.report.still_failing.append(row)
+            self.report.known_failures.append(row)
             self.events.skipped(failure.path, f"{failure.error}, as before")
             return
         if self._fail_fast:

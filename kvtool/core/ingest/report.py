@@ -109,9 +109,9 @@ class IngestReport:
     unsupported : of the skipped files, those without a reader: `image`, `archive`, `binary`, or their ending.
     forecast : made before the first chunk; None: no chunk was to be computed.
     failures : files that could not be read; with `strict` all of them.
-    still_failing : unchanged files that failed before, too; not among `failures`.
+    known_failures : unchanged files that failed before, too; not among `failures`.
     loss : loss of the new chunks' level in nats per token of the answer; None: not measured, or no new chunk.
-    not_read_again : number of files in both lists that were not read again.
+    not_retried : number of files in both lists that were not read again.
     """
 
     documents: Documents = field(default_factory=Documents)
@@ -124,8 +124,8 @@ class IngestReport:
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
     unsupported: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, str]] = field(default_factory=list)
-    still_failing: list[dict[str, str]] = field(default_factory=list)
-    not_read_again: int = 0
+    known_failures: list[dict[str, str]] = field(default_factory=list)
+    not_retried: int = 0
     loss: float | None = None
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)

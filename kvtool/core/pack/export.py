@@ -29,7 +29,7 @@ class ExportReport:
 
     Attributes
     ----------
-    chunks : at a level each. `stretches` : of answered prompts. `bytes` : of the file.
+    chunks : at a level each. `checkpoints` : of answered prompts. `bytes` : of the file.
     damaged : entries that the store could not read, and why; they were left out.
     """
 
@@ -37,7 +37,7 @@ class ExportReport:
     documents: int = 0
     files: int = 0
     chunks: int = 0
-    stretches: int = 0
+    checkpoints: int = 0
     bytes: int = 0
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
@@ -160,12 +160,12 @@ class _Export:
         """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
         for stretch, info in sorted(self.store.stretches().items()):
             if info.own and chunks.issuperset(info.chunks):
-                with self._noting(f"stretch {stretch.hex()}"):
+                with self._noting(f"state checkpoint {stretch.hex()}"):
                     sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
                     self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
                     for name, value in sealed:
                         self.write(f"stretch/{stretch.hex()}/{name}", value)
-                    self.report.stretches += 1
+                    self.report.checkpoints += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
         """Write the profiles that records or new records need. Returns their digests."""
@@ -180,7 +180,7 @@ class _Export:
         return tuple(sound)
 
     def _note(self, what: str, why: str) -> None:
-        self.report.damaged.append({"what": what, "reason": why})
+        self.report.damaged.append({"subject": what, "reason": why})
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:

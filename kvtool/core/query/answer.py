@@ -101,7 +101,7 @@ class PreparedAnswer:
     streamed: Streamed
     outcome: Outcome
     chunks: list[ReplyChunk]
-    again: list[ReplyChunk]
+    resident_chunks: list[ReplyChunk]
     fuse_ms: float
     known: Sequence[int]
     sampling: Sampling
@@ -285,7 +285,7 @@ def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
         return []
     tokens = asked.behind.chunks
     return [
-        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
+        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="resident") for hit in asked.again
     ]
 
 
@@ -348,7 +348,7 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
     started = time.perf_counter()
     citations = None
     if options.cite:
-        passages = [*begun.chunks, *begun.again]
+        passages = [*begun.chunks, *begun.resident_chunks]
         citations = cite(session, asked.request.question, passages, text, asked.request.search)
     if citations is not None:
         timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
@@ -369,14 +369,14 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
         fused=fused,
         selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
-        explained=explain(fused, session.tokenizer) if options.explain else [],
+        explanations=explain(fused, session.tokenizer) if options.explain else [],
         backends=explain_attention(session.decoder, fused) if options.explain else [],
-        again=with_changes(session.store, begun.again),
+        resident_chunks=with_changes(session.store, begun.resident_chunks),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
-        cut=asked.cut,
+        chunks_omitted=asked.cut,
         corrections=asked.corrections,
-        left=len(asked.hits) - len(fused.plan.passages),
+        chunks_remaining=len(asked.hits) - len(fused.plan.passages),
         citations=citations,
         verified=_verified(said, checked, timing) if options.verify else None,
         resolved={

@@ -37,7 +37,7 @@ class Request:
     Attributes
     ----------
     answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
-    made_by : the model that wrote the question; "": people did.
+    generator : the model that wrote the question; "": people did.
     search : the text to search for instead of the question itself; "": the question.
     messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
         of the store in it are reused where they are, and none is retrieved (query/prompt.py).
@@ -52,7 +52,7 @@ class Request:
     answers: tuple[str, ...] = ()
     id: str | None = None
     sources: tuple[str, ...] = ()
-    made_by: str = ""
+    generator: str = ""
     search: str = ""
     messages: tuple[tuple[str, str], ...] = ()
     prefill: str = ""
@@ -67,7 +67,7 @@ class ReplyChunk:
     ----------
     start, end : characters of the document.
     line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
-    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/staleness.py`).
+    staleness : `changed` or `deleted`, where the file is not what was ingested (`query/staleness.py`).
     origin : the pack, store or signer that the document came from; "" for one that was ingested here.
     """
 
@@ -81,7 +81,7 @@ class ReplyChunk:
     status: str
     reason: str = ""
     label: str = ""
-    since_ingest: str = ""
+    staleness: str = ""
     origin: str = ""
     text: str = field(default="", repr=False)
 
@@ -116,7 +116,7 @@ class ReplyChunk:
     def to_json(self) -> dict[str, Any]:
         names = ("id", "source", "start", "end", "line", "label", "score", "tokens", "status", "text")
         row = {name: getattr(self, name) for name in names}
-        more = {"reason": self.reason, "since_ingest": self.since_ingest, "origin": self.origin}
+        more = {"reason": self.reason, "staleness": self.staleness, "origin": self.origin}
         return row | {name: value for name, value in more.items() if value}
 
     def found(self) -> dict[str, Any]:
@@ -164,14 +164,14 @@ class Round:
     Attributes
     ----------
     chunks : ids (hex) of the loaded chunks.
-    enough, reason : whether the round's answer is good enough, and why.
+    sufficient, reason : whether the round's answer is good enough, and why.
     confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
-    tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
+    tokens : `prompt = resident + reused + recomputed + fresh`; `resident` rows are those of the rounds before.
     milliseconds : of fusing and of computing the answer's beginning.
     """
 
     chunks: tuple[str, ...]
-    enough: bool
+    sufficient: bool
     reason: str
     confidence: float | None
     bytes_read: int
@@ -182,7 +182,7 @@ class Round:
         """Return a line of the reply's `rounds`."""
         return {
             "chunks": list(self.chunks),
-            "enough": self.enough,
+            "sufficient": self.sufficient,
             "reason": self.reason,
             "confidence": self.confidence,
             "bytes_read": self.bytes_read,
@@ -231,15 +231,15 @@ class Reply:
     finish : how the answer ended: `stop`, `length` where it was cut off at its longest, `repeat` where it began to say
         the same again.
     revision : of the store: equal ones give equal answers (`kvtool help consistency`).
-    tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
+    tokens : `prompt = resident + reused + recomputed + fresh`, and `generated`; `resident` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
-    explained, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
+    explanations, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
-    again : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its number, from
-        1, and what it was searched by (query/conversation.py).
-    cut : chunks that were found and left out because they would not help.
+    resident_chunks : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its
+        number, from 1, and what it was searched by (query/conversation.py).
+    chunks_omitted : chunks that were found and left out because they would not help.
     corrections : words of the question that no chunk has (`from`), and those that were searched for instead (`to`).
-    rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
+    rounds, chunks_remaining : of a deferred query: what each round loaded, and how many chunks were not.
     citations : in the order of the answer's sentences; None: they were not asked for.
     verified : with `--verify`: what full prefill says of the answer that was streamed. `answer` is the final one.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON. A
@@ -260,7 +260,7 @@ class Reply:
     finish: Finish = "stop"
     revision: int = 0
     segments: dict[str, Any] | None = None
-    explained: list[ChunkSpans] = field(default_factory=list)
+    explanations: list[ChunkSpans] = field(default_factory=list)
     backends: list[LayerBackends] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
@@ -269,10 +269,10 @@ class Reply:
     stream: list[dict[str, Any]] = field(default_factory=list)
     slo: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
-    left: int = 0
-    cut: int = 0
+    chunks_remaining: int = 0
+    chunks_omitted: int = 0
     corrections: Sequence[dict[str, str]] = ()
-    again: list[ReplyChunk] = field(default_factory=list)
+    resident_chunks: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     citations: list[Citation] | None = None
     verified: Verified | None = None
@@ -285,7 +285,7 @@ class Reply:
     @property
     def sources(self) -> list[ReplyChunk]:
         """Return the chunks that the answer is based on, best first: those loaded, and those in the prompt already."""
-        return sorted([*self.chunks, *self.again], key=lambda chunk: -(chunk.score or 0))
+        return sorted([*self.chunks, *self.resident_chunks], key=lambda chunk: -(chunk.score or 0))
 
     @property
     def places(self) -> list[str]:
@@ -336,25 +336,33 @@ class Reply:
             "fusion": self.fusion,
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
-            "cut": self.cut,
+            "chunks_omitted": self.chunks_omitted,
             **({"corrections": [*self.corrections]} if self.corrections else {}),
             **({} if self.sources else {"retrieval": "none"}),
             "tokens": self.tokens,
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
-            **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
+            **(
+                {"rounds": [one.to_json() for one in self.rounds], "chunks_remaining": self.chunks_remaining}
+                if self.rounds
+                else {}
+            ),
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
             **({} if self.verified is None else {"verified": self.verified.to_json()}),
-            **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
+            **(
+                {"turn": self.turn, "resident_chunks": [one.to_json() for one in self.resident_chunks]}
+                if self.turn
+                else {}
+            ),
             **({"resolved": self.resolved} if self.resolved else {}),
         }
-        if self.explained:
-            for chunk, runs in zip(row["chunks"], self.explained, strict=True):
-                chunk["explained"] = runs.to_json()
+        if self.explanations:
+            for chunk, runs in zip(row["chunks"], self.explanations, strict=True):
+                chunk["explanation"] = runs.to_json()
             row["shift"] = self.fused.shifted.to_json()
             row["backends"] = [one.to_json() for one in self.backends]
         return row | ({"segments": self.segments} if self.segments is not None else {})
@@ -413,7 +421,7 @@ def request_of(row: Any) -> Request:
         answers=tuple(lists["answers"]),
         id=None if key is None else str(key),
         sources=tuple(lists["sources"]),
-        made_by=str(row.get("made_by") or ""),
+        generator=str(row.get("generator") or ""),
     )
 
 
@@ -437,7 +445,11 @@ def numbers(reply: Reply) -> Row:
 def _of_verified(verified: Verified) -> Row:
     """Return the shares of uncorrected answers and of accepted tokens, and the time to the final answer."""
     share = verified.accepted / verified.drafted if verified.drafted else 1.0
-    return {"uncorrected": float(verified.draft is None), "accepted_share": share, "verified_ms": verified.final_ms}
+    return {
+        "uncorrected_share": float(verified.draft is None),
+        "accepted_share": share,
+        "verified_ms": verified.final_ms,
+    }
 
 
 def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[di
     return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in rounded]
 
 
-_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
+_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms")
 
 
 # ---- the choices ----

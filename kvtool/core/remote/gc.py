@@ -168,7 +168,7 @@ class GarbageCollector:
         self.blobs.delete(names)
 
     def _spare(self, count: int) -> None:
-        self._report.spared += count
+        self._report.removals_deferred += count
         self._events.warn(
             f"{count:,} values of {self.blobs.url} were left there: another push is running", "delete later"
         )

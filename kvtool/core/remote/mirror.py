@@ -190,7 +190,7 @@ class MirrorUpdater:
 
     def _tell(self, report: TransferReport) -> None:
         for damage in report.damaged[:_MOST_TOLD]:
-            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
+            self._warn(f"{damage['subject']}: {damage['reason']}", "push again with --verify")
         if len(report.damaged) > _MOST_TOLD:
             self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
 

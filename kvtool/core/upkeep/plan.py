@@ -21,7 +21,7 @@ class Step:
 
     Attributes
     ----------
-    name : `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
+    name : `unreferenced`, `unfinished`, `checkpoints`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
     drops : levels of chunks.
     sources : documents that are forgotten whole.
     loose : chunks without a reference, or without one then, of which everything is dropped.
@@ -55,7 +55,7 @@ class Step:
             "chunks": self.chunks,
             "chunk_levels": len(self.drops),
             "documents": len(self.sources),
-            "stretches": len(self.stretches),
+            "checkpoints": len(self.stretches),
             "bytes": self.size,
         }
 
@@ -167,7 +167,7 @@ class _Planner:
 
     def drop_stretches(self, cold_before: float) -> None:
         """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
-        step = Step("stretches")
+        step = Step("checkpoints")
         self.steps.append(step)
         for stretch, used, size in self.inventory.stretches:
             if used < cold_before or not self.is_enough:

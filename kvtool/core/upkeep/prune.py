@@ -33,7 +33,7 @@ class PruneReport:
     limit : bytes that the store may hold; None: no size was asked for.
     goal : bytes that the plan aims at: the limit, or its low watermark.
     after : on a dry run the expected bytes.
-    spared : chunks whose exact records stayed, because the level that was to replace them is damaged.
+    exact_retained : chunks whose exact records stayed, because the level that was to replace them is damaged.
     refusal : of a dry run: why it would not be done as it was asked for; None: it would.
     shortfall : if the limit is not met, and that is no refusal: the reason, and what would help.
     """
@@ -44,13 +44,13 @@ class PruneReport:
     after: int
     steps: list[Step] = field(default_factory=list)
     compacted: int = 0
-    spared: int = 0
+    exact_retained: int = 0
     dry_run: bool = False
     refusal: KvtoolError | None = None
     shortfall: NoSpaceError | None = None
 
     @property
-    def reached(self) -> bool:
+    def within_budget(self) -> bool:
         """Return True if the folder is within its limit."""
         return self.limit is None or self.after <= self.limit
 
@@ -58,15 +58,15 @@ class PruneReport:
         """A JSON object, as `--json` shows it."""
         return {
             "budget": self.limit,
-            "goal": self.goal,
+            "target_bytes": self.goal,
             "bytes_before": self.before,
             "bytes_after": self.after,
             "bytes_freed": self.compacted,
             "profiles": sum(len(step.profiles) for step in self.steps),
-            "spared": self.spared,
+            "exact_retained": self.exact_retained,
             "dry_run": self.dry_run,
-            "reached": self.reached,
-            "refused": None if self.refusal is None else self.refusal.message,
+            "within_budget": self.within_budget,
+            "refusal": None if self.refusal is None else self.refusal.message,
             "steps": [step.to_json() for step in self.steps],
         }
 
@@ -137,18 +137,18 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
         raise decision.refusal
     report, plan = decision.report(), decision.plan
     while True:
-        report.spared += len(_apply(store, writer, plan))
+        report.exact_retained += len(_apply(store, writer, plan))
         report.steps += plan.steps
         if options.compact and _is_too_large(space.folder_bytes(store.path), report.goal):
             report.compacted += writer.compact()
         report.after = space.folder_bytes(store.path)
-        if report.reached or not plan.steps:
+        if report.within_budget or not plan.steps:
             break
         inventory = take_inventory(store)  # sizes of small records are estimates
         if options.compact:  # free pages that a compaction has left stay
             inventory = replace(inventory, free=0)
         plan = plan_prune(inventory, decision.request)
-    if not report.reached and report.shortfall is None:
+    if not report.within_budget and report.shortfall is None:
         holds = f"the store holds {shown_size(report.after)}, over {shown_size(report.limit or 0)}"
         report.shortfall = NoSpaceError(holds, "" if options.compact else "leave out --no-compact")
     return report
