@@ -30,7 +30,7 @@ app = new_app()
     IngestOptions,
     StoreOptions,
     examples=("ingest docs --sync", "ingest docs notes.md --chunk-tokens 128 --level lossless"),
-    common="include exclude sync dry_run split chunk_tokens level system embedder max_size ray store model device",
+    common="include exclude sync dry_run split chunk_tokens level system embedder max_size store model device",
 )
 def ingest(
     run: Run,
