@@ -300,35 +300,31 @@ def compact(run: Run) -> None:
     run.out.report(done.to_json(), human=show)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PinOptions(Options, settings=False, group=WHICH):
+    remove: bool = option(False, "Let `store prune` remove these again.")
+
+
 @app.command()
-@takes(StoreOptions, LockOptions, examples=("store pin handbook.md", "store pin"))
+@takes(PinOptions, StoreOptions, LockOptions, examples=("store pin handbook.md", 'store pin --remove "drafts/*.md"'))
 def pin(run: Run, targets: Optional = None) -> None:
     """Protect documents from `store prune`, or list the protected ones.
 
     Chunks can be protected, too.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.forget import pin as run_pin
+    from kvtool.core.upkeep import forget
 
-    path = run.folder
+    remove = run.get(PinOptions).remove
     if targets:
-        pins = run_pin(path, targets, lock_wait=run.lock_wait)
+        change = forget.unpin if remove else forget.pin
+        pins = change(run.folder, targets, lock_wait=run.lock_wait)
+    elif remove:
+        raise UsageError("--remove needs a document or a chunk", "`kvtool store pin` lists what is pinned")
     else:
-        with Store.open(path) as store:
+        with Store.open(run.folder) as store:
             pins = store.pins()
-    _show_pins(run, pins)
 
-
-@app.command()
-@takes(StoreOptions, LockOptions, examples=("store unpin handbook.md", 'store unpin "drafts/*.md"'))
-def unpin(run: Run, targets: Targets) -> None:
-    """Let `store prune` remove documents again."""
-    from kvtool.core.upkeep.forget import unpin as run_unpin
-
-    _show_pins(run, run_unpin(run.folder, targets, lock_wait=run.lock_wait))
-
-
-def _show_pins(run: Run, pins: dict[str, Any]) -> None:
     def show() -> None:
         for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
             run.out.print(name.replace("\n", "\\n"))

@@ -120,7 +120,7 @@ def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
     assert not done.json["within_budget"]
     assert done.json["bytes_after"] > 3 * 65_000
     assert done.json["refusal"].startswith("the store cannot get down to")
-    assert "store unpin" in done.err
+    assert "store pin --remove" in done.err
     assert "--no-compact" not in done.err  # which would change nothing
     assert len(with_kv(path)) == 6
     emptied(path)

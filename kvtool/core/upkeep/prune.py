@@ -239,7 +239,7 @@ def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
             f"the store cannot get down to {shown_size(limit)}, so nothing was removed for the size; without all that "
             f"may be removed it holds up to {shown_size(plan.expected)}",
             f"--max-size {size_from(plan.expected + _MARGIN)} can be reached; "
-            "`kvtool store unpin` and --unused let more be removed",
+            "`kvtool store pin --remove` and --unused let more be removed",
         )
         if not request.whatever_the_size:
             return _Decision(limit, request, inventory.used, plan, shortfall, shortfall)
