@@ -53,7 +53,6 @@ def end_answer(out: Out, facts: Facts) -> None:
 
 
 def source_line(chunks: Sequence[ReplyChunk]) -> str:
-    """Return the sources of an answer on one line."""
     return "sources: " + (", ".join(dict.fromkeys(map(cited, _best_first(chunks)))) or "what was said before")
 
 
@@ -104,7 +103,6 @@ def _counts(runs: ChunkSpans, tokens: int) -> str:
 
 
 def show_verified(out: Out, facts: Facts) -> None:
-    """Say what full prefill made of an answer, with `--verify`."""
     if not (verified := facts.get("verified")):
         return
     times = verified["timing_ms"]
@@ -119,7 +117,6 @@ def show_verified(out: Out, facts: Facts) -> None:
 
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
-    """Show the chosen mode, the loaded and computed tokens, and the times."""
     show_end(out, facts)
     show_verified(out, facts)
     show_decision(out, facts)
@@ -140,7 +137,6 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
 
 
 def show_corrections(out: Out, corrections: Sequence[Mapping[str, str]]) -> None:
-    """Say which words were searched for instead of words of the question."""
     for one in corrections:
         out.status(f"searched for {one['to']} (no chunk has {one['from']!r})")
 
@@ -155,7 +151,6 @@ def show_end(out: Out, facts: Facts) -> None:
 
 
 def show_decision(out: Out, facts: Facts) -> None:
-    """Show the choice of `auto`; with -v, its reasons."""
     if not (chosen := facts.get("controller")):
         return
     ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
@@ -167,7 +162,6 @@ def show_decision(out: Out, facts: Facts) -> None:
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:
-    """Show the chunks that each round of --defer loaded, and why."""
     for number, one in enumerate(facts.get("rounds", ()), 1):
         loaded = f"{counted(len(one['chunks']), 'chunk')}, {one['bytes_read'] / 1e6:.1f} MB"
         out.status(f"round {number}: {loaded}; {one['reason']}")
@@ -176,7 +170,6 @@ def _show_rounds(out: Out, facts: Facts) -> None:
 
 
 def _show_stream(out: Out, facts: Facts) -> None:
-    """Show whether the target time was met; with -v or --explain, the decisions for it."""
     if not (slo := facts.get("slo")):
         return
     out.status(f"objective: {slo['slo_ms']:.0f} ms, {'met' if slo['met'] else 'missed'}")
@@ -192,7 +185,6 @@ def _show_stream(out: Out, facts: Facts) -> None:
 
 
 def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
-    """Show the answers of several modes, next to that of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
         (

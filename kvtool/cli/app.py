@@ -107,22 +107,18 @@ _LEFT = {
 
 
 class Root(LazyGroup):
-    """All commands."""
-
     lines: ClassVar[Mapping[str, str]] = COMMANDS
 
     def load(self, name: str) -> Any:
         return load_command(name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands that most people need, by heading."""
         width = max(len(name) for rows in SHOWN.values() for name in rows)
         for heading, rows in SHOWN.items():
             with formatter.section(heading):
                 formatter.write_dl([(f"{name:{width}}", line) for name, line in rows.items()])
 
     def format_end(self, ctx: Any, formatter: Any) -> None:
-        """Describe the flags of every command once."""
         with formatter.section("Options of every command"):
             formatter.write_dl(everywhere())
         formatter.write_paragraph()
@@ -139,12 +135,10 @@ class Root(LazyGroup):
 
 
 def group_of(name: str) -> str | None:
-    """Return the group of a command; None: no group has it."""
     return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 
 def load_command(name: str) -> Any:
-    """Import `kvtool.cli.<name>` and build its command."""
     command = _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
     command.name = name
     return command
@@ -234,7 +228,6 @@ def run() -> NoReturn:
 
 
 def _guarded(args: list[str], out: Out, invoke: Callable[[], int]) -> int:
-    """Run, and report whatever is raised."""
     try:
         code = invoke()
         out.flush()

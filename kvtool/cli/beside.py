@@ -60,7 +60,6 @@ def answered_beside(run: Run, request: Request) -> bool:
 
 
 def _is_looked_into(options: QueryOptions) -> bool:
-    """Return True if only the asking process shows what is wanted."""
     return options.explain or options.token_ids or options.audit > 0
 
 
@@ -149,12 +148,10 @@ def _connected(run: Run, place: Path, request: Request, keep_alive: float) -> so
 
 
 def _say_why_not(run: Run, text: str) -> None:
-    """Say why no other process answers to those who have asked for one."""
     (run.out.status if is_kept_asked(run) else run.out.detail)(text)
 
 
 def _tell_of_keeping(run: Run, place: Path, keep_alive: float) -> None:
-    """Tell a person once, with this home, that the model stays loaded."""
     if run.out.verbosity < 0 or kept_engine(place) is None:
         return
     with suppress(OSError):  # it is there: it was said

@@ -221,7 +221,6 @@ _KEYS = "Enter asks, Alt-Enter begins another line, Ctrl-C ends an answer, Ctrl-
 
 
 def completions(typed: str) -> list[str]:
-    """Words that what is typed may become."""
     command, space, rest = typed.partition(" ")
     if not space:
         return [name for name in COMMANDS if typed and name.startswith(typed)]
@@ -255,7 +254,6 @@ class Chat:
         }
 
     def greet(self, place: Path | str) -> None:
-        """Name the store at `place` and the keys on a terminal."""
         self._out.idle()
         if self._aloud:
             documents = counted(len(self._session.store.sources()), "document")
@@ -334,7 +332,6 @@ class Chat:
         return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)
 
     def _tell(self, reply: Reply) -> None:
-        """The answer's end, what it cost, and where it is from."""
         if not self._out.human:
             self._out.json(reply.to_json())
             return
@@ -479,7 +476,6 @@ def chat(run: Run) -> int | None:
 
 
 def hold(run: Run) -> int | None:
-    """Answer questions until the user ends the chat; return an exit code."""
     # options of single questions, which a configuration file may set
     options = replace(run.get(QueryOptions), defer=False, slo_ms=None, audit=0.0, explain=False)
     with open_any_store(run) as store:

@@ -53,12 +53,9 @@ HELP_ALL = _flag(
 
 
 class App(typer.Typer):
-    """A command module's commands."""
-
     def command(
         self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
     ) -> Callable[[F], F]:
-        """Register a command as typer does, with our `Command` for its class."""
         return super().command(name, cls=cls or Command, **more)
 
 
@@ -115,12 +112,10 @@ class _Described:
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """Return the options of its flags, by typer's names."""
         return getattr(self.callback, "options", {})
 
     @property
     def examples(self) -> tuple[str, ...]:
-        """Command lines for the help, without the word `kvtool`."""
         return getattr(self.callback, "examples", ())
 
     @property
@@ -129,7 +124,6 @@ class _Described:
         return getattr(self.callback, "common", ())
 
     def get_help(self, ctx: Any) -> str:
-        """The help; it is what the terminal waited for."""
         text: str = super().get_help(ctx)  # type: ignore[misc]
         with hide_activity(until_new_words=True):
             return text
@@ -151,7 +145,6 @@ class _Described:
         self.format_end(ctx, formatter)
 
     def format_end(self, ctx: Any, formatter: Any) -> None:
-        """Write what else can be given, and where that is described."""
         lines = [_ALSO] if hasattr(self.callback, "options") else []
         lines += [_RULE] if any(option.setting for option in self.options.values()) else []
         if self.common and not ctx.meta.get(_EVERY_OPTION):
@@ -209,14 +202,12 @@ def described(command: Any, context: Any) -> dict[str, list[Described]]:
 
 
 def _of_common(sections: dict[str, list[Described]], names: Sequence[str]) -> dict[str, list[Described]]:
-    """Return the arguments, and the options of these names in this order under one heading."""
     rows = {row.option.name: row for rows in sections.values() for row in rows if row.option}
     arguments = {ARGUMENTS: sections[ARGUMENTS]} if ARGUMENTS in sections else {}
     return arguments | {COMMON: [rows[name] for name in names]}
 
 
 def everywhere() -> list[tuple[str, str]]:
-    """Return the flags of every command with their help, and `--help`."""
     declared = [get_args(annotation)[1] for annotation, _ in EVERYWHERE.values()]
     rows = [(", ".join([*each.param_decls, each.default]) + f" {each.metavar or ''}", each.help) for each in declared]
     return [(flags.rstrip(), help) for flags, help in rows] + [("-h, --help", "Show the help of a command.")]
@@ -253,7 +244,6 @@ class LazyGroup(Group):
             self.add_command(typer.core.TyperCommand(name, help=line, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
-        """Import a command and build it."""
         raise NotImplementedError
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:

@@ -42,7 +42,6 @@ def config(
 
 
 def _show_plugins(run: Run) -> None:
-    """List what other packages add, by kind, and import it to see whether it can be used."""
     from kvtool.reports.doctor import all_plugins
 
     rows = [

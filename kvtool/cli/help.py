@@ -93,7 +93,6 @@ show_help.examples = ("help concepts", "help store ls", "help cron --json")  # t
 
 
 def page(name: str) -> str:
-    """The text of a page, in Markdown."""
     folder = next(folder for folder, pages in PAGES.items() if name in pages)
     return files("kvtool").joinpath("docs", folder, f"{name}.md").read_text(encoding="utf-8")
 
@@ -118,7 +117,6 @@ def _command_help(words: list[str]) -> str:
 
 
 def _in_a_group(name: str) -> str:
-    """A hint for a command that was named without its group."""
     from kvtool.cli.app import group_of
 
     group = group_of(name)
@@ -131,5 +129,4 @@ def _near(name: str) -> str:
 
 
 def _as_topic(link: re.Match[str]) -> str:
-    """A link to another page as the command that shows it."""
     return f"{link[1]} (`kvtool help {link[2]}`)"

@@ -66,7 +66,6 @@ def _what_is_lost(level: str, loss: float | None, allowed: float) -> tuple[str, 
 
 
 def _ingest(run: Run, options: IngestOptions) -> IngestReport:
-    """Do it, shown on the terminal and written to the log."""
     from kvtool.core.ingest.job import ingest as run_ingest
 
     log = options.log
@@ -94,7 +93,6 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
 
 
 def _log_end(book: EventLog, raised: BaseException) -> None:
-    """The last event of a run that ends in an error: the same error as on the terminal."""
     from kvtool.cli.app import explain
 
     error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
@@ -132,7 +130,6 @@ def _show(run: Run, report: IngestReport) -> None:
 
 
 def known_failures(report: IngestReport) -> str:
-    """Word in one line which documents could not be read before either."""
     first, *others = report.known_failures
     more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
     are, them = ("are", "them") if others else ("is", "it")
@@ -151,7 +148,6 @@ def is_mostly_beside(report: IngestReport) -> bool:
 
 
 def time_of(report: IngestReport) -> str:
-    """Return the time of each phase of a run."""
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"

@@ -22,12 +22,9 @@ _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
 
 class Reports(LazyGroup):
-    """A command for each report."""
-
     lines: ClassVar[Mapping[str, str]] = REPORTS
 
     def load(self, name: str) -> Any:
-        """Build the command of a report."""
         command = typer.main.get_command(report_app(load_report(name)))
         command.name = name
         return command
@@ -59,8 +56,6 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """Make the command of a report: its options and its argument."""
-
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
 
@@ -82,7 +77,6 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
     with open_any_store(run) as store, JobView(run.out) as view:
         result = report.find(ReportContext(store, run.resolved, view.events, about))
@@ -103,7 +97,6 @@ def _show(run: Run, summary: Sequence[Shown]) -> None:
 
 
 def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
-    """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
     from kvtool.reports.page import figure_files, page
 
     title, sections = result.title, result.page_sections

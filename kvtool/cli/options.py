@@ -96,7 +96,6 @@ class Run:
     out: Out
 
     def get(self, source: type[O]) -> O:
-        """A room's options with the values in force."""
         return self.resolved.get(source)
 
     @property
@@ -111,7 +110,6 @@ class Run:
 
     @property
     def lock_wait(self) -> float:
-        """Seconds to wait for another process that writes to the store."""
         return self.get(LockOptions).lock_wait
 
 
@@ -201,7 +199,6 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def described_option(option: Option) -> str:
-    """Return an option's line in the help, with its default, and whether it can be repeated."""
     default = option.default_text
     facts = [f"default: {default}"] if default else []
     facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it is obvious
@@ -273,12 +270,10 @@ class Question(ManyValues):
 
 
 def is_flag(option: Any) -> bool:
-    """Return True if an option takes no value."""
     return bool(getattr(option, "is_flag", False) or getattr(option, "count", False))
 
 
 def open_any_store(run: Run) -> Store:
-    """The store of `--store`, a folder or a URL; its warnings are shown."""
     from kvtool.core.cache.store import Store
 
     place = run.get(StoreOptions).place
@@ -298,7 +293,6 @@ def new_session(run: Run, store: Store) -> Session:
 
 
 def open_session(run: Run, store: Store) -> Session:
-    """A session of the store with its model loaded. Raises ModelError."""
     session = new_session(run, store)
     run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder

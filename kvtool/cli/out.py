@@ -96,12 +96,10 @@ class Out:
 
     @property
     def human(self) -> bool:
-        """Return True if a person reads stdout."""
         return self.mode == "human"
 
     @property
     def on_terminal(self) -> bool:
-        """Return True if a person reads stdout on a terminal."""
         return self.human and self._stdout.isatty()
 
     @property
@@ -173,7 +171,6 @@ class Out:
     # stderr
 
     def status(self, text: str, **facts: Any) -> None:
-        """Say what is being done."""
         text = scrubbed(text)
         self.event("status", message=text, **facts)
         if self.verbosity >= 0 and self.mode != "jsonl":
@@ -186,7 +183,6 @@ class Out:
             show_activity(scrubbed(text), self._report)
 
     def idle(self) -> None:
-        """Take the spinner away until there is something to do again."""
         with hide_activity(until_new_words=True):
             pass
 
@@ -197,7 +193,6 @@ class Out:
         return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr, put)
 
     def detail(self, text: str) -> None:
-        """Say what only -v wants to know."""
         if self.verbosity >= 1:
             self.status(text)
 
@@ -349,7 +344,6 @@ class Out:
                 self._stderr.flush()
 
     def _marked(self, text: str, colour: int) -> tuple[str, str]:
-        """A piece of a text, and the format that colours it."""
         if colour and self._isplain():
             return f"[{text}]", "{}"
         return text, f"\x1b[1;{colour}m{{}}\x1b[0m" if colour else "{}"
@@ -388,7 +382,6 @@ class JobView:
         self._close(*error)
 
     def _activity(self) -> str:
-        """Return the progress of a step, or its present activity if that has no count."""
         if self._doing:
             return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
         bar = self._bar

@@ -140,8 +140,6 @@ class Lines:
 
 
 class Bar:
-    """A bar with speed and the time that is left, drawn by rich."""
-
     def __init__(self, bars: RichProgress, label: str, total: float | None, unit: str) -> None:
         self._bars, self._pace = bars, Pace(total, unit)
         self._task = bars.add_task(label, total=total, pace=self._pace)
@@ -158,7 +156,6 @@ class Bar:
         self._bars.update(self._task, description=one_line(label))
 
     def show_pace(self, shown: bool) -> None:
-        """Show the progress, or nothing during an activity without a count."""
         self._bars.update(self._task, pace=self._pace if shown else None)
 
     def text(self) -> str:
@@ -236,7 +233,6 @@ class Spinner:
             yield
 
     def stop(self) -> None:
-        """Clear the line and show it no more."""
         self._over.set()
         with self.aside(until_new_words=True):
             pass
@@ -297,12 +293,10 @@ class Ticker:
         yield
 
     def stop(self) -> None:
-        """Say no more."""
         self._over.set()
         self._thread.join()
 
     def tick(self) -> None:
-        """Put a line if it is time."""
         now = time.monotonic()
         is_due = now - self._last >= PLAIN_EVERY_S or (self._is_new and now - self._began >= PLAIN_AFTER_S)
         if is_due and (text := self._report()):
@@ -341,7 +335,6 @@ def spinning(words: str, stream: SafeStream, put: Callable[[str], None] | None =
 
 
 def show_activity(words: str, report: Callable[[], str] | None = None) -> None:
-    """Show these words from now on, where anything is shown; `report` says how far it is."""
     for spinner in _running[-1:]:
         spinner.say(words, report)
 

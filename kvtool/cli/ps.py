@@ -15,7 +15,6 @@ _HEAD = ("process", "memory", "since", "expires", "questions", "model", "store",
 
 
 def row(engine: KeptEngine) -> dict[str, Any]:
-    """Return an engine as JSON has it."""
     return {
         **{name: getattr(engine, name) for name in ("store", "pid", "log", "started", "requests")},
         **{"model": engine.model or None, "expires": engine.ends or None, "memory_bytes": engine.memory},

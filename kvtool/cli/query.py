@@ -118,7 +118,6 @@ class Batch:
 
     @property
     def _reads(self) -> bool:
-        """Return True if a person reads the answers as they come."""
         return self._run.out.on_terminal
 
     def _tell(self, replies: list[Reply]) -> None:
@@ -130,7 +129,6 @@ class Batch:
         self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
 
     def _sum_up(self, count: int, rows: list[dict[str, Any]]) -> None:
-        """Say how many questions were answered, and in each mode how well and how fast."""
         failed = f", {self._failed} without an answer" if self._failed else ""
         audited = f", {self._audited} audited" if self._audits else ""
         self._run.out.print(f"{counted(count, 'question')}{failed}{audited}")
@@ -179,8 +177,6 @@ TIMELINE = "KVTOOL_TIMELINE"
 
 @dataclass(frozen=True, kw_only=True)
 class QueryFlags(Options, settings=False):
-    """Options that only the command line has."""
-
     batch: Path | None = option(
         None, 'Answer a file of questions, one {"question": …} a line.', group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
@@ -257,7 +253,6 @@ def _check_comparable(options: QueryOptions) -> None:
 
 
 def _timeline_file() -> Path | None:
-    """Return the file of `KVTOOL_TIMELINE`, into which the times of a question are written. Raises UsageError."""
     named = os.environ.get(TIMELINE)
     if not named:
         return None
@@ -291,7 +286,6 @@ def _timed(profile: Path | None) -> Iterator[Timeline | None]:
 
 
 def _modes(compare: str | None) -> list[str] | None:
-    """The modes of `--compare`; checked before anything is loaded."""
     if compare is None:
         return None
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
@@ -412,7 +406,6 @@ def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> N
 
 
 def audited(audit: Audit) -> str:
-    """Return a line about an audit."""
     first, answer = (
         f"{'same' if same else 'another'} {what}"
         for same, what in ((audit.top1_agrees, "first token"), (audit.answer_equal, "answer"))

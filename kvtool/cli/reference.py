@@ -32,7 +32,6 @@ _JOINED = (  # commands with almost the same options, in one section
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
     shared = [each for source in ANYWHERE for each in options_of(source).values() if each.flag]
     rows = [
         Described((f"{each.flag.replace('/', ' / ')} {each.metavar}".rstrip(), described_option(each)), each)
@@ -97,7 +96,6 @@ def _limited(row: Described, takers: Sequence[str], count: int) -> Described:
 
 
 def _is_shared(option: Option) -> bool:
-    """Return True for an option that every command takes, such as `--store`: it is described once."""
     return any(option == each for source in ANYWHERE for each in options_of(source).values())
 
 

@@ -44,8 +44,6 @@ app = new_app()
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Options, settings=False):
-    """Options that only the command line has."""
-
     show_key: bool = option(False, "Print the first API key, and exit.", group=ACCESS)
 
 
@@ -211,14 +209,12 @@ class _Log:
                 self._out.json(row)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
 
 
 def _in_short(row: dict[str, Any]) -> str:
-    """Return a request's line for a person."""
     at = time.strftime("%H:%M:%S", time.localtime(row["time"]))
     facts = [f"{at} {row['method']} {one_line(row['path'])} {row['status']} in {row['milliseconds'] / 1e3:.2f} s"]
     if "tokens" in row:

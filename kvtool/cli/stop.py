@@ -18,8 +18,6 @@ app = new_app()
 
 @dataclass(frozen=True, kw_only=True)
 class StopFlags(Options, settings=False):
-    """Options that only the command line has."""
-
     all: bool = option(False, "End those of all stores.", group=STORE)
 
 

@@ -219,8 +219,6 @@ def _warn_of(run: Run, refusal: KvtoolError | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions(Options, settings=False, group=WHICH):
-    """The size that the store keeps to."""
-
     budget: str | None = option(
         None, "Keep the store within this size from now on, and prune to it; none lifts the limit.", metavar="SIZE|none"
     )
@@ -255,7 +253,6 @@ def prune(run: Run) -> int | None:
 
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
-    """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
     from kvtool.core.upkeep.budget import budget_of, keep_budget
 
     if options.max_size is not None:

@@ -46,7 +46,6 @@ def one_line(text: str) -> str:
 
 
 def degrade(text: str, encoding: str) -> str:
-    """The text with what `encoding` cannot show put as look-alikes, else as `?`."""
     try:
         text.encode(encoding)
         return text
@@ -283,7 +282,6 @@ def _fitted(columns: Sequence[_Column], width: int) -> list[int]:
 
 
 def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> Table:
-    """A table for a terminal, or squeezed into `width` cells of one."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -354,7 +352,6 @@ def _most_cells(letter: str) -> int:
 
 
 def render_markdown(text: str) -> str:
-    """Draw a page of the documentation for a terminal, no wider than is good to read."""
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.theme import Theme

@@ -70,7 +70,6 @@ def show_transfers(run: Run, reports: list[TransferReport], value: dict[str, Any
 
 
 def tell_origin(run: Run, report: TransferReport) -> None:
-    """Report data of untrusted origin, and the consequence."""
     if report.conflicting_files:
         some = ", ".join(report.conflicting_files[:3]) + (" …" if len(report.conflicting_files) > 3 else "")
         run.out.warning(

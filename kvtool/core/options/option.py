@@ -148,7 +148,6 @@ class Option:
         return tuple(dict.fromkeys(values)) if self.choices else values
 
     def parse_one(self, text: str, where: str) -> Any:
-        """Read one text. Raises UsageError."""
         if self.optional and self.kind in (int, float) and text.strip().lower() == "none":
             return None  # what a lower layer gives is lifted
         if self.kind in (str, Path) or self.unit:
@@ -214,7 +213,6 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """Return the default in words; empty where there is nothing to say."""
         if self.instead:
             return self.instead
         if self.unit == "percentage":
@@ -334,7 +332,6 @@ class Options:
 
     @classmethod
     def some(cls, *names: str) -> Part:
-        """Return some of them, for a command that does not take them all."""
         return Part(cls, names)
 
     @classmethod
@@ -345,8 +342,6 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some options of a class."""
-
     source: type[Options]
     names: tuple[str, ...]
 

@@ -84,12 +84,10 @@ class Resolved:
         return source(**values, **others)
 
     def origin(self, key: str) -> Origin:
-        """Return the origin of a key's value."""
         return self.origins.get(key, Origin("default"))
 
 
 def settings_of(sources: Iterable[type[Options]]) -> dict[str, Option]:
-    """Whatever a variable or a configuration file can give, by its name there."""
     return {o.setting: o for source in sources for o in options_of(source).values() if o.setting}
 
 
@@ -133,8 +131,6 @@ def resolve(
 
 
 class _Names:
-    """The names under which files and variables give options."""
-
     def __init__(self, sources: Iterable[type[Options]]) -> None:
         self.every: dict[str, Option] = {}
         self.tables: dict[str, dict[str, Option]] = {}

@@ -120,7 +120,6 @@ class PreparedAnswer:
         return self.options.verify and self.selector.uses_cache and not self.session.identity.keeps_states
 
     def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
-        """Hold an answer against full prefill; see `verify.check`."""
         fused, behind = self.outcome.fused, self.asked.behind is not None
         return check(self.session, fused, behind, self.options, draft, sampling, since)
 
@@ -202,7 +201,6 @@ def _choose(
 
 
 def _streams(session: Session, options: QueryOptions) -> bool:
-    """Return True if the TTFT has a target, and the store a remote backend to fetch from within it."""
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
@@ -265,7 +263,6 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 
 
 def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[ReplyChunk]:
-    """Return the reply's entry of each chunk that was loaded."""
     hits = asked.hits[: len(plan.passages)]
     return [
         ReplyChunk.of(
@@ -280,7 +277,6 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
 
 
 def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
-    """Return the reply's entry of each retrieved chunk that was in the prompt cache already."""
     if asked.behind is None:
         return []
     tokens = asked.behind.chunks
@@ -324,7 +320,6 @@ def _forget_unreadable(session: Session, learned: LearnedStore, holes: Sequence[
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
-    """Return milliseconds; `ttft` runs from the question's text to the first token's id."""
     asked, choice, streamed = begun.asked, begun.choice, begun.streamed
     decide_ms = choice.decide_ms if choice is not None else 0.0
     return {
@@ -399,7 +394,6 @@ def _verified(said: Generated, checked: Check | None, timing: dict[str, float]) 
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:
-    """Return the prompt's token ids, by what they are."""
     return {
         "prefix": list(plan.segments[0].ids),
         "lead_in": list(session.identity.lead_in.ids),

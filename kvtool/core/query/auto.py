@@ -120,7 +120,6 @@ class Decision:
     reasons: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """`controller` of the reply."""
         return {
             "fusion": self.fusion,
             "ratio": self.ratio,
@@ -224,7 +223,6 @@ def _notes(
     expected: Mapping[str, float],
     lossless: str | None,
 ) -> Iterator[str]:
-    """Yield the decision in words."""
     load = _ms(prompt.load(*CACHED).seconds)
     yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
     if len(at_floor) > 1:

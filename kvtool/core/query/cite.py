@@ -98,7 +98,6 @@ class Sentence(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return it on one line."""
         return " ".join(self.chunk.text[self.start : self.end].split())
 
 
@@ -138,7 +137,6 @@ def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def passage_sentences(session: Session, chunks: Iterable[ReplyChunk]) -> list[Sentence]:
-    """Return the sentences of passages, in their order."""
     return [
         Sentence(chunk, *span) for chunk in chunks for span in sentences_of(chunk.text, _kind(session, chunk.source))
     ]

@@ -85,7 +85,6 @@ class Trial:
 
 
 def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
-    """Return the chunks that a turn brings, with the tokens of each."""
     sources = [segment.source for segment in asked.plan.chunks]
     return {one.chunk_id: len(one.ids) for one in sources if one.chunk_id}
 
@@ -138,7 +137,6 @@ class TurnLayout:
 
     @classmethod
     def of(cls, begun: PreparedAnswer) -> TurnLayout:
-        """Note the layout of an answer's prompt."""
         asked, fused = begun.asked, begun.outcome.fused
         # Else a record was damaged, or slow.
         is_as_laid = isinstance(fused.cache, StateCache) or _levels(fused.plan) == _levels(asked.plan)
@@ -271,7 +269,6 @@ class ConversationState:
 
 
 def marked(cache: object) -> Marked | None:
-    """Mark where states can be set back to."""
     return cache.mark() if isinstance(cache, StateCache) else None
 
 
@@ -303,7 +300,6 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the turns that the next question sees, the first one first."""
         return self._now.turns
 
     @property
@@ -324,7 +320,6 @@ class Conversation:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the prompt cache that it holds."""
         return 0 if self._now.state is None else self._now.state.prefix.cache.nbytes
 
     def reset(self) -> None:

@@ -329,7 +329,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         return not self.cite and (on_terminal or not self.verify)
 
     def check(self) -> None:
-        """Refuse unknown or wrong parameters of modes, and options that exclude each other."""
         if self.set:
             check_parameters(self.set)
         if self.verify and self.temperature > 0:
@@ -358,7 +357,6 @@ class ChunkChoice(Options, settings=False, group=CHUNKS):
     documents: tuple[str, ...] = option((), "Use all chunks of these documents, without search.", metavar="PATH")
 
     def check(self) -> None:
-        """Refuse chunks and documents at once."""
         if self.chunks and self.documents:
             raise UsageError("--chunks and --documents exclude each other", "give one of them")
 
@@ -374,12 +372,10 @@ def every_parameter() -> dict[str, Option]:
 
 
 def shown_default(parameter: Option) -> str:
-    """Return the default of a parameter as a user would write it."""
     return parameter.default_text or ("" if parameter.many else str(parameter.default))
 
 
 def check_parameters(pairs: Sequence[str]) -> None:
-    """Refuse `NAME=VALUE` of an unknown name, or with a wrong value. Raises UsageError."""
     known = every_parameter()
     for pair in pairs:
         name, _, value = pair.partition("=")

@@ -206,7 +206,6 @@ def _found(
 
 
 def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
-    """Return the same prompt with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
@@ -220,7 +219,6 @@ def parts_for(session: Session, options: QueryOptions) -> PromptParts:
 
 
 def record_marks(session: Session, chunk_id: bytes, level: str) -> Marks:
-    """Return the marks of a chunk's records at a level."""
     return tuple(session.store.record_mark(chunk_id, level, layer) for layer in range(session.layers))
 
 
@@ -301,7 +299,6 @@ def _stored(
     *,
     every_row: bool = False,
 ) -> Candidate:
-    """Return a segment with the level at which it is read, or with why nothing of it serves."""
     if info is None:
         return replace(wanted, reason="not stored")
     if info.token_ids != wanted.ids:
@@ -343,14 +340,12 @@ def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
 
 
 def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:
-    """Return the chunk's description; None where it is lost or damaged."""
     with suppress(DamagedError):
         return session.store.chunk_info(chunk_id)
     return None
 
 
 def _why_not(level: str, stored: bool, max_loss: float) -> str:
-    """Return why what is stored of a chunk cannot be used."""
     if level != "auto":
         return f"not stored at level {level}"
     return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"
@@ -455,7 +450,6 @@ def spot_all(session: Session, ids: Sequence[int], owner: str | None) -> list[Sp
 
 
 def _parts(session: Session, options: QueryOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:
-    """Yield the prompt's parts before the question: passages, and the client's own text between them."""
     before = 0
     if not spans:
         yield Candidate(ids[:-1], reason=OWN_TEXT)

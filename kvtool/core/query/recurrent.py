@@ -47,7 +47,6 @@ def find(session: Session, plan: Plan) -> StoredPrefix:
 
 
 def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
-    """Return the stored description of a stretch; None if it is missing or damaged."""
     with suppress(DamagedError):
         return store.stretch(stretch)
     return None

@@ -87,7 +87,6 @@ class ReplyChunk:
 
     @classmethod
     def of(cls, store: Store, hit: Hit, *, tokens: int = 0, status: str = "", reason: str = "") -> ReplyChunk:
-        """Describe a chunk that was found, with its text."""
         place, text = place_and_text(store, hit.passage)
         return cls(
             id=hit.passage.chunk_id.hex(),
@@ -179,7 +178,6 @@ class Round:
     tokens: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a line of the reply's `rounds`."""
         return {
             "chunks": list(self.chunks),
             "sufficient": self.sufficient,
@@ -211,7 +209,6 @@ class Verified:
     final_ms: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return `verified` of a reply."""
         times = {"first": self.first_ms, "prefill": self.prefill_ms, "final": self.final_ms}
         return {
             "accepted": self.accepted,
@@ -314,7 +311,6 @@ class Reply:
         return [f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms", f"tokens: {tokens}"]
 
     def _repr_html_(self) -> str:
-        """Return the answer and its sources, for notebooks."""
         cells = [
             (chunk.place, chunk.text[:_SHOWN], "" if chunk.score is None else f"{chunk.score:.3f}", chunk.status)
             for chunk in self.chunks
@@ -327,7 +323,6 @@ class Reply:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of `query --json`."""
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
@@ -406,7 +401,6 @@ def _wrong(error: Exception) -> str:
 
 
 def request_of(row: Any) -> Request:
-    """Return the request of a line. Raises ValueError."""
     if not isinstance(row, dict) or not isinstance(row.get("question"), str):
         raise ValueError("no question")
     lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents", "sources")}
@@ -443,7 +437,6 @@ def numbers(reply: Reply) -> Row:
 
 
 def _of_verified(verified: Verified) -> Row:
-    """Return the shares of uncorrected answers and of accepted tokens, and the time to the final answer."""
     share = verified.accepted / verified.drafted if verified.drafted else 1.0
     return {
         "uncorrected_share": float(verified.draft is None),

@@ -58,7 +58,6 @@ def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
 
 
 def _looked_at(known: dict[str, FileEntry]) -> dict[str, str]:
-    """Return the states of files by their paths, as far as they are known in time."""
     states: dict[str, str] = {}
     end = time.monotonic() + _PATIENCE
 
@@ -80,7 +79,6 @@ def _looked_at(known: dict[str, FileEntry]) -> dict[str, str]:
 
 
 def _compared(known: FileEntry, end: float) -> str:
-    """Return the state of a file. Raises OSError, ValueError."""
     try:
         status = os.stat(known.path)
     except (FileNotFoundError, NotADirectoryError):

@@ -289,7 +289,6 @@ class Driver:
         self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
 
     def run(self) -> None:
-        """Fetch and compute until the policy asks for nothing, or the shared store is lost."""
         try:
             self._arrivals = self._link.arrivals()
             while self._ask():
@@ -323,7 +322,6 @@ class Driver:
         return bool(self._out) or self._ahead.computing is not None
 
     def _see_to_computing(self) -> None:
-        """Report what has been computed; stop what is not worth waiting for."""
         ended = self._ahead.ended()
         if ended is not None:
             self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
@@ -411,8 +409,6 @@ class Ended:
 
 @dataclass(slots=True)
 class _Decoded:
-    """A chunk whose records are decoded, or being decoded."""
-
     segment: Segment
     stats: ReadStats = field(default_factory=ReadStats)
 
@@ -451,7 +447,6 @@ class BackgroundDecoder:
         return tokens * rates.get(level, max(rates.values(), default=0.0))
 
     def put(self, number: int, segment: Segment, level: str) -> None:
-        """Decode a chunk at a level that is there now."""
         with self._changed:
             if number in self._computed:
                 return
