@@ -175,17 +175,8 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None, commands: typer.Typer = app, program: str = "kvtool") -> int:
-    """Run kvtool.
-
-    Parameters
-    ----------
-    argv : the arguments without the program's name; the process's own when None.
-    commands, program : commands of another program, and its name in messages.
-
-    Returns
-    -------
-    The exit code, one of those in `kvtool.core.errors` (docs: troubleshooting).
-    """
+    """Run kvtool; returns the exit code. `argv`: None for the process's own; `commands`, `program`: of another
+    program."""
     with kept_collection():
         return _run(argv, commands, program)
 

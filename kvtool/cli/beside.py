@@ -31,12 +31,8 @@ _MODEL = ("model", "device", "dtype")
 
 
 def answered_beside(run: Run, request: Request) -> bool:
-    """Have a question answered by another process of this store and user; False: none does.
-
-    Raises
-    ------
-    KvtoolError : as the question would have raised it here.
-    """
+    """Have a question answered by another process of this store and user; False: none does. Raises as the question
+    would."""
     place, options = run.get(StoreOptions).place, run.get(QueryOptions)
     if not isinstance(place, Path) or _is_looked_into(options):
         return False

@@ -75,13 +75,6 @@ _PRIVATE = 0o600
 
 
 class Lines(Protocol):
-    """Gives what is typed.
-
-    Attributes
-    ----------
-    is_terminal : a person types it.
-    """
-
     is_terminal: bool
 
     def next(self) -> str | None:
@@ -89,12 +82,7 @@ class Lines(Protocol):
 
 
 def lines_for(out: Out) -> Lines:
-    """A terminal's lines where there is one, else those of stdin.
-
-    Raises
-    ------
-    UsageError : stdin is closed.
-    """
+    """A terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
     if out.is_interactive:
         return TerminalLines(out)
     if sys.stdin is None:
@@ -124,9 +112,7 @@ class PipedLines:
 class TerminalLines:
     """Lines typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
 
-    Parameters
-    ----------
-    console : `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
+    `console`: `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
     """
 
     is_terminal = True
@@ -228,16 +214,7 @@ def completions(typed: str) -> list[str]:
 
 
 class Chat:
-    """A conversation with its commands; it writes to `out`.
-
-    Parameters
-    ----------
-    aloud : say how it is used, and confirm what was set: a person reads it.
-
-    Attributes
-    ----------
-    answered, failed : how many questions were.
-    """
+    """A conversation with its commands. `aloud`: confirm what was set, since a person reads it."""
 
     def __init__(self, out: Out, session: Session, talk: Conversation, *, aloud: bool = False) -> None:
         self._out, self._session, self._talk, self._aloud = out, session, talk, aloud
@@ -261,12 +238,7 @@ class Chat:
             self._out.status(f"{_KEYS}; /help lists what else there is")
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False: it ends the chat.
-
-        Raises
-        ------
-        GateError : the gate refuses the model, as it would for every question.
-        """
+        """Do what a line says; False: it ends the chat. Raises GateError: the gate refuses the model."""
         line = _WORDS.get(line.removeprefix("/").casefold(), line)
         name, _, rest = line.partition(" ")
         if name == "/quit":
@@ -424,15 +396,7 @@ class Chat:
 class _Interrupts:
     """Ctrl-C while a question is answered: before the first word it drops the question, then it ends the answer.
 
-    A second one is raised in any case.
-
-    Parameters
-    ----------
-    wanted : a person may press it; else the present handler keeps it.
-
-    Attributes
-    ----------
-    ends_answer : it ends the answer. `is_asked`: it did.
+    A second one is raised in any case. `wanted`: a person may press it; else the present handler keeps it.
     """
 
     def __init__(self, wanted: bool) -> None:

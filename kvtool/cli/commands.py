@@ -175,13 +175,8 @@ class Group(_Described, typer.core.TyperGroup):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parameter of a command, as its help describes it.
-
-    Parameters
-    ----------
-    record : its flags with what they take, and the sentence on it with its default.
-    option : its declaration; None for an argument and for the flags that every command has.
-    """
+    """A parameter of a command, as its help describes it; `option` is None for arguments and the flags of every
+    command."""
 
     record: tuple[str, str]
     option: Option | None = None
@@ -229,12 +224,7 @@ def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, s
 
 
 class LazyGroup(Group):
-    """A group that lists placeholders with a name and a line of help, and loads only the invoked or completed command.
-
-    Attributes
-    ----------
-    lines : a line of help by name.
-    """
+    """A group that lists placeholders, and loads only the invoked or completed command. `lines`: help by name."""
 
     lines: ClassVar[Mapping[str, str]] = {}
 

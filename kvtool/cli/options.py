@@ -84,14 +84,6 @@ def _warn_of_old_cpu(out: Out) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The resolved options and the output of a command.
-
-    Parameters
-    ----------
-    resolved : what flags, variables and files say.
-    out : where it writes.
-    """
-
     resolved: Resolved
     out: Out
 
@@ -118,11 +110,8 @@ def takes(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command the flags of these options, and those of every command.
 
-    Parameters
-    ----------
-    wanted : rooms' options, or some of them (`QueryOptions.some("top_k")`), in the order of the help.
-    examples : command lines for the help, without the word `kvtool`.
-    common : names of the options that `--help` shows, in its order; `--help-all` shows all. Empty: `--help` does.
+    `wanted`: rooms' options, or some of them, in the order of the help. `examples`: without the word `kvtool`.
+    `common`: names of the options that `--help` shows, in its order; empty: all.
     """
     chosen = _chosen(wanted)
 

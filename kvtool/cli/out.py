@@ -66,14 +66,7 @@ class OutputClosed(SystemExit):
 
 
 class Out:
-    """Everything a command says.
-
-    Parameters
-    ----------
-    mode : `human`, `json` (one object on stdout) or `jsonl` (one event a line on stdout).
-    verbosity : -1 errors only, 0 as usual, 1 and more for details.
-    stdout, stderr : the streams; the process's own when None.
-    """
+    """All output of a command. `verbosity`: -1 errors only, 0 as usual, 1 and more for details."""
 
     def __init__(
         self, mode: Mode = "human", verbosity: int = 0, stdout: IO[str] | None = None, stderr: IO[str] | None = None
@@ -144,13 +137,7 @@ class Out:
         self._put(to_json({"schema": SCHEMA} | plain(value), encoding=self._stdout.encoding) + "\n")
 
     def result(self, value: Any, human: Callable[[], None]) -> None:
-        """End a command: its result as JSON, as the `summary` event, or as `human` draws it.
-
-        Parameters
-        ----------
-        value : a mapping or a dataclass.
-        human : draws the result with `print` and `table`.
-        """
+        """End a command: its result as JSON, as the `summary` event, or as `human` draws it."""
         if self.mode == "human":
             human()
         elif self.mode == "json":
@@ -247,10 +234,7 @@ class Out:
         """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in
         the jsonl mode.
 
-        Parameters
-        ----------
-        aloud : without a terminal lines come every two seconds, whether -v is given or not.
-        report : says how far it is in the line of every half minute; None: as the bar would.
+        `aloud`: without a terminal, lines come every two seconds. `report`: the text of those lines.
         """
         label = one_line(label)
         if self._draws_bars():

@@ -93,12 +93,7 @@ class Pace:
 
 
 class Lines:
-    """A status now and then, where no bar can be drawn; silent when `say` is None.
-
-    Parameters
-    ----------
-    stepped : called with each step.
-    """
+    """A status now and then, where no bar can be drawn; silent when `say` is None."""
 
     def __init__(
         self,
@@ -260,12 +255,7 @@ class Spinner:
 
 class Ticker:
     """Lines about what takes long, in place of a spinner where nothing can be drawn: one when an activity has taken
-    `PLAIN_AFTER_S`, and one every `PLAIN_EVERY_S`, however short the activities are.
-
-    Parameters
-    ----------
-    put : puts a line.
-    """
+    `PLAIN_AFTER_S`, and one every `PLAIN_EVERY_S`, however short the activities are."""
 
     def __init__(self, put: Callable[[str], None]) -> None:
         self._put = put

@@ -54,12 +54,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Answers a file of questions and sums up at the end: one JSON object a line, or on a terminal to be read.
-
-    Parameters
-    ----------
-    modes : those to compare with full recompute; None: answer in the mode of `options`.
-    """
+    """Answers a file of questions and sums up at the end: one JSON object a line, or on a terminal to be read."""
 
     def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
@@ -339,9 +334,7 @@ def _from_stdin() -> str:
 def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
     """Return True if any question finds a chunk; known before the model is loaded, which takes seconds.
 
-    Raises
-    ------
-    KvtoolError : nothing is found for the question, which is asked `alone`.
+    Raises KvtoolError if nothing is found for a question that is asked `alone`.
     """
 
     for request in requests:

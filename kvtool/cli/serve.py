@@ -104,13 +104,8 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
 
 
 def _check_store(run: Run, options: ServeOptions) -> None:
-    """Make a missing store where clients may ingest into it, or what they send is learned.
-
-    Raises
-    ------
-    StoreNotFoundError : there is none, and they may not.
-    ModelError : there is no model to make one with.
-    """
+    """Make a missing store where clients may ingest into it, or what they send is learned. Raises
+    StoreNotFoundError."""
     from kvtool.core.cache.layout import read_store_file
 
     place = run.get(StoreOptions).place

@@ -304,10 +304,7 @@ def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> 
 def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
     """Draw a foreign text so that no line of it can be taken for one of the program's: each begins with a bar.
 
-    Parameters
-    ----------
-    pieces : parts of the text, each with a format such as `<b>{}</b>`.
-    columns : cells of the terminal, which would go on with a wider line in its first column; None: it is none.
+    `pieces`: parts of the text, each with a format such as `<b>{}</b>`. `columns`: cells of the terminal, if it is one.
     """
     known = [(clean(text).expandtabs(4), form) for text, form in pieces]
     ends = set() if columns is None else _line_ends("".join(text for text, _ in known), max(2, columns - len(_BAR)))

@@ -73,12 +73,7 @@ def _watch(run: Run, options: WatchOptions) -> NoReturn:
 
 
 def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = False) -> IngestReport | None:
-    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts.
-
-    Parameters
-    ----------
-    done : is added to.
-    """
+    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts."""
     with JobView(run.out) as view:
         report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
     if report is not None:

@@ -101,12 +101,7 @@ class Held:
             raise UsageError("this cache was closed", f"open the store again: kvtool.open({str(self.path)!r})")
 
     def _wanted(self, source: type[O], given: Mapping[str, Any], **own: Any) -> O:
-        """Return the options of a call, with the model's as the cache was opened with.
-
-        Raises
-        ------
-        UsageError : an option that there is not, or a wrong value.
-        """
+        """Return the options of a call, with the model's as the cache was opened with. Raises UsageError."""
         for name, value in given.items():
             if _is_of_model(name) and value != getattr(self._model, name):
                 raise UsageError(f"{name} is the same for all that a cache does", "give it to kvtool.open")

@@ -86,14 +86,8 @@ def option(
 class Option:
     """An option, as read from the field that declares it; see `option`.
 
-    Parameters
-    ----------
-    name : the field, and its name in Python.
-    kind : the type of a value, or of each of several.
-    optional : whether None is a value, too.
-    many : whether it holds several values; the flag is repeated then.
-    setting : its key in a configuration file and, in capitals, its variable; empty if it has none.
-    sections : the tables of a configuration file that also know it by its flag's name.
+    `optional`: None is a value, too. `setting`: its key in a configuration file and, in capitals, its variable; empty
+    if it has none. `sections`: the tables of a configuration file that also know it by its flag's name.
     """
 
     name: str
@@ -291,12 +285,7 @@ def _boolean(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a room's options: a frozen dataclass that checks its values when it is made.
-
-    Raises
-    ------
-    UsageError : a value is of the wrong type or out of range, or two contradict each other.
-    """
+    """Base of a room's options: a frozen dataclass that checks its values when it is made. Raises UsageError."""
 
     sections: ClassVar[tuple[str, ...]] = ()  # the tables of a configuration file that may hold its settings
     group: ClassVar[str] = ""  # the heading of the help that lists its options
@@ -318,12 +307,7 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return these options with the values of a call in Python.
-
-        Raises
-        ------
-        UsageError : a name is none of them, or a value is wrong.
-        """
+        """Return these options with the values of a call in Python. Raises UsageError."""
         known = options_of(cls)
         for name in values:
             if name not in known:

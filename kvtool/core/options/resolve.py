@@ -51,29 +51,15 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Values from flags, variables and files, and the origin of each; both by `Option.key`.
-
-    Attributes
-    ----------
-    warnings : about variables that no option has, each with a hint.
-    """
+    """Values from flags, variables and files, and the origin of each; both by `Option.key`. `warnings`: of unknown
+    variables."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, Origin]
     warnings: Sequence[tuple[str, str]] = ()
 
     def get(self, source: type[O], *names: str, **others: Any) -> O:
-        """Return a room's options with the values in force.
-
-        Parameters
-        ----------
-        names : which of them are wanted, where not all are: the others are not looked at, and have their defaults.
-        others : values of further ones.
-
-        Raises
-        ------
-        UsageError : two values contradict each other, or a file that an option names cannot be read.
-        """
+        """Return a room's options with the values in force; `names`: only these are looked at. Raises UsageError."""
         wanted = options_of(source)
         if names:
             wanted = {name: wanted[name] for name in names}

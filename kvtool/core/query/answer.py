@@ -1,7 +1,4 @@
-"""Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep.
-
-`answer` reads top to bottom in the order in which things happen.
-"""
+"""Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep."""
 
 from __future__ import annotations
 
@@ -59,12 +56,8 @@ def answer(
     """Answer one request.
 
     Everything that is found and read is of one revision of the store, the present one. One question is answered at a
-    time, whichever thread asks.
-
-    Parameters
-    ----------
-    on_text : called with each piece of the answer as it is generated.
-    again : the same question was answered just now in another mode, and counts once in what the store has served.
+    time, whichever thread asks. `again`: the same question was answered just now in another mode, and counts once in
+    the totals of the store.
 
     Raises
     ------
@@ -86,11 +79,8 @@ def answer(
 class PreparedAnswer:
     """An answer whose first token is known: its prompt is in memory, and nothing of the store is held.
 
-    Attributes
-    ----------
-    known : the first tokens; the prompt's cache holds all of them but the last.
-    sampling : how those were chosen, and the others will be.
-    marks : of the records that were read, by segment of the prompt's plan.
+    `known`: the first tokens; the prompt's cache holds all of them but the last. `marks`: of the records that were
+    read, by segment.
     """
 
     session: Session
@@ -146,15 +136,9 @@ class PreparedAnswer:
 def begin_answer(
     session: Session, asked: PromptLayout, options: QueryOptions, *, marked: bool = False
 ) -> PreparedAnswer:
-    """Bring a request whose prompt is laid out to the first token of its answer.
+    """Bring a request whose prompt is laid out to the first token of its answer. Raises GateError.
 
-    Parameters
-    ----------
-    marked : note the marks of the records that are read, by which they are recognised later.
-
-    Raises
-    ------
-    GateError : the gate refuses this model.
+    `marked`: note the marks of the records that are read, by which they are recognised later.
     """
     with session.lock, session.store.view():
         options = replace(options, fusion=options.fusion or session.identity.default_mode)

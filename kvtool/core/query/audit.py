@@ -84,10 +84,6 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
     """Answer the prompt of a reply once more, in full, and measure how far the reply is from that.
 
     While it runs there are two prompt caches: the reply's, which it leads through the full answer, and the full one.
-
-    Parameters
-    ----------
-    options : those that the reply was asked with.
     """
     with session.lock:
         started = time.perf_counter()
@@ -157,11 +153,7 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
     `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
     teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.
-
-    Raises
-    ------
-    UsageError : `options` ask for deferred loading, with which every mode might stop at another prompt, or for verified
-        answers, which are the same in every mode.
+    Raises UsageError with deferred loading, where modes might stop at different prompts, and with verified answers.
     """
     if options.verify:
         raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")

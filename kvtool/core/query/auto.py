@@ -42,13 +42,9 @@ class Choice:
 
 
 def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choice:
-    """Choose the mode, the ratio and the level that a prompt is answered in soonest.
+    """Choose the mode, the ratio and the level that a prompt is answered in soonest. Raises GateError.
 
     Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
-
-    Raises
-    ------
-    GateError : the gate refuses cached modes, whichever would be chosen.
     """
     if not options.force:
         session.check_gate()

@@ -30,15 +30,8 @@ def cite(
     """Find the sentence of a passage that each sentence of an answer rests on: that with most rare words in common.
 
     The first sentence of the answer is compared by the question's words, which it answers, a later one by its own;
-    the question decides where those do not ("Yes, indeed.", or another script). Lines of code have no citation.
-
-    Parameters
-    ----------
-    search : what was searched for, which decides where the question's own words do not ("How tall is it?").
-
-    Returns
-    -------
-    In the order of the answer; none where the prompt has no passage whose text the store still has.
+    the question decides where those do not ("Yes, indeed.", or another script), and where its own words do not ("How
+    tall is it?") `search`, what was searched for. Lines of code have no citation.
     """
     best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))  # of sentences with equal words the first counts
     sentences, spans = passage_sentences(session, best_first), _answer_sentences(answer)

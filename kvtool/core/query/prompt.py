@@ -50,15 +50,8 @@ _LONG_MESSAGE = 500  # characters; where passages are learned, a longer message 
 class PromptLayout:
     """A request with its chunks found and its prompt laid out.
 
-    Attributes
-    ----------
-    retrieve_ms : what that took.
-    revision : of the store, at which all of it was looked up.
-    behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
-    again : retrieved chunks that are in it already.
-    cut : chunks that were found and left out because they would not help (`search.min_score`).
-    corrections : as `Found` has them.
-    learned : ids of the chunks that are learned passages.
+    `behind`: the prompt cache that holds the plan's first segment. `again`: retrieved chunks that are in it already.
+    `cut`: chunks left out because they would not help (`search.min_score`). `learned`: ids of learned passages.
     """
 
     request: Request
@@ -75,14 +68,9 @@ class PromptLayout:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Contents of a conversation's prompt cache.
+    """Contents of a conversation's prompt cache: rows of `tokens`, and the tokens of each chunk among them.
 
-    Attributes
-    ----------
-    tokens : all of them, as the segment that a further prompt begins with.
-    cache : its rows are those of `tokens`, in the same order.
-    chunks : ids of the chunks among them, and the number of tokens of each.
-    is_exact : all rows are those of full prefill.
+    `is_exact`: all rows are those of full prefill.
     """
 
     tokens: Candidate
@@ -103,12 +91,8 @@ def lay_out(
 ) -> PromptLayout:
     """Find the chunks and plan the prompt, from the store as it is now; no KV is read yet.
 
-    Parameters
-    ----------
-    exactly : take no lossy level where there is an exact one, even if its measured loss is small.
-    answered : an answer will follow, which must fit, too.
-    behind : what the prompt cache holds already: its chunks are not repeated, and there may be no others.
-    must_find : without `behind`, something has to be found.
+    `exactly`: take no lossy level where there is an exact one. `answered`: an answer will follow, which must fit, too.
+    `behind`: what the prompt cache holds already. `must_find`: without `behind`, something has to be found.
 
     Raises
     ------
@@ -153,12 +137,8 @@ def _least_answer(options: QueryOptions, is_first: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """The length of a prompt, checked against a loaded model's context; a model that is not loaded takes any.
-
-    Attributes
-    ----------
-    more : tokens of an answer that has to fit, too. `asked`: tokens of the question.
-    """
+    """The length of a prompt, checked against a loaded model's context. `more`: tokens of an answer that has to fit,
+    too."""
 
     session: Session
     more: int
@@ -361,16 +341,10 @@ def lay_out_request(session: Session, request: Request, options: QueryOptions) -
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
-    """Plan the prompt of a request's messages, with what is stored of them.
+    """Plan the prompt of a request's messages, with what is stored of them. Raises UsageError if it is too long.
 
-    Returns
-    -------
-    None : they hold no stored passage, and none that might be learned, or the model's template cannot be followed, or
-        they are a conversation at the end of the context; chunks are to be found then.
-
-    Raises
-    ------
-    UsageError : a single question's prompt is longer than a loaded model's context.
+    None: chunks are to be found. They hold no passage that is stored or might be learned, or the model's template
+    cannot be followed, or they are a conversation at the end of the context.
     """
     if not request.messages or session.identity.keeps_states:
         return None

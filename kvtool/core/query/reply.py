@@ -38,12 +38,11 @@ class Request:
     ----------
     answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
     generator : the model that wrote the question; "": people did.
-    search : the text to search for instead of the question itself; "": the question.
+    search : the text to search for instead of the question itself.
     messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
         of the store in it are reused where they are, and none is retrieved (query/prompt.py).
     prefill : the beginning of the answer, which the model continues.
-    owner : whose learned passages (session/learned.py) and conversations are reused; None: no learned passages, and
-        conversations of no owner.
+    owner : whose learned passages (session/learned.py) and conversations are reused.
     """
 
     question: str
@@ -61,15 +60,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """A chunk of a prompt and its text.
-
-    Attributes
-    ----------
-    start, end : characters of the document.
-    line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
-    staleness : `changed` or `deleted`, where the file is not what was ingested (`query/staleness.py`).
-    origin : the pack, store or signer that the document came from; "" for one that was ingested here.
-    """
+    """A chunk of a prompt and its text, with the fields of `kvtool help json`."""
 
     id: str
     source: str
@@ -125,16 +116,7 @@ class ReplyChunk:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A sentence of a passage that a sentence of the answer rests on (query/cite.py).
-
-    Attributes
-    ----------
-    number : from 1, the same for the same sentence of a passage.
-    answer_start, answer_end : characters of the answer. `start`, `end`: of the document.
-    chunk : id of the passage.
-    line, label : as `ReplyChunk` has them.
-    text : the sentence, on one line.
-    """
+    """A sentence of a passage that a sentence of the answer rests on, with the fields of `kvtool help json`."""
 
     number: int
     answer_start: int
@@ -158,15 +140,9 @@ def marked(answer: str, citations: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Report of one round of `--defer`: the chunks that it loaded, its cost and its result.
+    """One round of `--defer`, with the fields of `kvtool help json`.
 
-    Attributes
-    ----------
-    chunks : ids (hex) of the loaded chunks.
-    sufficient, reason : whether the round's answer is good enough, and why.
-    confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
-    tokens : `prompt = resident + reused + recomputed + fresh`; `resident` rows are those of the rounds before.
-    milliseconds : of fusing and of computing the answer's beginning.
+    `confidence`: None in a last round, where no decision depends on it.
     """
 
     chunks: tuple[str, ...]
@@ -191,15 +167,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verdict of full prefill on an answer (`--verify`).
-
-    Attributes
-    ----------
-    accepted, drafted : how many of the first tokens of the streamed answer full prefill chooses, and how many it had.
-    draft : the streamed text, where the final one is another; None: the answer is what was streamed.
-    first_ms, prefill_ms, final_ms : milliseconds from the question's text to the first streamed token, of full prefill
-        (0: the answer was full prefill's own), and from the question's text to the final answer.
-    """
+    """Verdict of full prefill on an answer (`--verify`), with the fields of `kvtool help json`."""
 
     accepted: int
     drafted: int
@@ -221,24 +189,12 @@ class Verified:
 
 @dataclass(slots=True, repr=False)
 class Reply:
-    """An answer with everything that led to it.
+    """An answer with everything that led to it; most fields are those of `kvtool help json`.
 
     Attributes
     ----------
-    finish : how the answer ended: `stop`, `length` where it was cut off at its longest, `repeat` where it began to say
-        the same again.
-    revision : of the store: equal ones give equal answers (`kvtool help consistency`).
-    tokens : `prompt = resident + reused + recomputed + fresh`, and `generated`; `resident` are kept from earlier turns.
-    timing_ms : `ttft` runs from the question's text to the first token's id.
     explanations, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
-    slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
-    resident_chunks : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its
-        number, from 1, and what it was searched by (query/conversation.py).
-    chunks_omitted : chunks that were found and left out because they would not help.
-    corrections : words of the question that no chunk has (`from`), and those that were searched for instead (`to`).
-    rounds, chunks_remaining : of a deferred query: what each round loaded, and how many chunks were not.
     citations : in the order of the answer's sentences; None: they were not asked for.
-    verified : with `--verify`: what full prefill says of the answer that was streamed. `answer` is the final one.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON. A
         verified answer's cache holds full prefill's rows.
     selector : the mode with the parameters it was asked with; not in the JSON.
@@ -364,12 +320,7 @@ class Reply:
 
 
 def read_batch(path: Path) -> list[Request]:
-    """Return the requests of a `--batch` file: one JSON object a line.
-
-    Raises
-    ------
-    UsageError : the file cannot be read, or a line is no request; the message names the line.
-    """
+    """Return the requests of a `--batch` file: one JSON object a line. Raises UsageError, which names the line."""
     from kvtool.core.errors import UsageError
 
     try:

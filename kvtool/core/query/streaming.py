@@ -52,15 +52,8 @@ _TEXT = "not fetched in time"
 class Streamed:
     """Result of streaming.
 
-    Attributes
-    ----------
-    plan : with each chunk at the level that it reached; chunks that reached none, and were not computed meanwhile, are
-        holes.
-    source : where its KV is read from; some of it is decoded already.
-    holes : segments that were holes and were computed meanwhile: they are worth storing.
-    rows : the decisions, `stream` of the reply.
-    bytes_read : of the records that are decoded already.
-    ms : duration of streaming.
+    `plan`: chunks that reached no level, and were not computed meanwhile, are holes. `source`: some of it is decoded
+    already, `bytes_read` of records. `holes`: segments that were computed meanwhile: they are worth storing.
     """
 
     plan: Plan
@@ -75,10 +68,6 @@ def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, 
     """Fetch what a prompt lacks until the objective leaves time for nothing but computing.
 
     Measuring this machine and compiling its decoders, once, is not the question's time.
-
-    Parameters
-    ----------
-    selector : the mode that will answer: only what it reads is fetched.
     """
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead(session.identity.dtype)
@@ -132,9 +121,7 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
     """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits.
 
-    Returns
-    -------
-    None : it needs the chunk before it, or `going` said to stop.
+    None: it needs the chunk before it, or `going` said to stop.
     """
     if not is_context_free(segment, session.identity):
         return None
@@ -219,11 +206,7 @@ class Computing:
     """Seconds of the pass after streaming, by the chunks that are computed from their text.
 
     A mode that ranks by the question's attention takes two passes. Where next to all is text, one pass over all of it
-    is sooner, and loses nothing: then everything is computed.
-
-    Parameters
-    ----------
-    holes : what is stored nowhere; it is computed before where it is not among the texts.
+    is sooner, and loses nothing: then everything is computed. `holes`: what is stored nowhere.
     """
 
     def __init__(self, plan: Plan, speeds: Speeds, selector: Selector, holes: frozenset[int]) -> None:
