@@ -228,7 +228,7 @@ def _guarded(args: list[str], out: Out, invoke: Callable[[], int]) -> int:
         if shown is None:
             raise
         error, code = shown
-        if _debugging():
+        if os.environ.get("KVTOOL_DEBUG", "") not in ("", "0"):
             import traceback
 
             sys.stderr.write(scrubbed(traceback.format_exc()))
@@ -253,7 +253,9 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
     if isinstance(raised, KvtoolError):
         return raised, raised.exit_code
     if isinstance(raised, typer.TyperException):
-        return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
+        context = getattr(raised, "ctx", None)
+        hint = f"`{context.command_path if context else 'kvtool'} --help` shows what is possible"
+        return UsageError(raised.format_message(), hint), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
         if sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write("\n")  # after the terminal's own ^C, which no wrapping of lines knows of
@@ -264,13 +266,10 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
         return (KvtoolError(raised.code), EXIT_FAILED) if isinstance(raised.code, str) else None
     if is_out_of_memory(raised):
         return KvtoolError("out of memory", "use fewer or shorter chunks, a smaller model, or --dtype bfloat16"), 1
-    error = _of_the_system(raised) if isinstance(raised, OSError) else None
-    return (error, error.exit_code) if error else (_unexpected(raised), EXIT_FAILED)
-
-
-def _usage_hint(error: typer.TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    return f"`{context.command_path if context else 'kvtool'} --help` shows what is possible"
+    if isinstance(raised, OSError) and (error := _of_the_system(raised)):
+        return error, error.exit_code
+    what = f"{type(raised).__name__}: {raised}".rstrip(": ")
+    return KvtoolError(f"unexpected {what}", "this is a bug in kvtool; KVTOOL_DEBUG=1 shows the traceback"), EXIT_FAILED
 
 
 def _of_the_system(error: OSError) -> KvtoolError | None:
@@ -288,15 +287,6 @@ def _of_the_system(error: OSError) -> KvtoolError | None:
 
 def _on(error: OSError) -> str:
     return f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
-
-
-def _unexpected(raised: BaseException) -> KvtoolError:
-    what = f"{type(raised).__name__}: {raised}".rstrip(": ")
-    return KvtoolError(f"unexpected {what}", "this is a bug in kvtool; KVTOOL_DEBUG=1 shows the traceback")
-
-
-def _debugging() -> bool:
-    return os.environ.get("KVTOOL_DEBUG", "") not in ("", "0")
 
 
 # Signals.

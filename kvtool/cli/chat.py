@@ -19,7 +19,6 @@ from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
 from kvtool.cli.out import Out, error_json
-from kvtool.cli.progress import hide_activity
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import data_dir, make_folder
@@ -122,8 +121,7 @@ class TerminalLines:
         self._session = _prompt_session(out, **console)
 
     def next(self) -> str | None:
-        with hide_activity(until_new_words=True):
-            pass
+        self._out.idle()
         while True:
             try:
                 text: str = self._session.prompt(_PROMPT)
@@ -178,18 +176,14 @@ def _history(out: Out) -> Any:
                 super().store_string(string)
 
     try:
-        return PrivateHistory(str(_private_file(data_dir() / HISTORY)))
+        path = data_dir() / HISTORY
+        make_folder(path.parent)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE))
+        path.chmod(_PRIVATE)
+        return PrivateHistory(str(path))
     except (OSError, KvtoolError) as error:
         out.detail(f"no history is kept: {error}")
         return InMemoryHistory()
-
-
-def _private_file(path: Path) -> Path:
-    make_folder(path.parent)
-    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE)
-    os.close(file)
-    path.chmod(_PRIVATE)
-    return path
 
 
 COMMANDS = {
@@ -304,10 +298,10 @@ class Chat:
         return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)
 
     def _tell(self, reply: Reply) -> None:
-        if not self._out.human:
-            self._out.json(reply.to_json())
-            return
         facts = reply.to_json()
+        if not self._out.human:
+            self._out.json(facts)
+            return
         end_answer(self._out, facts)
         show_end(self._out, facts)
         show_verified(self._out, facts)
@@ -452,14 +446,9 @@ def hold(run: Run) -> int | None:
             session = open_session(run, store)
         lines = lines_for(run.out)
         chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
-        _talk(chat, lines, run.get(StoreOptions).place)
+        chat.greet(run.get(StoreOptions).place)
+        while (line := lines.next()) is not None and chat.take(line):
+            pass
     if chat.failed and not lines.is_terminal:
         return EXIT_PARTIAL if chat.answered else EXIT_FAILED
     return None
-
-
-def _talk(chat: Chat, lines: Lines, place: Path | str) -> None:
-    chat.greet(place)
-    while (line := lines.next()) is not None:
-        if not chat.take(line):
-            return

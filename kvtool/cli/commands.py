@@ -192,7 +192,9 @@ def described(command: Any, context: Any) -> dict[str, list[Described]]:
         option = getattr(command, "options", {}).get(param.name)
         record = _record(param, context, option.synonyms if option else ())
         if record is not None:
-            sections.setdefault(_heading(param), []).append(Described(record, option))
+            is_argument = param.param_type_name == "argument"
+            heading = ARGUMENTS if is_argument else getattr(param, "rich_help_panel", None) or COMMON
+            sections.setdefault(heading, []).append(Described(record, option))
     return sections
 
 
@@ -206,10 +208,6 @@ def everywhere() -> list[tuple[str, str]]:
     declared = [get_args(annotation)[1] for annotation, _ in EVERYWHERE.values()]
     rows = [(", ".join([*each.param_decls, each.default]) + f" {each.metavar or ''}", each.help) for each in declared]
     return [(flags.rstrip(), help) for flags, help in rows] + [("-h, --help", "Show the help of a command.")]
-
-
-def _heading(param: Any) -> str:
-    return ARGUMENTS if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None) or COMMON
 
 
 def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:

@@ -72,14 +72,10 @@ _OLD_CPU = "no AVX2: the model and kvtool's own kernels run at about a quarter o
 
 
 def _warn_of_old_cpu(out: Out) -> None:
-    if os.environ.get(FEATURES):
-        out.warning(
-            f"{FEATURES} names {_OLD_CPU}", f"answers are the same; unset {FEATURES} for all that the CPU can do"
-        )
-    else:
-        out.warning(
-            f"this CPU has {_OLD_CPU}", "answers are the same; a CPU from after 2013 or `--device cuda` is faster"
-        )
+    subject, remedy = f"{FEATURES} names", f"unset {FEATURES} for all that the CPU can do"
+    if not os.environ.get(FEATURES):
+        subject, remedy = "this CPU has", "a CPU from after 2013 or `--device cuda` is faster"
+    out.warning(f"{subject} {_OLD_CPU}", f"answers are the same; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,8 @@ def takes(
             config, _ = values.pop("config"), values.pop("help_all", None)
             out = _out(**{name: values.pop(name) for name in EVERYWHERE if name in values})
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
-            run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
+            sources = (each.source if isinstance(each, Part) else each for each in wanted)
+            run = Run(resolve((*SETTINGS, *sources), flags, config=config), out)
             for trouble, hint in (*run.resolved.warnings, *troubles()):
                 out.warning(trouble, hint)
             if _DEVICE in chosen:
@@ -139,13 +136,13 @@ def takes(
         command.examples, command.options, command.common = examples, chosen, common.split()  # type: ignore[attr-defined]
         shared = EVERYWHERE | ({"help_all": (HELP_ALL, False)} if common else {})
         keywords = [_keyword(name, *each) for name, each in shared.items()]
-        return _with_parameters(command, [*mine, *options, *keywords])
+        parameters = [*mine, *options, *keywords]  # for typer, which reads the signature and the annotations
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        del command.__wrapped__
+        return command
 
     return decorate
-
-
-def _sources(wanted: tuple[type[Options] | Part, ...]) -> list[type[Options]]:
-    return [each.source if isinstance(each, Part) else each for each in wanted]
 
 
 def _chosen(wanted: tuple[type[Options] | Part, ...]) -> dict[str, Option]:
@@ -157,14 +154,6 @@ def _chosen(wanted: tuple[type[Options] | Part, ...]) -> dict[str, Option]:
             if known[name].flag and chosen.setdefault(name, known[name]).key != known[name].key:
                 raise ValueError(f"two options are called {name}")
     return chosen
-
-
-def _with_parameters(command: Callable[..., R], parameters: list[inspect.Parameter]) -> Callable[..., R]:
-    """Show these parameters to typer, which reads the signature and the annotations."""
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    del command.__wrapped__  # type: ignore[attr-defined]
-    return command
 
 
 def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Parameter:

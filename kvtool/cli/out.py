@@ -237,9 +237,9 @@ class Out:
         `aloud`: without a terminal, lines come every two seconds. `report`: the text of those lines.
         """
         label = one_line(label)
-        if self._draws_bars():
-            with hide_activity(until_new_words=True):
-                pass
+        dumb = os.environ.get("TERM") == "dumb"
+        if self.verbosity >= 0 and self._bars is None and not dumb and self._stderr.isatty():
+            self.idle()
             with rich_bars(self._stderr) as self._bars:
                 try:
                     yield Bar(self._bars, label, total, unit)
@@ -248,8 +248,7 @@ class Out:
         elif self.mode == "jsonl":
             yield Lines(lambda text, facts: self.status(text, **facts), label, total, unit, EVENT_EVERY_S)
         elif aloud or self.verbosity >= 1:
-            with hide_activity(until_new_words=True):
-                pass
+            self.idle()
             every = ALOUD_EVERY_S if aloud else STATUS_EVERY_S
             yield Lines(lambda text, facts: self.status(text), label, total, unit, every)
         elif self._bars is not None:
@@ -269,10 +268,6 @@ class Out:
         self._put("")
 
     # below
-
-    def _draws_bars(self) -> bool:
-        dumb = os.environ.get("TERM") == "dumb"
-        return self.verbosity >= 0 and self._bars is None and not dumb and self._stderr.isatty()
 
     @property
     def _columns(self) -> int:
@@ -319,12 +314,13 @@ class Out:
         if label != "hint" and (columns := self._stderr.columns):  # a hint's command is copied in one piece
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
-        line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
+        if label and not self._isplain():
+            text = f"\x1b[1;{colour}m{label}\x1b[0m{text.removeprefix(label)}"
         with suppress(OSError, ValueError), hide_activity():  # if stderr is closed, too, no warning can be shown
             if self._bars is not None:
-                self._above(self._bars, line)
+                self._above(self._bars, text + "\n")
             else:
-                self._stderr.write(line)
+                self._stderr.write(text + "\n")
                 self._stderr.flush()
 
     def _marked(self, text: str, colour: int) -> tuple[str, str]:
@@ -334,9 +330,6 @@ class Out:
 
     def _isplain(self) -> bool:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
-
-    def _coloured(self, label: str, colour: int) -> str:
-        return label if self._isplain() or not label else f"\x1b[1;{colour}m{label}\x1b[0m"
 
 
 class JobView:

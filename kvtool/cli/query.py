@@ -129,10 +129,10 @@ class Batch:
         self._run.out.print(f"{counted(count, 'question')}{failed}{audited}")
         names = [name for name in MEASURES if any(name in row for row in rows)]
         head = ("mode", *(name.replace("_", " ") for name in names), "TTFT ms", "answer ms")
+        times = ("ttft_ms_median", "generate_ms_median")
+        cells = [(row["fusion"], *map(row.get, names), *(round(row[name]) for name in times)) for row in rows]
         if rows:
-            self._run.out.table(
-                head, [(row["fusion"], *(row.get(name) for name in names), *_times(row)) for row in rows]
-            )
+            self._run.out.table(head, cells)
 
     # ---- audits ----
 
@@ -159,11 +159,6 @@ class Batch:
         from kvtool.core.query.audit import compare
 
         return compare(self._session, request, self._options, self._modes)
-
-
-def _times(row: dict[str, Any]) -> tuple[int, int]:
-    """Medians of the milliseconds to the first token and of those after it."""
-    return round(row["ttft_ms_median"]), round(row["generate_ms_median"])
 
 
 app = new_app()
@@ -206,12 +201,13 @@ def query(
 
         return hold(run)
     modes = _modes(flags.compare)
-    if question is None and flags.batch is None and _is_piped():
+    is_piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+    if question is None and flags.batch is None and is_piped:
         question = _piped(run)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     profile = _timeline_file()
     if modes is not None:
-        _check_comparable(options)
+        options.check_comparable()
     is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None and profile is None
     check_kept(run, is_plain)
     if is_plain and answered_beside(run, requests[0]):
@@ -238,13 +234,6 @@ def query(
         else:
             _answer(run, session, requests[0], options)
     return None
-
-
-def _check_comparable(options: QueryOptions) -> None:
-    if options.defer:
-        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    if options.verify:
-        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
 
 
 def _timeline_file() -> Path | None:
@@ -309,11 +298,6 @@ def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> 
     return [Request(question, choice.chunks, choice.documents)]
 
 
-def _is_piped() -> bool:
-    """Return True if stdin is a pipe or a file, which may hold the question."""
-    return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
-
-
 def _piped(run: Run) -> str | None:
     run.out.doing("reading the question from stdin")
     question = _from_stdin()
@@ -336,7 +320,6 @@ def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions
 
     Raises KvtoolError if nothing is found for a question that is asked `alone`.
     """
-
     for request in requests:
         try:
             options.find(finder, request)

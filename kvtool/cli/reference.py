@@ -38,7 +38,9 @@ def reference() -> str:
         for each in shared
     ]
     pieces = [_HEAD, *_table("Options of every command", [*(Described(row) for row in everywhere()), *rows])]
-    commands = {path: (command, context) for path, command, context in each_command()}
+    commands: dict[str, tuple[Any, Any]] = {}
+    for name in COMMANDS:
+        commands.update(_commands(load_command(name), f"kvtool {name}"))
     first_of = {path: group[0] for group in _JOINED for path in group}
     for path in commands:
         if first_of.get(path, path) == path:
@@ -47,18 +49,12 @@ def reference() -> str:
     return "\n".join(pieces)
 
 
-def each_command() -> Iterator[tuple[str, Any, Any]]:
-    """All commands as they are typed, with what they are and a context of each to ask for their options."""
-    for name in COMMANDS:
-        yield from _commands(load_command(name), f"kvtool {name}")
-
-
-def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a command, and after a group its commands, which inherit its flags for help (`group`: its context)."""
+def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield a command and its context, and after a group its commands, which inherit its flags for help."""
     context = command.make_context(path, [], parent=group, resilient_parsing=True)
     children = getattr(command, "commands", {})
     if not children or described(command, context):
-        yield path, command, context
+        yield path, (command, context)
     for name, child in children.items():
         if child.hidden:
             continue
@@ -74,7 +70,9 @@ def _section(commands: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
     for path, (command, context) in commands.items():
         yield f"{_without_marks(command.help)}\n"
         usage = " ".join(piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]")
-        lines = dict.fromkeys([f"{path} {usage}".rstrip(), *(f"kvtool {line}" for line in _examples(command))])
+        lines = dict.fromkeys(
+            [f"{path} {usage}".rstrip(), *(f"kvtool {line}" for line in getattr(command, "examples", ()))]
+        )
         yield "\n".join(f"    {line}" for line in lines) + "\n"
         for heading, described_rows in described(command, context).items():
             for row in described_rows:
@@ -83,10 +81,6 @@ def _section(commands: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
                     takers.setdefault(heading, {}).setdefault(row.record, []).append(path)
     for heading, records in takers.items():
         yield from _table(heading, [_limited(rows[each], who, len(commands)) for each, who in records.items()])
-
-
-def _examples(command: Any) -> Sequence[str]:
-    return getattr(command, "examples", ())
 
 
 def _limited(row: Described, takers: Sequence[str], count: int) -> Described:

@@ -38,7 +38,6 @@ from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.session.learned import LearnedStore
     from kvtool.core.session.session import Session
 
 
@@ -98,7 +97,7 @@ class PreparedAnswer:
     marks: Sequence[Marks] = ()
 
     def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        """Return the reply: the answer, with everything that led to it; `checked`: full prefill's look at a draft."""
+        """Return the reply; `checked`: full prefill's look at a draft."""
         return _reply(self, said, checked)
 
     @property
@@ -291,16 +290,11 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     _fill_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
     if session.learned is not None and learned:
         session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
-        _forget_unreadable(session, session.learned, [one for one in holes if one.source.chunk_id in learned])
-
-
-def _forget_unreadable(session: Session, learned: LearnedStore, holes: Sequence[Segment]) -> None:
-    """Drop learned passages that could not be read, and say so; those of another level than is asked for stay."""
-    lost = [segment for segment in holes if not segment.source.stored]
-    for segment in lost:
-        session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
-    if lost:
-        learned.forget({segment.source.chunk_id for segment in lost})
+        lost = [one for one in holes if one.source.chunk_id in learned and not one.source.stored]
+        for segment in lost:
+            session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
+        if lost:  # not those that are stored at another level than is asked for
+            session.learned.forget({segment.source.chunk_id for segment in lost})
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
@@ -329,7 +323,6 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
     if options.cite:
         passages = [*begun.chunks, *begun.resident_chunks]
         citations = cite(session, asked.request.question, passages, text, asked.request.search)
-    if citations is not None:
         timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
     return Reply(
         question=asked.request.question,

@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
 from kvtool.core.evaluate.reference import SAME, Forced, Reference
 from kvtool.core.fusion.engine import Fused, fuse
@@ -153,12 +153,9 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
     `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
     teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.
-    Raises UsageError with deferred loading, where modes might stop at different prompts, and with verified answers.
+    Raises UsageError: see `QueryOptions.check_comparable`.
     """
-    if options.verify:
-        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
-    if options.defer:
-        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    options.check_comparable()
     with session.lock:  # each answer as the model gives it, to its end
         return _compare(session, request, replace(options, stop_repeats=False), modes)
 

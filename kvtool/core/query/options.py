@@ -263,6 +263,16 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
 
+    def check_comparable(self) -> None:
+        """Refuse what `--compare` cannot do: with `defer` each mode might stop at another prompt, and verified answers
+        are the same in every mode."""
+        if self.defer:
+            raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+        if self.verify:
+            raise UsageError(
+                "--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify"
+            )
+
     def check_of(self, identity: StoreIdentity, modes: Sequence[str] = ()) -> None:
         """Refuse what a store's model cannot do, before it is loaded; `modes`: in addition to `mode`. Raises
         UsageError."""
