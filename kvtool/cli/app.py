@@ -68,7 +68,7 @@ SHOWN = {  # what the overview lists, by heading
         "stop": "End that of a store, or all.",
     },
     "This installation": {
-        "inspect": "Show the store, a chunk, or a report such as `quality`.",
+        "inspect": "Show the store, a chunk, or a report such as `codec`.",
         "doctor": "Check that libraries, model, store and disk work.",
         "config": "Show the settings and where each value comes from.",
         "help": "Show a page of the documentation.",

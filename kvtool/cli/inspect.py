@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import typer
+import typer.core
 import typer.main
 
 from kvtool.cli.commands import LazyGroup, new_app
@@ -15,7 +16,7 @@ from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.reports import REPORTS, load_report
+from kvtool.reports import OTHER_NAMES, REPORTS, load_report
 from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
@@ -23,6 +24,11 @@ _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
 class Reports(LazyGroup):
     lines: ClassVar[Mapping[str, str]] = REPORTS
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name in OTHER_NAMES:
+            self.add_command(typer.core.TyperCommand(name, hidden=True, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
         command = typer.main.get_command(report_app(load_report(name)))
@@ -38,7 +44,7 @@ class Reports(LazyGroup):
         at = 0
         while at < len(args) and args[at] in options:
             at += 1 if is_flag(options[args[at]]) else 2
-        return [args[at], *args[:at], *args[at + 1 :]] if at < len(args) and args[at] in REPORTS else args
+        return [args[at], *args[:at], *args[at + 1 :]] if at < len(args) and args[at] in self.commands else args
 
 
 app = new_app(

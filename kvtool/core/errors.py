@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -17,6 +18,8 @@ EXIT_DAMAGED = 13
 EXIT_NO_SPACE = 14
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+# A flag of the command line; a command or a name that is quoted stays as it is.
+_FLAG = re.compile(r"`[^`]*`|(?<!\w)'[^']*'|(?<![\w-])--(no-)?([a-z]+(?:-[a-z]+)*)")
 
 
 class KvtoolError(Exception):
@@ -126,3 +129,15 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
     begun = [name for name in words if len(typed) > 1 and name.startswith(typed)]
     near = begun or difflib.get_close_matches(typed, words, n=1, cutoff=likeness)
     return f"did you mean {near[0]!r}?" if near else ""
+
+
+def replace_flags(text: str) -> str:
+    """Name the options of a text as requests and `kvtool.toml` do, not by their flags."""
+    return _FLAG.sub(_option, text)
+
+
+def _option(found: re.Match[str]) -> str:
+    if found[2] is None:
+        return found[0]
+    name = found[2].replace("-", "_")
+    return f"{name} = false" if found[1] else name

@@ -43,13 +43,7 @@ def audit(context: ReportContext) -> ReportResult:
 
 
 def audit_overview(audits: Sequence[Audit]) -> dict[str, Any]:
-    """Make the JSON of `inspect audit`.
-
-    Returns
-    -------
-    `questions`; `since`, `until`: the first audit and the last, in seconds since 1970; `runs`: a row for each run,
-    level and lead-in, the most audited first.
-    """
+    """Make the JSON of `inspect audit`: a row for each run, level and lead-in, the most audited first."""
     groups: dict[tuple[str, str, str], list[Audit]] = {}
     for audit in audits:
         groups.setdefault((audit.run, ", ".join(audit.levels), audit.lead_in), []).append(audit)
@@ -84,7 +78,7 @@ def _row(group: Sequence[Audit]) -> dict[str, Any]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, 90 % and 99 % of the values and the largest, each of them one of the values."""
+    """Return the median, 90 %, 99 % and maximum, each of them one of the values."""
     import numpy as np
 
     points = np.percentile(values, [50, 90, 99, 100], method="inverted_cdf")

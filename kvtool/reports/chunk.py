@@ -36,18 +36,7 @@ def chunk(context: ReportContext) -> ReportResult:
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
-    """Make the JSON of `inspect chunk`.
-
-    Returns
-    -------
-    `id, tokens, layers, lead_in_digest`, `origin` ("" of KV made here), `levels[{level, bytes}]`, `last_used` (seconds
-    since 1970, or None), `places[{source, start, end, line, label}]`, `text` of the first place, `sensitivity` by token
-    (empty if none was kept).
-
-    Raises
-    ------
-    UsageError : the chunk's description is lost.
-    """
+    """Make the JSON of `inspect chunk`. Raises UsageError if the chunk's description is lost."""
     import numpy as np
 
     info = store.chunk_info(chunk)

@@ -44,8 +44,7 @@ def glance(context: ReportContext) -> ReportResult:
 
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
-    """Count by what computed the documents' chunks, or the state checkpoints of a recurrent model: `dtype`, `device`,
-    both None for chunks without KV, and `chunks`; most first."""
+    """Count chunks, or state checkpoints of a recurrent model, by the arithmetic that computed them; most first."""
     made: Mapping[Arithmetic | None, int] = Counter(info.arithmetic for info in store.stretches().values())
     made = made or store.arithmetics(chunk for chunk in store.chunk_ids() if chunk != identity.prefix_id)
     counts = sorted(made.items(), key=lambda item: (-item[1], str(item[0])))
@@ -56,7 +55,7 @@ def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
 
 
 def makers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say how many chunks each arithmetic has computed, from the rows of `computed_by`; unknown ones are left out."""
+    """Format the rows of `computed_by`; unknown ones are left out."""
     return [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in rows if row["dtype"]]
 
 

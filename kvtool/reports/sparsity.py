@@ -47,7 +47,6 @@ def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
 
 
 def _tallies(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return every tally by the rows that attend and the cache that they attend to."""
     both = (("chunks", value["chunk_attention"]), ("question", value["question_attention"]))
     return {f"{rows}, {cache}": tally for rows, over in both for cache, tally in over.items()}
 
@@ -58,7 +57,6 @@ def _starts(row: Mapping[str, Any]) -> float:
 
 
 def _masses(value: Mapping[str, Any]) -> Table:
-    """Tabulate the attention by class of key, and how few keys hold most of it."""
     rows = [("share of the keys", *_percent(value["class_share"]), "")]
     rows += [
         (name, *_percent(tally["mass"]), f"{tally['keys_for_mass']:.1%}") for name, tally in _tallies(value).items()

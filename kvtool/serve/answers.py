@@ -130,30 +130,33 @@ class Answers:
 
     async def count(self, value: Mapping[str, Any], read: Read) -> int:
         """Count the tokens of a request's messages, instruction and tools, without passages. Raises Refusal."""
-        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)
-        self.check_model(asked.model, self.engine.model_name)
+        asked = await self.parsed(value, read)
         return await asyncio.to_thread(self.engine.count, asked.ask)
+
+    async def parsed(self, value: Mapping[str, Any], read: Read) -> ChatRequest:
+        """Parse a body whose model is the server's. Raises Refusal."""
+        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
+        self.check_model(asked.model, self.engine.model_name)
+        return asked
 
     async def answered(
         self, request: Request, read: Read, begin: Begin, value: Mapping[str, Any] | None = None
     ) -> Response:
         """Answer a request: an object, or a stream of events. `value`: its body, if it is parsed already."""
         value = await body_of(request) if value is None else value
-        asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
-        name = self.engine.model_name
-        self.check_model(asked.model, name)
+        asked = await self.parsed(value, read)
         address = request.client.host if request.client else ""
         question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
         request_of_owner = replace(question, owner=self.owner(request))
         ask = replace(asked.ask, client=(address, asked.user), request=request_of_owner)
-        response = begin(asked, name or ANY_NAME)
+        response = begin(asked, self.engine.model_name or ANY_NAME)
         if asked.stream:
             events = self._streamed(request, ask, response)
             first = await while_there(request, anext(events))  # an error before it has a status of its own
             return EventStream(first, events, response.media_type)
         with closing(Listening(self.engine, ask)) as heard:
             answer = await while_there(request, heard.whole())
-        answer = with_calls(answer, ask.tools, ask.parallel) if ask.tools else answer
+        answer = with_calls(answer, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else answer
         stats_of(request).answer = answer
         return JSONResponse(response.whole(answer))
 
@@ -173,7 +176,7 @@ class Answers:
                     for text in [response.waiting()] if event is None else _shown(response, trim, hold.piece(event)):
                         yield text
                     event = await heard.next(_ALIVE_EVERY)
-                answer = with_calls(event, ask.tools, ask.parallel) if ask.tools else event
+                answer = with_calls(event, ask.tools, ask.parallel, bool(ask.options.grammar)) if ask.tools else event
                 stats_of(request).answer, left = answer, None
                 for text in _shown(response, trim, hold.rest()) if answer is event else ():  # else it was a call
                     yield text

@@ -13,15 +13,15 @@ from starlette.responses import JSONResponse, Response
 
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens
-from kvtool.serve.job import Answer, PromptTokens
+from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
-from kvtool.serve.wire import Refusal, body_of, check_names, error_body, taken, texts
+from kvtool.serve.tools import text_of
+from kvtool.serve.wire import ANTHROPIC_PATH, Refusal, body_of, check_names, error_body, renamed, taken, texts
 
 _SAME = ("model", "stream", "kvtool", ENDLESS, *SAMPLING)  # as in OpenAI's chat
 _KNOWN = ("messages", "system", "stop_sequences", "tools", "tool_choice", "output_config", *_SAME)
 _THINKING = ("thinking", "redacted_thinking")  # blocks that only the model reads that has written them
-_PATH = "/v1/messages"
 
 
 def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
@@ -35,14 +35,14 @@ def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) 
             what = f"messages.{number} has another role than user or assistant"
             raise Refusal(400, "unsupported", what, "instructions go into `system`", f"messages.{number}.role")
     messages = [each for number, one in enumerate(messages) for each in _messages(one, f"messages.{number}")]
-    if system := value.get("system"):
-        messages = [{"role": "system", "content": system}, *messages]
+    system = text_of(value.get("system") or "", "system")
     stops = list(texts(value, "stop_sequences"))
     user = taken(taken(value, "metadata", dict, {}), "user_id", str)
     same = {name: value.get(name) for name in _SAME}
     form = taken(taken(value, "output_config", dict, {}), "format", dict)  # its `effort` is a model's that thinks
     chat = {**same, "messages": messages, "stop": stops, "user": user, "response_format": form, **_tools(value)}
-    return read_chat(chat, options, strict)
+    with renamed(stop="stop_sequences", response_format="output_config.format", parameters="input_schema"):
+        return read_chat(chat, options, strict, system)
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -102,12 +102,8 @@ class MessageResponse(Dialect):
     _is_open: bool = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] * (
-            bool(answer.text) or not answer.calls
-        )
-        content += [
-            {"type": "tool_use", "id": one.id, "name": one.name, "input": one.arguments} for one in answer.calls
-        ]
+        content = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+        content += [_tool_use(call) for call in answer.calls]
         return self._message(content) | _end(answer) | {"usage": _usage_of(answer), "kvtool": about(answer)}
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
@@ -126,16 +122,15 @@ class MessageResponse(Dialect):
         if self._is_open:
             yield _event("content_block_stop", index=0)
         for index, call in enumerate(answer.calls, int(self._is_open)):
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield _event("content_block_start", index=index, content_block=block)
-            delta = {"type": "input_json_delta", "partial_json": call.json}
+            yield _event("content_block_start", index=index, content_block=_tool_use(call) | {"input": {}})
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)}
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
         yield _event("message_delta", delta=_end(answer), usage=_usage_of(answer), kvtool=about(answer))
         yield _event("message_stop")
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _event(**error_body(refusal, _PATH))
+        yield _event(**error_body(refusal, ANTHROPIC_PATH))
 
     def _open(self) -> Iterator[str]:
         if not self._is_open:
@@ -149,6 +144,10 @@ class MessageResponse(Dialect):
 
 def _event(type: str, **values: Any) -> str:
     return f"event: {type}\ndata: {json.dumps({'type': type, **values}, ensure_ascii=False)}\n\n"
+
+
+def _tool_use(call: Call) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
 
 
 def _end(answer: Answer) -> dict[str, str | None]:
@@ -179,5 +178,6 @@ class Anthropic:
 
     async def count(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`: of the messages with their instruction and tools, without passages."""
-        value = {"max_tokens": 1, **await body_of(request)}
+        value = await body_of(request)
+        value["max_tokens"] = value.get("max_tokens") or 1
         return JSONResponse({"input_tokens": await self._answers.count(value, read_message)})

@@ -27,7 +27,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import Answers, EventStream, Listening, while_there
 from kvtool.serve.anthropic import Anthropic
-from kvtool.serve.auth import OWNER, BodyTimeout, Guard, owner_of
+from kvtool.serve.auth import OWNER, BodyLimits, Guard, owner_of
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError, LeftError
@@ -38,7 +38,7 @@ from kvtool.serve.options import ServeOptions
 from kvtool.serve.page import page_routes
 from kvtool.serve.responses import Responses
 from kvtool.serve.unix_socket import PATH, placed
-from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
+from kvtool.serve.wire import ANTHROPIC_PATH, VERSION, Refusal, body_of, briefly, failed, refused, texts
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
 _HTTP_ERRORS = {
@@ -116,13 +116,12 @@ def make_app(
             ),
         ],
         exception_handlers=_HANDLERS,
-        max_body_size=options.max_body,
     )
-    return log.of(BodyTimeout(app, options.client_timeout), {route.path for route in routes})
+    return log.of(BodyLimits(app, options.client_timeout, options.max_body), {route.path for route in routes})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    path = request.url.path
+    path = ANTHROPIC_PATH if VERSION in request.headers else request.url.path
     if isinstance(error, Refusal):
         return refused(error, path)
     if isinstance(error, ClientDisconnect):

@@ -1,4 +1,4 @@
-"""Access control and the time limit of bodies, before every endpoint."""
+"""Access control and the limits of bodies, before every endpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import URL, Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.core.agent.options import key_of
@@ -85,17 +86,17 @@ def _host(headers: Headers) -> str | None:
         return None
 
 
-class BodyTimeout:
-    """Middleware that disconnects a client whose body does not arrive for so many seconds."""
+class BodyLimits:
+    """Middleware that refuses longer bodies, and disconnects a client whose body does not arrive in so many seconds."""
 
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
-        self._app, self._seconds = app, seconds
+    def __init__(self, app: ASGIApp, seconds: float, size: int) -> None:
+        self._app, self._seconds, self._size = app, seconds, size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reading, late = True, False
+        reading, late, size = True, False, 0
 
         async def receiving() -> Message:
-            nonlocal reading, late
+            nonlocal reading, late, size
             if not reading:  # after the body only the client's leaving is awaited
                 return await receive()
             try:
@@ -104,6 +105,9 @@ class BodyTimeout:
                 late = True
                 return {"type": "http.disconnect"}
             reading = message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > self._size:
+                raise HTTPException(413)
             return message
 
         async def sending(message: Message) -> None:

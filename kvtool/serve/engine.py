@@ -126,13 +126,13 @@ class Engine:
 
     def start(self) -> None:
         """Load the model if the store exists, and start to answer. Raises KvtoolError."""
-        from kvtool.core.model.generate import prepare_decoding
+        from kvtool.core.model.decode.native import prepare_compiled_model
 
         if self._loaded.exists():
             session = self._loaded.session()
             with self._loaded.turn():
                 session.check_gate()
-            prepare_decoding(session.decoder)
+            prepare_compiled_model(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:

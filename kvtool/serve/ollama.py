@@ -17,7 +17,7 @@ from kvtool.serve.answers import ANY_NAME, Answers, ChatRequest, Dialect, about,
 from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import OpenAI, read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, check_parameters
-from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, body_of, briefly, check_names, error_body, taken, texts
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, briefly, check_names, error_body, renamed, taken, texts
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -36,11 +36,9 @@ def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bo
     """Parse a body of `/api/chat`; see `openai.read_chat`. Raises Refusal."""
     check_parameters(value, ("messages", "tools", *_KNOWN))
     messages = taken(value, "messages", list, [])
-    for number, message in enumerate(messages):
+    for message in messages:
         if isinstance(message, dict):
             check_names(message, ("role", "content", "thinking", "tool_calls", "tool_name"), {"images": ([],)})
-            if not message.get("tool_calls") and not isinstance(message.get("content"), str):
-                raise Refusal(400, "unsupported", f"messages.{number} has no text", param=f"messages.{number}.content")
     return _read(value, messages, options, strict)
 
 
@@ -55,10 +53,8 @@ def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool)
 
 def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, strict: bool) -> ChatRequest:
     given = taken(value, "options", dict, {})
-    check_parameters(given, ("num_predict", *_SAMPLING))
+    check_parameters(given, _SAMPLING)
     chat = {name: given.get(name) for name in _SAMPLING} | {"messages": messages, "kvtool": value.get("kvtool")}
-    most = taken(given, "num_predict", int, -1)
-    chat["max_tokens"] = most if most >= 0 else None
     chat["stream"] = taken(value, "stream", bool, True)
     chat |= {name: value.get(name) for name in ("logprobs", "top_logprobs", "tools")}
     form = taken(value, "format", (str, dict))
@@ -67,7 +63,9 @@ def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, 
     if form:
         schema = {"type": "object"} if form == "json" else form
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return read_chat(chat | {"model": taken(value, "model", str, "").removesuffix(_TAG)}, options, strict)
+    chat["model"] = taken(value, "model", str, "").removesuffix(_TAG)
+    with renamed(response_format="format"):
+        return read_chat(chat, options, strict)
 
 
 @dataclass(slots=True)
@@ -142,20 +140,17 @@ class Ollama:
         return await self._answered(request, "response")
 
     async def _answered(self, request: Request, kind: Kind) -> Response:
+        """Answer a question; a request without one loads the model, or unloads it, and it stays loaded."""
         value = await body_of(request)
-        if not value.get("messages" if kind == "message" else "prompt"):
-            return await self._load(value, kind)
         read = read_ollama_chat if kind == "message" else read_generate
+        field, question = ("messages", [{"role": "user", "content": "?"}]) if kind == "message" else ("prompt", "?")
+        if not taken(value, field, type(question)):
+            await self._answers.parsed({**value, field: question}, read)
+            keep = value.get("keep_alive")
+            is_kept = keep is None or (keep.strip("0.hmsnu") if isinstance(keep, str) else keep)
+            said = OllamaResponse(kind, self._engine.model_name or ANY_NAME).said("")
+            return JSONResponse(said | {"done": True, "done_reason": "load" if is_kept else "unload"})
         return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model), value)
-
-    async def _load(self, value: Mapping[str, Any], kind: Kind) -> Response:
-        """Answer a request without a question, which loads the model, or unloads it; it stays loaded."""
-        check_parameters(value, ("messages", "prompt", "system", "tools", *_KNOWN))
-        name = await briefly(lambda: self._engine.model_name)
-        self._answers.check_model(taken(value, "model", str, "").removesuffix(_TAG), name)
-        reason = "unload" if value.get("keep_alive") in (0, "0", "0s") else "load"
-        said = OllamaResponse(kind, name or ANY_NAME).said("")
-        return JSONResponse(said | {"done": True, "done_reason": reason})
 
     async def tags(self, request: Request) -> Response:
         """`GET /api/tags`: the language model and the embedding model."""
@@ -195,7 +190,7 @@ class Ollama:
         """`POST /api/embed`: vectors of the store's own embedding model."""
         value = await body_of(request)
         check_names(value, ("model", "input", "keep_alive"), {"truncate": (True,), "options": ({},)})
-        words = texts(value, "input", LONGEST_TEXT, MOST_NAMES)
+        words = texts(value, "input", LONGEST_TEXT)
         name = taken(value, "model", str, "").removesuffix(_TAG)
         vectors, tokens, known = await self._openai.vectors(words, name)
         rows = [[float(number) for number in vector] for vector in vectors]

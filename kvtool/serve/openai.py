@@ -22,9 +22,9 @@ from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import Answers, ChatRequest, Dialect, about, cached_tokens, unknown_model
 from kvtool.serve.job import Answer, Ask, Call, PromptTokens, Turns
-from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, sampling_options
+from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters, checked, sampling_options
 from kvtool.serve.tools import call_message, read_tools, text_of
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, bounded, briefly, taken, texts, within
+from kvtool.serve.wire import LONGEST_TEXT, VERSION, Refusal, body_of, briefly, taken, texts, within
 
 # ---- requests ----
 
@@ -42,12 +42,17 @@ _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
 _MAX_MESSAGES = 4096
 
 
-def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults. Raises Refusal or UsageError."""
-    messages = _messages(taken(value, "messages", list, []))
-    prefill = ""
-    if messages and messages[-1][0] == "assistant" and not value["messages"][-1].get("tool_calls"):
-        prefill, messages = messages[-1][1].rstrip(), messages[:-1]
+def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False, system: str = "") -> ChatRequest:
+    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults; `system`: an instruction before those of
+    the messages. Raises Refusal or UsageError."""
+    given = taken(value, "messages", list, [])
+    messages = _messages(given)
+    end = len(messages)
+    while end and messages[end - 1][0] == "assistant" and not given[end - 1].get("tool_calls"):
+        end -= 1
+    prefill = "\n\n".join(filter(None, (text.rstrip() for _, text in messages[end:])))
+    own = (("system", within(system, "system", LONGEST_TEXT)),) if system else ()
+    messages = (*own, *messages[:end])
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
     return _read(value, Question(question, messages=messages, prefill=prefill), options, strict, turns)
@@ -70,9 +75,9 @@ def _read(
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
-    given = {name: bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
+    given = {name: checked(name, own[name], f"kvtool.{name}") for name in ALLOWED if own.get(name) is not None}
     if is_chat and value.get("logprobs") is True:
-        given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
+        given["top_logprobs"] = checked("top_logprobs", taken(value, "top_logprobs", int, 0), "top_logprobs")
         value = {**value, "logprobs": None, "top_logprobs": None}
     check_parameters(value, (*_KNOWN, *(_OF_CHAT if is_chat else ("prompt",))))
     given |= _sampling(value)
@@ -84,6 +89,7 @@ def _read(
             what = "cite does not apply to an answer that follows a schema or is prefilled"
             raise Refusal(400, "unsupported", what, "leave it out", "kvtool.cite")
         given["cite"] = False
+    stops = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     if grammar:  # a text that is cut off follows none
         given |= {"grammar": grammar, "stop_repeats": False, "min_tokens": 0}
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
@@ -92,7 +98,7 @@ def _read(
     ask = Ask(
         question,
         replace(options, **given),
-        texts(value, "stop", _MAX_STOP, _MAX_STOPS),
+        () if grammar else stops,
         turns,
         must_find=taken(own, "strict", bool, strict),
         tools=tools,
@@ -133,9 +139,7 @@ def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
         before = messages[number - 1] if number else {}
         if message["role"] == "tool" and before.get("role") != "tool" and not before.get("tool_calls"):
             what = f"messages.{number} is the result of no call"
-            raise Refusal(
-                400, "unsupported", what, "send the assistant's message with the call, too", f"messages.{number}"
-            )
+            raise Refusal(400, "unsupported", what, "send the message with the call, too", f"messages.{number}")
     return tuple(("system" if role == "developer" else role, text) for role, text in said)
 
 
@@ -144,8 +148,8 @@ def _conversation(said: Sequence[tuple[str, str]]) -> tuple[str, Turns, str]:
     system = "\n\n".join(text for role, text in said if role == "system")
     spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
     if not spoken or spoken[-1][0] != "user":
-        what = "the last message must be the user's, or an assistant message that begins the answer"
-        raise Refusal(400, "no_question", what if said else "messages is missing or empty", param="messages")
+        what = "messages ends with a call that has no result" if spoken else "messages has no message of the user"
+        raise Refusal(400, "no_question", what, param="messages")
     if not spoken[-1][1]:
         raise UsageError("the question is empty", "ask something")
     return system, *_turns(spoken)
@@ -281,11 +285,11 @@ class OpenAI:
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`, also in the form of Anthropic, whose clients send the version of its API."""
         names = [name for name in (self._engine.model_name, self._engine.embedder_name) if name]
-        if "anthropic-version" in request.headers:
-            own = [{"type": "model", "id": name, "display_name": name, "created_at": _MADE} for name in names]
+        rows = [_model(name, request) for name in names]
+        if VERSION in request.headers:
             ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
-            return JSONResponse({"data": own, "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
+            return JSONResponse({"data": rows, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": rows})
 
     async def model(self, request: Request) -> Response:
         name, own = request.path_params["name"], self._engine.model_name
@@ -293,7 +297,7 @@ class OpenAI:
             if not own:
                 raise unknown_model(name, own)
             self._answers.check_model(name, own)
-        return JSONResponse(_model(name))
+        return JSONResponse(_model(name, request))
 
     async def vectors(self, words: Sequence[str], name: str) -> tuple[Any, int, str]:
         """Compute the vectors of some texts, their number of tokens, and the model's name. Raises Refusal."""
@@ -323,7 +327,9 @@ class OpenAI:
         return JSONResponse({"object": "list", "data": rows, "model": known, "usage": usage})
 
 
-def _model(name: str) -> dict[str, Any]:
+def _model(name: str, request: Request) -> dict[str, Any]:
+    if VERSION in request.headers:
+        return {"type": "model", "id": name, "display_name": name, "created_at": _MADE}
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvtool"}
 
 

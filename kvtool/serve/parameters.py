@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvtool.serve.wire import check_names, taken
+from kvtool.core.errors import UsageError
+from kvtool.core.options.option import options_of
+from kvtool.core.query.options import QueryOptions
+from kvtool.serve.wire import Refusal, bounded, check_names, taken
 
 _NUMBER = (int, float)
 # Name of a request, option of a question, and types.
 SAMPLING: dict[str, tuple[str, tuple[type, ...]]] = {
     "max_tokens": ("max_tokens", (int,)),
     "n_predict": ("max_tokens", (int,)),  # of llama.cpp
+    "num_predict": ("max_tokens", (int,)),  # of Ollama
     "max_completion_tokens": ("max_tokens", (int,)),  # the newer name of OpenAI's, which wins
+    "max_output_tokens": ("max_tokens", (int,)),  # of responses
     "temperature": ("temperature", _NUMBER),
     "top_p": ("top_p", _NUMBER),
     "top_k": ("sampled_tokens", (int,)),
@@ -29,6 +34,8 @@ SAMPLING: dict[str, tuple[str, tuple[type, ...]]] = {
     "min_tokens": ("min_tokens", (int,)),
     "seed": ("seed", (int,)),
 }
+# Values that set no limit of their own: of llama.cpp and Ollama, and of vLLM and Anthropic's clients.
+_UNLIMITED = {"max_tokens": (-1, -2), "sampled_tokens": (-1,)}
 ENDLESS = "ignore_eos"
 USER = ("user", "safety_identifier")  # the older and the newer name of one parameter
 
@@ -43,6 +50,7 @@ IGNORED = (
     *("keep_alive", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram"),
     *("f16_kv", "use_mmap", "use_mlock", "draft_num_predict"),
 )
+_DISPLAYS: tuple[dict[str, str], ...] = ({}, {"display": "omitted"}, {"display": "summarized"})  # of thinking
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("logprobs", "echo", "raw", "background", "think", "enable_thinking", "use_beam_search"), (False,)),
@@ -55,11 +63,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "images", "context", "stop_token_ids", "context_management"), ([],)),
     **dict.fromkeys(("options", "web_search_options"), ({},)),
     **dict.fromkeys(("suffix", "template"), ("",)),
-    "return_progress": (False,),
+    **dict.fromkeys(("return_progress", "logits_all", "vocab_only", "embedding_only"), (False,)),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "truncation": ("disabled", "auto"),
-    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+    "thinking": ({"type": "disabled"}, *({"type": "adaptive"} | each for each in _DISPLAYS)),
     "chat_template_kwargs": ({}, {"enable_thinking": False}, {"thinking": False}),
 }
 
@@ -69,20 +77,22 @@ def check_parameters(value: Mapping[str, Any], known: Collection[str]) -> None:
     check_names(value, (*known, *IGNORED), NEUTRAL)
 
 
+def checked(option: str, value: Any, name: str) -> Any:
+    """Return the value of a question's option. Raises Refusal, which names it as the client has it."""
+    try:
+        return options_of(QueryOptions)[option].accept(bounded(value, name), name)
+    except UsageError as error:
+        raise Refusal(400, "invalid_request", error.message, error.hint, name) from error
+
+
 def sampling_options(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a question that `SAMPLING` names, from a request. Raises Refusal."""
     options = {}
     for name, (option, kinds) in SAMPLING.items():
-        if (number := taken(value, name, kinds)) is not None:
-            options[option] = number
+        if (number := taken(value, name, kinds)) is not None and number not in _UNLIMITED.get(option, ()):
+            options[option] = checked(option, number % 2**63 if option == "seed" else number, name)
     if taken(value, ENDLESS, bool, False):
         options["min_tokens"] = 2**31 - 1
-    if options.get("max_tokens", 0) == -1:  # of llama.cpp and Ollama: no limit of its own
-        del options["max_tokens"]
-    if options.get("sampled_tokens") == -1:  # of vLLM and Anthropic's clients: all
-        del options["sampled_tokens"]
-    if "seed" in options:
-        options["seed"] %= 2**63
     if options.get("min_tokens"):
         options["stop_repeats"] = False  # which would end the answer sooner
     return options

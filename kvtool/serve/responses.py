@@ -20,17 +20,18 @@ from kvtool.serve.job import Answer, Call, PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.parameters import ENDLESS, SAMPLING, USER, check_parameters
 from kvtool.serve.tools import text_of
-from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, check_names, taken, texts
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, check_names, renamed, taken, texts
 
 _SAME = ("model", "stream", "kvtool", "parallel_tool_calls", ENDLESS, *SAMPLING, *USER)  # as in OpenAI's chat
 _TOOLS = ("tools", "tool_choice", "text")
-_KNOWN = ("input", "instructions", "max_output_tokens", "previous_response_id", "include", *_TOOLS, *_SAME)
+_KNOWN = ("input", "instructions", "previous_response_id", "include", *_TOOLS, *_SAME)
 _FOREIGN = ("reasoning.encrypted_content",)  # of other models, which kvtool never has
 _TEXTS = ("input_text", "output_text", "text")  # types of a part of a message
 _ECHOED = (
     *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key"),
     *("reasoning", "max_tool_calls"),
 )
+_TYPES = {"store": bool, "metadata": dict, "reasoning": dict, "max_tool_calls": int, "prompt_cache_key": str}
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _TOOL = {"description": None, "parameters": None, "strict": None}
 _FORMAT = {"name": "answer", "description": None, "schema": None, "strict": False}
@@ -101,25 +102,25 @@ def _items(value: Mapping[str, Any]) -> list[Any]:
 
 def _message(item: Any, where: str) -> Message:
     kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind is not None:
+        taken(item, "id", str)
     if kind == "function_call":
         own = {"name": item.get("name"), "arguments": item.get("arguments")}
         return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": own}]}
     if kind == "function_call_output":
         return {"role": "tool", "content": _texts(item.get("output"))}
     if kind != "message":
-        raise Refusal(
-            400, "unsupported", f"{where} is no message", "messages with text, calls and their results", where
-        )
+        raise Refusal(400, "unsupported", f"{where} is not a message", "send text, calls and their results", where)
     return {"role": item.get("role"), "content": _texts(item.get("content"))}
 
 
 def _item(item: Any, name: str) -> dict[str, Any]:
     if item.get("type", "message") != "message":
-        return {"id": f"in_{name}", **item}
+        return {**item, "id": f"in_{name}"}
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
     content = item.get("content")
     parts = content if isinstance(content, list) else [{"type": kind, "text": content or ""}]
-    return {"type": "message", "id": f"msg_{name}", "status": "completed", **item, "content": parts}
+    return {"type": "message", "status": "completed", **item, "id": f"msg_{name}", "content": parts}
 
 
 def _texts(content: Any) -> Any:
@@ -142,6 +143,7 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
     ]
     form = taken(value, "text", dict, {})
     check_names(form, ("format", "verbosity"))
+    taken(form, "verbosity", str)
     return {"tools": tools, "tool_choice": value.get("tool_choice"), "response_format": form.get("format")}
 
 
@@ -302,18 +304,19 @@ class Responses:
     ) -> ChatRequest:
         """Parse a body of `/v1/responses`, whose messages with those before are added to `messages`."""
         check_parameters(value, _KNOWN)
-        taken(value, "store", bool)
+        for name, kind in _TYPES.items():
+            taken(value, name, kind)
+        for name in value.get("metadata") or ():
+            taken(value["metadata"], name, str)
         if unknown := [name for name in texts(value, "include") if name not in _FOREIGN]:
             raise Refusal(400, "unsupported", f"include cannot have {unknown[0]!r}", "leave it out", "include")
         before = taken(value, "previous_response_id", str)
         messages += self._remembered.exchange(owner, before).messages if before else []
         messages += input_messages(value)
         chat = {each: value.get(each) for each in _SAME}
-        if value.get("max_output_tokens") is not None:
-            chat["max_completion_tokens"] = value["max_output_tokens"]
         system = taken(value, "instructions", str, "", LONGEST_TEXT)  # of this response only
-        said = [{"role": "system", "content": system}] if system else []
-        return read_chat(chat | {"messages": [*said, *messages]} | _tools(value), options, strict)
+        with renamed(messages="input", response_format="text.format"):
+            return read_chat(chat | {"messages": messages} | _tools(value), options, strict, system)
 
     async def count(self, request: Request) -> Response:
         """`POST /v1/responses/input_tokens`: of the messages with their instruction and tools, without passages."""
@@ -326,18 +329,21 @@ class Responses:
 
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
-            raise Refusal(
-                400, "unsupported", "a response that has ended cannot be streamed", "ask without it", "stream"
-            )
+            raise Refusal(400, "unsupported", "a finished response cannot be streamed", "leave it out", "stream")
         return JSONResponse(self._exchange(request).response)
 
     async def items(self, request: Request) -> Response:
         """`GET /v1/responses/ID/input_items`, the last one first unless `order` is `asc`."""
         asked = request.query_params
-        items = self._exchange(request).input[:: 1 if asked.get("order") == "asc" else -1]
-        ids = [item["id"] for item in items]
-        first = ids.index(asked["after"]) + 1 if asked.get("after") in ids else 0
-        limit = int(given) if (given := asked.get("limit", "20")).isdecimal() and len(given) < 4 else 20
+        order, given, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
+        items = self._exchange(request).input[:: 1 if order == "asc" else -1]
+        ids = [None, *(item["id"] for item in items)]  # the first page is after none
+        limit = int(given) if given.isdecimal() and len(given) < 4 else 0
+        valid = {"order": order in ("asc", "desc"), "limit": limit > 0, "after": after in ids}
+        for name in (name for name in valid if not valid[name]):
+            hint = "order: asc or desc; limit: 1 to 999; after: the id of an item"
+            raise Refusal(400, "wrong_value", f"{name} cannot be {asked[name]!r}", hint, name)
+        first = ids.index(after)
         page = items[first : first + limit]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": page, "has_more": first + limit < len(items), **ends})

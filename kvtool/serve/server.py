@@ -194,7 +194,7 @@ def _warning(warn: Warn) -> Iterator[None]:
 class TimeoutProtocol(H11Protocol):
     """HTTP/1.1 connection that is closed if the head of a request, or reading by the client, takes too long.
 
-    `auth.BodyTimeout` limits bodies, with a response. Between two requests the library closes a connection sooner; here
+    `auth.BodyLimits` limits bodies, with a response. Between two requests the library closes a connection sooner; here
     a connection ends, too, whose last response is not read.
     """
 

@@ -35,9 +35,10 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     choice, names = value.get("tool_choice"), [tool["function"]["name"] for tool in tools]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = taken(choice, "allowed_tools", dict, choice)  # Responses has its members at the top
-        chosen = [_chosen(each or {}, names) for each in taken(allowed, "tools", list) or [None]]
+        named = taken(allowed, "tools", list) or [{}]
+        chosen = [_chosen(each if isinstance(each, dict) else {}, names) for each in named]
         tools = [tool for tool in tools if [tool["function"]["name"]] in chosen]
-        choice = allowed.get("mode", "auto")
+        choice = taken(allowed, "mode", str, "auto")
     must = _chosen(choice, [tool["function"]["name"] for tool in tools])
     schema = _schema(value.get("response_format"))
     if choice == "none":
@@ -48,12 +49,12 @@ def read_tools(value: Mapping[str, Any]) -> tuple[Tools, str]:
     what = "response_format" if must is None else "tool_choice"
     if not is_installed():
         raise Refusal(400, "unsupported", f"{what} needs llguidance, which the server lacks", INSTALL, what)
-    forms = [{**form, "parameters": closed({"type": "object", **form["parameters"]})} for form in forms]
+    forms = [{**form, "parameters": closed({**form["parameters"], "type": "object"})} for form in forms]
     grammar = _grammar(forms, closed(schema) if must is None else None)
     try:
         check_grammar(grammar)
     except UsageError as error:
-        raise Refusal(400, "unsupported", error.message, error.hint, what) from error
+        raise Refusal(400, "unsupported", f"{what}: {error.message}", error.hint, what) from error
     return tools, grammar
 
 
@@ -66,6 +67,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not _NAME.fullmatch(name):
         raise Refusal(400, "wrong_name", f"{where} has the name {name!r}", "letters, digits, _, . and -", where)
     parameters = taken(own, "parameters", dict) or _EMPTY
+    kinds = parameters.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        text = f"the parameters of the tool {name!r} are not an object"
+        raise Refusal(400, "unsupported", text, "a schema of the type object", where)
     described = {"name": name, "description": taken(own, "description", str, "", _LONGEST), "parameters": parameters}
     return {"type": "function", "function": described}
 
@@ -184,7 +189,7 @@ def text_of(content: Any, where: str) -> str:
 
 def _written(call: Any) -> str | None:
     own = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(own, dict) or (found := _call(own)) is None:
+    if not isinstance(own, dict) or (found := _call(own, is_sent=True)) is None:
         return None
     return f'{CALL}\n{{"name": {json.dumps(found.name)}, "arguments": {found.json}}}\n{CALL_END}'
 
@@ -195,19 +200,23 @@ _FENCED = re.compile(r"```(?:json)?\n(.*)\n```", re.DOTALL)
 _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
-def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
-    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any.
+def with_calls(answer: Answer, tools: Tools, parallel: bool = True, forced: bool = False) -> Answer:
+    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any,
+    or one that a grammar has `forced`.
 
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
     """
     said, mark, rest = answer.text.partition(CALL)
     if mark and answer.finish == "length" and not rest.rstrip().endswith(CALL_END):
-        return _cut_off(answer, tools, parallel)
+        return _cut_off(answer, tools, parallel, forced)
     fenced = _FENCED.fullmatch(answer.text.strip())
     bare = fenced[1] if fenced else answer.text.strip().removeprefix(_LIST).removeprefix(_PYTHON)
     try:
         found = [_parsed(text) for text in (_CALLED.findall(answer.text) if mark else [bare])]
     except ValueError:
+        begun = _BEGUN.fullmatch(rest.strip().removesuffix(CALL_END).rstrip().removesuffix("}"))
+        if forced and begun:
+            return replace(answer, text="", calls=(Call(begun[1], {}, partial=begun[2]),))
         return answer
     if not mark and isinstance(found[0], list):
         found = found[0]
@@ -222,7 +231,7 @@ def with_calls(answer: Answer, tools: Tools, parallel: bool = True) -> Answer:
 _BEGUN = re.compile(r'\s*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*(.*)', re.DOTALL)
 
 
-def _cut_off(answer: Answer, tools: Tools, parallel: bool) -> Answer:
+def _cut_off(answer: Answer, tools: Tools, parallel: bool, forced: bool) -> Answer:
     """Return an answer whose last call is cut off: it has the arguments so far, or is dropped if its name is not whole.
 
     Only the call's end mark may be missing.
@@ -234,18 +243,20 @@ def _cut_off(answer: Answer, tools: Tools, parallel: bool) -> Answer:
     except (ValueError, RecursionError):
         pass
     text = "".join(f"{CALL}{each.partition(CALL_END)[0]}{CALL_END}" for each in whole)
-    calls = with_calls(replace(answer, text=text, finish="stop"), tools).calls
+    calls = with_calls(replace(answer, text=text, finish="stop"), tools, forced=forced).calls
     begun = _BEGUN.fullmatch(last)
     if begun is not None and any(tool["function"]["name"] == begun[1] for tool in tools):
         calls = (*calls, Call(begun[1], {}, partial=begun[2]))
     return replace(answer, text=said.strip(), calls=calls[: None if parallel else 1])
 
 
-def _call(own: Mapping[str, Any]) -> Call | None:
-    """Return a call, whose arguments are an object, or its JSON; None if it is none."""
+def _call(own: Mapping[str, Any], is_sent: bool = False) -> Call | None:
+    """Return a call, whose arguments are an object, or its JSON, which may be cut off if it `is_sent`; else None."""
     given = own.get("arguments", own.get("parameters"))
     try:
         arguments = _parsed(given) if isinstance(given, str) else given
+    except json.JSONDecodeError:
+        arguments = {} if is_sent else None
     except ValueError:
         return None
     name = own.get("name")

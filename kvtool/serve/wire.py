@@ -7,8 +7,9 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from kvtool.core.errors import (
     StoreLockedError,
     StoreNotFoundError,
     UsageError,
+    replace_flags,
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
@@ -39,8 +41,6 @@ _MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
 # A JSON string, or the rest after an unmatched quotation mark.
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^\[\]{}]++")
-# A flag of the command line; a command or a name that is quoted stays as it is.
-_FLAG = re.compile(r"`[^`]*`|(?<!\w)'[^']*'|(?<![\w-])--(no-)?([a-z]+(?:-[a-z]+)*)")
 _UNTYPED = ("", "application/x-www-form-urlencoded")
 _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 
@@ -81,19 +81,11 @@ class Refusal(Exception):
         """Return the JSON of the error. The message includes the hint: clients show nothing else. A flag of the command
         line has the name of its option, as requests and `kvtool.toml` have it."""
         said = (scrubbed(shortened(text)) for text in (self.message, self.hint))
-        message, hint = (_FLAG.sub(_option, text) for text in said)
+        message, hint = map(replace_flags, said)
         param = self.param and shortened(self.param).encode("utf-8", "replace").decode()  # a name that the client gave
         text = f"{message} ({hint})" if hint else message
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"message": text, "type": kind, "code": self.code, "param": param, "hint": hint}
-
-
-def _option(found: re.Match[str]) -> str:
-    """Return the name that a flag has as an option."""
-    if found[2] is None:
-        return found[0]
-    name = found[2].replace("-", "_")
-    return f"{name} = false" if found[1] else name
 
 
 def shortened(text: str) -> str:
@@ -101,6 +93,8 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
+ANTHROPIC_PATH = "/v1/messages"
+VERSION = "anthropic-version"  # the header of its API's version, which its clients send
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -115,7 +109,7 @@ _ANTHROPIC = {
 def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
     """Return the JSON of a refusal as the API of a path has it: Anthropic's, Ollama's or OpenAI's."""
     said = refusal.to_json()
-    if path.startswith("/v1/messages"):
+    if path.startswith(ANTHROPIC_PATH):
         kind = _ANTHROPIC.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": said["message"]}}
     return {"error": said["message"] if path.startswith("/api/") else said}
@@ -134,6 +128,18 @@ def failed(error: KvtoolError, path: str) -> JSONResponse:
     if retry is not None:
         response.headers["Retry-After"] = str(retry)
     return response
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Name the parameters of OpenAI's chat in a refusal as the client has them."""
+    try:
+        yield
+    except Refusal as refusal:
+        param = refusal.param or ""
+        if own := names.get(name := param.partition(".")[0]):
+            refusal.message, refusal.param = (text.replace(name, own, 1) for text in (refusal.message, param))
+        raise
 
 
 def check_names(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +16,7 @@ from mcp.client.client import Client
 from mcp.shared.exceptions import MCPError
 
 from kvtool.core.agent.server import LISTED, server_of, uri_of
-from kvtool.core.agent.tools import Tools
+from kvtool.core.agent.tools import Found, Tools
 from kvtool.core.cache.store import Store
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -227,6 +229,10 @@ def test_errors_have_the_codes_of_the_protocol(store: Path) -> None:
             await client.list_prompts()
         assert prompts.value.error.code == -32601
         assert await refused(client, "search") == "question: Field required"
+        assert await refused(client, "search", question="x", limit=3) == "unknown argument: 'limit'"
+        both = await refused(client, "answer", question="x", chunks=["a"], documents=["b"])
+        assert "chunks and documents exclude each other" in both
+        assert "--" not in both
         assert "`kvtool" not in await refused(client, "read", chunk="00" * 20)
 
     talk(store, say)
@@ -249,6 +255,35 @@ def test_an_answer_is_shown_as_it_grows(store: Path) -> None:
         assert not {"stream", "kvtool_context"} & schema["properties"].keys()
 
     talk(store, say)
+
+
+def test_an_answer_ends_when_its_request_is_cancelled(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, ended = 500, threading.Event()
+
+    def answer(self: Tools, question: str, stream: Callable[[str], None] | None = None) -> Found:
+        nonlocal pieces
+        assert stream is not None
+        try:
+            while pieces:
+                pieces -= 1
+                stream("x")
+                time.sleep(0.01)
+        finally:
+            ended.set()
+        return Found([])
+
+    async def say(client: Client) -> None:
+        with anyio.CancelScope() as scope:
+
+            async def leave(progress: float, total: float | None, message: str | None) -> None:
+                scope.cancel()
+
+            await client.call_tool("answer", {"question": QUESTION}, progress_callback=leave)
+        assert await anyio.to_thread.run_sync(ended.wait, 30)
+
+    monkeypatch.setattr(Tools, "answer", answer)
+    talk(store, say)
+    assert pieces
 
 
 def test_without_a_root_nothing_can_be_ingested(store: Path) -> None:
@@ -319,7 +354,7 @@ def test_the_store_is_followed_and_one_that_is_not_there_is_told(store: Path, tm
     ("tool", "arguments", "said"),
     [
         ("search", {"question": "zzyzx"}, "no chunk matches"),
-        ("search", {"question": QUESTION, "top_k": 0}, "not between 1 and 50"),
+        ("search", {"question": QUESTION, "top_k": 0}, "is not between 1 and 50"),
         ("read", {"chunk": "ffffffff"}, "is not in the store"),
         ("read", {"chunk": "ffffffff", "before": -1}, "not between"),
         ("answer", {"question": "  "}, "question is empty"),

@@ -70,10 +70,6 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
                 "int8",
                 "--json",
             ),
-            "inspect quality": (
-                *("inspect", "quality", *here, "--batch", good, "--runs", "reuse,epic:4"),
-                *("--no-context", "--holdout", "--json"),
-            ),
             "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--holdout", "--json"),
             "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),

@@ -67,7 +67,6 @@ def read(path: Path, chunk: str, level: str) -> ChunkKV:
 
 
 def assert_within(path: Path, chunk: str, level: str) -> None:
-    """Each layer's keys and values, as they come back, are off by what their record states at most."""
     exact, made, coded = read(path, chunk, "raw"), read(path, chunk, level), coded_in(path, level)
     for layer, sides in enumerate(zip(exact.layers, made.layers, strict=True)):
         for one, other, stated in zip(*sides, coded[chunk, layer].errors, strict=True):
@@ -109,7 +108,6 @@ SHAPES = ((4, 30, 16, 16), (2, 30, 32, 32), (1, 30, 8, 40))
 
 
 def layers_of(tokens: int, seed: int) -> list[LayerKV]:
-    """Keys and values of three layers that have nothing in common but their tokens."""
     draw = torch.Generator().manual_seed(seed)
     return [
         (torch.randn((heads, tokens, k), generator=draw), torch.randn((heads, tokens, v), generator=draw))
@@ -165,7 +163,6 @@ def test_zeros_behind_a_narrow_side_take_next_to_nothing(profile: Profile) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_ingest_compress_and_ask(name: str, tmp_path: Path, one_thread: None) -> None:
-    """By the commands: each record of level 2 loses what it states at most, and is what a question reads."""
     path, model = tmp_path / "store", save_tiny(name, tmp_path / "model")
     corpus = write_corpus(tmp_path / "in", 1, 2)
     kvtool("ingest", corpus, "--store", path, "--model", model, *CHUNKS, *PREFIX).fine()

@@ -12,7 +12,7 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
-from kvtool.core.model.preemption import between_layers, uninterrupted
+from kvtool.core.model.preemption import between_layers
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.fusion.making import CHUNKS, NAMES, PREFIX, Case, Ids, case, new_case, same_bits, tokens
 from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
@@ -134,7 +134,7 @@ def test_what_it_raises_ends_the_pass() -> None:
 
 def test_a_pass_that_is_timed_stops_for_nothing() -> None:
     one, stops = case("llama").decoder, []
-    with between_layers(lambda: stops.append(True)), uninterrupted():
+    with between_layers(lambda: stops.append(True)), between_layers(None):
         one.prefill(tokens(30, 2))
     assert not stops
 

@@ -104,7 +104,7 @@ def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None
 
 def test_the_page_tells_how(pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its example runs as it is written there."""
-    page = files("kvtool").joinpath("docs/packs.md").read_text(encoding="utf-8")
+    page = files("kvtool").joinpath("docs/guide/packs.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     pack.rename(pack.with_name("corpus.kvpack"))
     monkeypatch.chdir(pack.parent)
@@ -213,8 +213,7 @@ def test_a_damaged_index_is_refused_before_anything_is_written(name: str, pack: 
 def test_an_archive_that_is_no_pack(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("holiday.txt", "sunny")
-    for command in ("import", "merge"):
-        kvtool("store", command, tmp_path / "photos.zip", "--store", tmp_path / "new").failed(2, "no pack")
+    kvtool("store", "import", tmp_path / "photos.zip", "--store", tmp_path / "new").failed(2, "no pack")
     assert not (tmp_path / "new").exists()
 
 

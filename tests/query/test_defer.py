@@ -211,9 +211,9 @@ def test_confidence_is_the_geometric_mean() -> None:
         (0.99, "알 수 없습니다", False, "알 수 없"),
     ],
 )
-def test_verdicts(sure: float, text: str, enough: bool, why: str) -> None:
+def test_verdicts(sure: float, text: str, sufficient: bool, why: str) -> None:
     given, reason = judge(sure, text, 0.5)
-    assert given == enough
+    assert given == sufficient
     assert why in reason
 
 

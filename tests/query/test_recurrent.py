@@ -132,7 +132,7 @@ def test_modes_are_refused_before_the_model_is_loaded(store: Path, monkeypatch: 
 def test_what_else_is_refused(store: Path, tmp_path: Path) -> None:
     batch = tmp_path / "batch.jsonl"
     batch.write_text('{"question": "Who?", "answers": ["He"]}', "utf-8")
-    kvtool("inspect", "quality", "--batch", batch, "--store", store).failed(2, "recurrent state", "that would need")
+    kvtool("eval", batch, "--store", store).failed(2, "recurrent state", "that would need")
     kvtool("query", FIRST, "--store", store, "--defer").failed(2, "--defer")
     for words in (("compress",), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
         kvtool(*words, "--store", store).failed(2, "recurrent state", "that would need", "--fusion prefix")

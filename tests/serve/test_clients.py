@@ -220,7 +220,7 @@ def test_a_stream_that_has_to_wait_stays_readable(
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (OfResponses, {"tools": [{"type": "web_search"}]}, "tools"),
-    (OfResponses, {"text": {"format": {"type": "grammar"}}}, "response_format"),
+    (OfResponses, {"text": {"format": {"type": "grammar"}}}, "text.format"),
     (OfResponses, {"conversation": "c"}, "conversation"),
     (OfResponses, {"background": True}, "background"),
     (OfResponses, {"input": []}, "input"),

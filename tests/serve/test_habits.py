@@ -87,6 +87,46 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
     assert endless.ask.options.min_tokens > 10**9
     assert not endless.ask.options.stop_repeats
     assert (endless.ask.options.sampled_tokens, endless.ask.options.max_tokens) == (0, QueryOptions().max_tokens)
+    lengths = {"max_tokens": 3, "n_predict": -1, "max_completion_tokens": -1}
+    assert read_chat({"messages": ASKED, **lengths}, QueryOptions()).ask.options.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "name"),
+    [
+        (CHAT, {"top_k": -2}, "top_k"),
+        (CHAT, {"repeat_penalty": 0}, "repeat_penalty"),
+        (CHAT, {"kvtool": {"ratio": 2}}, "kvtool.ratio"),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"max_output_tokens": "5"}, "max_output_tokens"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPONSES, {"text": {"verbosity": 5}}, "verbosity"),
+        (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input.0.content"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "id": 5}]}, "id"),
+        (RESPONSES, {"metadata": "abc"}, "metadata"),
+        (RESPONSES, {"metadata": {"a": 5}}, "a"),
+        (RESPONSES, {"reasoning": "x"}, "reasoning"),
+        (RESPONSES, {"max_tool_calls": "x"}, "max_tool_calls"),
+        (RESPONSES, {"prompt_cache_key": {}}, "prompt_cache_key"),
+        (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "input_schema"),
+        (MESSAGES, {"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        (MESSAGES, {"system": 5}, "system"),
+        (MESSAGES, {"system": "x", "messages": [{"role": "user", "content": 5}]}, "messages.0"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "num_predict"),
+        ("/api/chat", {"format": {"type": "unheard"}}, "format"),
+    ],
+)
+def test_an_error_names_what_the_client_sent(path: str, more: dict[str, Any], name: str, served: Served) -> None:
+    with served.client as client:
+        refused = client.post(path, json=BODIES[path] | more)
+    error = refused.json()["error"]
+    message = error if path == "/api/chat" else error["message"]
+    assert refused.status_code == 400
+    assert name.removesuffix(".content") in message
+    assert "response_format" not in message
+    if path in (CHAT, RESPONSES):
+        assert error["param"] == name
 
 
 def test_sampling_from_one_token_is_greedy(served: Served) -> None:
@@ -207,6 +247,16 @@ def test_an_empty_answer_at_the_end_changes_nothing() -> None:
     assert (asked.request.question, asked.request.prefill, asked.turns) == (QUESTION, "", ())
 
 
+def test_assistant_messages_at_the_end_begin_the_answer_together() -> None:
+    begun = [{"role": "assistant", "content": text} for text in ("It was ", "", "Baker")]
+    assert read_chat({"messages": [*ASKED, *begun]}, QueryOptions()).ask.request.prefill == "It was\n\nBaker"
+    with pytest.raises(Refusal, match="no message of the user"):
+        read_chat({"messages": begun}, QueryOptions())
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
+    with pytest.raises(Refusal, match="a call that has no result"):
+        read_chat({"messages": [*ASKED, call, *begun]}, QueryOptions())
+
+
 @pytest.mark.parametrize(
     ("part", "kind"),
     [
@@ -224,12 +274,14 @@ def test_thinking_of_other_models_is_dropped(served: Served) -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
     said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
     bare = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
+    habits = {"max_tokens": None, "thinking": {"type": "adaptive", "display": "omitted"}}
     with served.client as client:
         counts = [
-            client.post(f"{MESSAGES}/count_tokens", json={"messages": [*ASKED, one, *ASKED]}).json()
+            client.post(f"{MESSAGES}/count_tokens", json=habits | {"messages": [*ASKED, one, *ASKED]}).json()
             for one in (said, bare)
         ]
         assert counts[0] == counts[1]
+        assert counts[0]["input_tokens"]
         reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
         body = {"input": [*ASKED, reasoning, *ASKED], "include": ["reasoning.encrypted_content"]}
         assert client.post(RESPONSES, json=body).status_code == 200
@@ -367,8 +419,11 @@ def test_models_are_listed_as_each_client_expects(served: Served) -> None:
     with served.client as client:
         assert client.get("/v1/models/").json()["object"] == "list"
         listed = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
-    assert [(model["type"], model["id"]) for model in listed["data"]] == [("model", "tiny")]
-    assert not listed["has_more"]
+        (row,) = listed["data"]
+        assert client.get("/v1/models/tiny", headers={"anthropic-version": "2023-06-01"}).json() == row
+        missing = client.get("/v1/models/other", headers={"anthropic-version": "2023-06-01"})
+    assert (row["type"], row["id"], listed["has_more"]) == ("model", "tiny", False)
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
 
 
 @pytest.mark.parametrize(
@@ -378,6 +433,9 @@ def test_models_are_listed_as_each_client_expects(served: Served) -> None:
         ("/api/generate", {"prompt": "", "keep_alive": 0}, "unload"),
         ("/api/chat", {"messages": []}, "load"),
         ("/api/chat", {"messages": [], "keep_alive": "0s"}, "unload"),
+        ("/api/chat", {"messages": [], "keep_alive": "0m"}, "unload"),
+        ("/api/chat", {"messages": [], "keep_alive": False}, "unload"),
+        ("/api/chat", {"messages": [], "keep_alive": "10m", "options": {"logits_all": False}}, "load"),
     ],
 )
 def test_ollamas_requests_without_a_question_name_what_they_ask_for(
@@ -387,6 +445,21 @@ def test_ollamas_requests_without_a_question_name_what_they_ask_for(
         said = client.post(path, json=body | {"model": "tiny"}).json()
         assert client.post(path, json=body | {"model": "other"}).status_code == 404
     assert (said["done"], said["done_reason"]) == (True, reason)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"messages": value} for value in ({}, 0, False, "")),
+        *({name: "x"} for name in ("options", "stream", "tools", "format")),
+        {"prompt": 0},
+    ],
+    ids=str,
+)
+def test_ollamas_requests_without_a_question_are_checked(wrong: dict[str, Any], served: Served) -> None:
+    with served.client as client:
+        path = "/api/generate" if "prompt" in wrong else "/api/chat"
+        assert client.post(path, json={"messages": []} | wrong).status_code == 400
 
 
 # ---- responses ----
@@ -448,6 +521,13 @@ def test_a_remembered_response_can_be_read(served: Served) -> None:
         assert (later["data"][0], later["has_more"]) == (items["data"][1], True)
         rest = client.get(f"{place}/input_items", params={"order": "asc", "after": later["last_id"]}).json()
         assert (rest["data"], rest["has_more"]) == ([items["data"][0]], False)
+        for query in ("limit=0", "limit=abc", "order=xyz", "after=nowhere"):
+            refused = client.get(f"{place}/input_items?{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.partition("=")[0])
+        same = {"input": [message | {"id": "same"} for message in (*ASKED, *ASKED)]}
+        made = client.post(RESPONSES, json=same).json()
+        ids = [item["id"] for item in client.get(f"{RESPONSES}/{made['id']}/input_items").json()["data"]]
+        assert len({*ids}) == 2
         assert client.post(f"{place}/cancel").json()["error"]["code"] == "not_background"
         for missing in ("", "/input_items"):
             assert client.get(f"{RESPONSES}/resp_none{missing}").status_code == 404

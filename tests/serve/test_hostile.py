@@ -21,7 +21,7 @@ from kvtool.cli.serve import warning_to
 from kvtool.core.agent.options import key_of, read_keys
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.auth import BodyTimeout
+from kvtool.serve.auth import BodyLimits
 from kvtool.serve.metrics import LoggingMiddleware, RequestStats, stats_of
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
@@ -212,10 +212,11 @@ def test_no_http_at_all(served: Served, rubbish: bytes) -> None:
 
 def test_a_body_that_is_too_long(ready: Path) -> None:
     with serving(ready, max_body=2000) as served, served.client as client:
-        assert client.post(CHAT, json=body(user="x" * 3000)).status_code == 413
+        stated = client.post(CHAT, json=body(user="x" * 3000))
         parts = (b"x" * 500 for _ in range(10))  # without a stated length
         answer = client.post(CHAT, content=parts, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 413
+        for each in (stated, answer):
+            assert (each.status_code, each.json()["error"]["message"]) == (413, "the request is too long")
         still_answers(served)
 
 
@@ -223,7 +224,7 @@ def run(app: ASGIApp, receive: Receive, send: Send) -> RequestStats:
     """Run one request through the middleware; return what was noted of it."""
     noted: list[RequestStats] = []
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
-    whole = LoggingMiddleware(BodyTimeout(app, 0.01), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
+    whole = LoggingMiddleware(BodyLimits(app, 0.01, 1000), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
     asyncio.run(whole(scope, receive, send))
     return noted[0]
 

@@ -257,7 +257,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
         assert best == sorted(best, reverse=True)
         assert (row.token, row.logprob) == (row.top_logprobs[0].token, best[0])  # greedily
         assert row.logprob < 0
-        assert bytes(row.bytes).decode() == row.token
+        assert row.bytes is None or bytes(row.bytes).decode() == row.token  # None: a part of a character
     *_, last = client.chat.completions.create(**asked, stream=True)
     assert last.choices[0].logprobs.content == rows
     biased = client.chat.completions.create(**asked, temperature=1.5, presence_penalty=1, seed=3)

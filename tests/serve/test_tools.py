@@ -23,7 +23,7 @@ from kvtool.core.model.prompt import with_tools
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve import tools as tools_module
 from kvtool.serve.answers import Answer
-from kvtool.serve.anthropic import read_message
+from kvtool.serve.anthropic import MessageResponse, read_message
 from kvtool.serve.job import PromptTokens
 from kvtool.serve.openai import read_chat
 from kvtool.serve.responses import ResponsesResponse
@@ -261,6 +261,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
+    ({"tools": [{"type": "function", "function": {**LOOK, "parameters": {"type": "string"}}}]}, "tools.0"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": ["required"]}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": NAMED, "tools": [NAMED]}}, "mode"),
     ({"tools": TOOLS[:1] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {**LOOK, "parameters": {"title": "x" * 70_000}}}]}, "tools"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
@@ -308,6 +311,13 @@ def test_references_and_steps_that_are_usual(schema: dict[str, Any]) -> None:
     assert read_chat(body, QueryOptions()).ask.options.grammar
 
 
+@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}], ids=str)
+def test_stop_texts_do_not_cut_what_a_grammar_forces(more: dict[str, Any]) -> None:
+    body = {"messages": [ASKED], "tools": TOOLS, "stop": ["\n"]}
+    assert read_chat(body, QueryOptions()).ask.stop == ("\n",)
+    assert read_chat(body | more, QueryOptions()).ask.stop == ()
+
+
 def test_without_the_library_a_schema_is_refused_and_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools_module, "is_installed", lambda: False)
     with pytest.raises(Refusal, match="llguidance") as refused:
@@ -347,11 +357,15 @@ def test_calls_in_a_text(text: str, rest: str, count: int) -> None:
     "value", ["[" * 100_000, '{"a":' * 100 + "1" + "}" * 100, r'"\ud800"', "NaN", "1e999"], ids=range(5)
 )
 def test_arguments_that_no_response_could_have(value: str) -> None:
-    """They are no call, in an answer as in a message."""
+    """They are no call, in an answer as in a message, unless a grammar has forced it."""
     own = f'{{"name": "look_up", "arguments": {{"mill": {value}}}}}'
     for text in (own, f"<tool_call>{own}</tool_call>"):
         answer = with_calls(Answer(text, "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS)
         assert (answer.text, answer.calls) == (text, ())
+    forced = with_calls(
+        Answer(f"<tool_call>\n{own}\n</tool_call>", "stop", (), (), {}, 0, "", 0.0, 0.0), TOOLS, forced=True
+    )
+    assert (forced.text, [call.json for call in forced.calls]) == ("", [f'{{"mill": {value}}}'])
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"mill": {value}}}'}}]}
     with pytest.raises(Refusal) as refused:
         read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions())
@@ -368,6 +382,21 @@ def test_events_name_the_items_of_their_response() -> None:
     done = [(event["output_index"], event["item"]) for event in events if event["type"] == "response.output_item.done"]
     assert done == [*enumerate(events[-1]["response"]["output"])]
     assert [item["type"] for _, item in done] == ["message", "function_call"]
+
+
+@pytest.mark.parametrize("arguments", ["", '{"mill": ', '{"mill": 3, "how": "sho', '{"mill": 3,'])
+def test_a_call_that_was_cut_off_can_be_sent_again(arguments: str) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look_up", "arguments": arguments}}]}
+    asked = read_chat({"messages": [ASKED, call, {"role": "tool", "content": "x"}]}, QueryOptions()).ask
+    assert asked.turns == ((QUESTION, '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'),)
+
+
+def test_a_call_that_is_cut_off_has_empty_input_in_a_stream_of_anthropic_too() -> None:
+    facts = {"tokens": {"prompt": 9, "generated": 5, "reused": 0}, "timing_ms": {}}
+    answer = with_calls(Answer(f"<tool_call>\n{CALLED[:-3]}", "length", (), (), facts, 0, "", 0.0, 0.0), TOOLS)
+    response = MessageResponse("tiny")
+    assert response.whole(answer)["content"][0]["input"] == {}
+    assert '"partial_json": "{}"' in "".join(response.end(answer))
 
 
 def test_one_call_where_several_are_not_wanted() -> None:

@@ -30,7 +30,7 @@ def table_of_other_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_rotation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rotary, "rotate_into", lambda self, out, keys, table, layer: out.copy_(keys))
+    patch.setattr(Rotary, "rotate", lambda self, keys, table, layer: keys.clone())
 
 
 def lossy_level(patch: pytest.MonkeyPatch) -> None:
@@ -107,10 +107,10 @@ def test_one_unlucky_prompt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
-        out.fill_(float("nan"))
+    def broken(self: Rotary, keys: torch.Tensor, table: RopeTables, layer: int) -> torch.Tensor:
+        return torch.full_like(keys, float("nan"))
 
-    monkeypatch.setattr(Rotary, "rotate_into", broken)
+    monkeypatch.setattr(Rotary, "rotate", broken)
     verdict = check_invariants(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert any(check.difference == float("inf") for check in verdict.checks)

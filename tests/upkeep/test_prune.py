@@ -34,7 +34,6 @@ MARGIN = 16_384  # what a hint adds to the expected size
 
 
 def measured(path: Path) -> Path:
-    """Losses of all levels, as `compress` keeps them."""
     with Store.open(path) as store, store.writer() as pen:
         state = store.codec_state()
         losses = {level: {"kl_answer": 0.001 * int(level)} for level in NESTED}
@@ -43,7 +42,6 @@ def measured(path: Path) -> Path:
 
 
 def noted(path: Path, *labels: str, when: int) -> None:
-    """Uses of chunks as questions note them."""
     from kvtool.core.cache.access_log import append
 
     append(path / "access.log", (f"{id_of(label).hex()} {when}" for label in labels))
@@ -54,7 +52,6 @@ def pruned(path: Path, max_size: int | None = None, **options: Any) -> PruneRepo
 
 
 def with_kv(path: Path) -> list[str]:
-    """Files of :func:`make_store` whose chunks have KV."""
     with Store.open(path) as store:
         return [s for s in store.sources() if all(store.has_chunk(id_of(f"{s}.{n}")) for n in range(2))]
 
@@ -203,7 +200,6 @@ def test_the_command_keeps_a_budget_and_prunes_to_it(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) -> None:
-    """As from cron, for a budget that the texts already exceed."""
     path = measured(fitted)
     keep_budget(path, "10kB")
     done = kvtool("store", "prune", "--cold", "0s", "--quiet", "--store", path)
@@ -404,9 +400,6 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         assert report.after <= report.goal
         assert cache.budget(None).budget is None
         assert cache.budget("20GB").budget == 20 * 10**9
-        for wrong in ("20XB", -1, 1.5):
-            with pytest.raises(UsageError, match=r"^size: .* (is not a size|is less than 1)"):
-                cache.budget(wrong)  # type: ignore[arg-type]
         assert cache.budget("none").budget is None
 
 

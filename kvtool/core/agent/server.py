@@ -32,7 +32,7 @@ from pydantic import AnyHttpUrl, ValidationError
 
 from kvtool.core.agent.options import AgentOptions, key_of
 from kvtool.core.agent.tools import Tools
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, UsageError, replace_flags
 
 LISTED = 1000  # documents on a page of the resources
 _TEMPLATE = "kvtool://document/{source}"
@@ -66,7 +66,7 @@ class StoreServer:
                 name=tool.name,
                 description=tool.description,
                 annotations=tool.annotations,
-                input_schema=tool.parameters,
+                input_schema=tool.parameters | {"additionalProperties": False},
                 output_schema=tool.output_schema,
             )
             for tool in self._tools.values()
@@ -79,8 +79,11 @@ class StoreServer:
         """`tools/call`. Raises MCPError for a tool that there is not; the model reads all other errors."""
         if (tool := self._tools.get(params.name)) is None:
             raise MCPError(types.INVALID_PARAMS, f"unknown tool: {params.name}")
+        given = params.arguments or {}
         try:
-            result = await tool.run(params.arguments or {}, Context(request_context=context), convert_result=True)
+            if unknown := given.keys() - tool.parameters["properties"].keys():
+                raise ToolError(f"unknown argument: {min(unknown)!r}")
+            result = await tool.run(given, Context(request_context=context), convert_result=True)
         except ToolError as error:
             text = str(error)
             if isinstance(cause := error.__cause__, ValidationError):
@@ -175,6 +178,7 @@ def _explained(tool: F) -> F:
         count = itertools.count(1)
 
         def show(text: str) -> None:
+            anyio.from_thread.check_cancelled()  # ends the answer of a cancelled request, or a client that has left
             anyio.from_thread.run(kvtool_context.report_progress, next(count), None, text)
 
         if _STREAM in signature.parameters:
@@ -192,8 +196,8 @@ def _explained(tool: F) -> F:
 
 def _words(error: KvtoolError) -> str:
     """Return an error as an agent reads it: without a hint at a command line, which it may not have."""
-    is_command = "`kvtool" in error.hint or "--" in error.hint
-    return f"{error.message} ({error.hint})" if error.hint and not is_command else error.message
+    hint = "" if "`kvtool" in error.hint or "--" in error.hint else error.hint
+    return replace_flags(f"{error.message} ({hint})" if hint else error.message)
 
 
 PATH = "/mcp"

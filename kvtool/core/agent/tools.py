@@ -309,7 +309,7 @@ class Tools:
     def _count(name: str, given: int | None, default: int, lowest: int = 0) -> int:
         number = default if given is None else given
         if not lowest <= number <= MOST_CHUNKS:
-            raise UsageError(f"{name}: {number} is not between {lowest} and {MOST_CHUNKS}", "ask for fewer")
+            raise UsageError(f"{name}: {number} is not between {lowest} and {MOST_CHUNKS}")
         return number
 
 

@@ -18,7 +18,8 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.constraint import Constraint
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding, stop_ids
+from kvtool.core.model.decode.native import prepare_compiled_model
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate, stop_ids
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
@@ -151,7 +152,7 @@ def begin_answer(
             left = session.decoder.context - asked.plan.length
             options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
         streamed = _fetch(session, asked, options, selector)
-        prepare_decoding(session.decoder)
+        prepare_compiled_model(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
         sampling = sampling_of(options, session.tokenizer, stop_ids(session.decoder))

@@ -1,6 +1,6 @@
 """The online audit (`--audit`): a share of the answers is compared with full prefill, after they have been given.
 
-The measure is that of `inspect quality` and `--compare`: KL from full prefill's distributions to the fused prompt's,
+The measure is that of `eval` and `--compare`: KL from full prefill's distributions to the fused prompt's,
 teacher-forced over full prefill's own greedy answer.
 """
 

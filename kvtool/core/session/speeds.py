@@ -18,7 +18,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.preemption import run_pending, uninterrupted
+from kvtool.core.model.preemption import between_layers, run_pending
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.identity import ProfileCache
 
@@ -208,7 +208,7 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
 
     def timed() -> float:
         run_pending()
-        with uninterrupted():
+        with between_layers(None):
             started = time.perf_counter()
             decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
             return time.perf_counter() - started
@@ -295,7 +295,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     run_pending()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with uninterrupted(), Loader(decoder, segments, cache, source) as loader:
+        with between_layers(None), Loader(decoder, segments, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU
