@@ -85,7 +85,6 @@ def _show(run: Run, answer: Mapping[str, Any]) -> None:
 
 
 def is_kept_asked(run: Run) -> bool:
-    """Return True if `--keep-alive` itself is given, and not a setting."""
     return run.resolved.origin("keep_alive").layer == "flag" and run.get(KeepOptions).keep_alive > 0
 
 

@@ -83,20 +83,16 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         return report
     except BaseException as raised:
         if book:
-            _log_end(book, raised)
+            from kvtool.cli.app import explain
+
+            error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
+            book.event("error", error=error_json(error, code))
         raise
     finally:
         if book:
             book.close()
             if book.error:
                 run.out.warning(f"the log {log} is not complete: {book.error}")
-
-
-def _log_end(book: EventLog, raised: BaseException) -> None:
-    from kvtool.cli.app import explain
-
-    error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
-    book.event("error", error=error_json(error, code))
 
 
 def _show(run: Run, report: IngestReport) -> None:

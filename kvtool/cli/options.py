@@ -88,12 +88,10 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The store's folder. Raises UsageError for a URL."""
         return self.get(StoreOptions).folder
 
     @property
     def max_loss(self) -> float:
-        """Nats a token that questions may lose."""
         return self.resolved.get(QueryOptions, "set").max_loss
 
     @property

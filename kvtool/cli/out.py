@@ -113,21 +113,17 @@ class Out:
             self._put(clean(text) + end)
 
     def prose(self, text: str) -> None:
-        """Put a whole text for a person on stdout; on a terminal its lines break between words."""
         self.print(wrapped(clean(text), self._stdout.columns))
 
     def end_line(self) -> None:
-        """End the line that `print` has begun; nothing where it has ended already."""
         if self._in_line:
             self.print()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-        """Put a table for a person on stdout; nothing in the machine modes. Numbers are aligned to the right."""
         if self.human:
             self._put(render_table(columns, [list(row) for row in rows], title, self._stdout))
 
     def markdown(self, text: str, for_terminal: str = "") -> None:
-        """Put a page on stdout: drawn on a terminal (`for_terminal`, if the text differs), otherwise unchanged."""
         if self.human:
             terminal = self._stdout.isatty()
             self._put(render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
@@ -151,7 +147,6 @@ class Out:
             self.result(value, human)
 
     def event(self, type: Literal["status", "warning", "error", "summary"], **facts: Any) -> None:
-        """Put one event on stdout in the jsonl mode; nothing in the others."""
         if self.mode == "jsonl":
             self.json({"type": type} | facts)
 
@@ -194,7 +189,6 @@ class Out:
             self._stderr.flush()
 
     def quote(self, text: str) -> None:
-        """Put a foreign text for a person on stdout, each line after a bar; nothing in the machine modes."""
         if self.human:
             self._put(render_quote([(text, "{}")], self._stdout.columns))
 

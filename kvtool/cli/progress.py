@@ -207,7 +207,6 @@ class Spinner:
         self._thread: threading.Thread | None = None
 
     def say(self, words: str, report: Callable[[], str] | None = None) -> None:
-        """Show these words from now on; `report` is of no use on a line that says what is done."""
         if os.environ.get("TERM") == "dumb" or not self._stream.isatty() or self._over.is_set():
             return
         with self._lock:
@@ -267,7 +266,6 @@ class Ticker:
         self._thread.start()
 
     def say(self, words: str, report: Callable[[], str] | None = None) -> None:
-        """Begin an activity, or go on with it. `report`: says how far it is; None: only for how long it lasts."""
         now = time.monotonic()
         if not self._words:
             self._last += now - self._ended  # nothing was done meanwhile

@@ -89,7 +89,6 @@ class SafeStream(io.TextIOBase):
         return False
 
     def fileno(self) -> int:
-        """The stream's own number. Raises OSError where it has none."""
         if self.stream is None:
             raise OSError("the stream is closed")
         return self.stream.fileno()
@@ -235,7 +234,9 @@ class _Column:
 
         self.name = name
         self.cells = [_cell(value) for value in values]
-        self.numbers = bool(values) and all(_is_number(value) for value in values)
+        self.numbers = bool(values) and all(
+            value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+        )
         texts = [name, *self.cells]
         self.natural = max(map(cell_len, texts))
         word = max((cell_len(word) for text in texts for word in text.split()), default=0)
@@ -358,10 +359,6 @@ def render_markdown(text: str) -> str:
     page = Markdown(text, hyperlinks=False, code_theme="ansi_dark")
     console.print(page, width=min(console.width, 120))
     return canvas.getvalue()
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _cell(value: Any) -> str:

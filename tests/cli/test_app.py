@@ -37,7 +37,6 @@ def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, function: Any, name: str = "probe") -> None:
-    """Register a command module, as a file in kvtool/cli and a line in COMMANDS would."""
     made: Any = types.ModuleType(f"kvtool.cli.{name}")
     made.app = new_app()
     made.app.command()(function)

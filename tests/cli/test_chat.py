@@ -91,8 +91,6 @@ def test_settings_for_single_questions_are_left_aside(store: Path, tmp_path: Pat
 
 
 class Screen:
-    """A chat whose words are kept."""
-
     def __init__(self, session: Session, aloud: bool = True) -> None:
         self.stdout, self.stderr = io.StringIO(), io.StringIO()
         self.out = Out(stdout=self.stdout, stderr=self.stderr)
@@ -100,7 +98,6 @@ class Screen:
         self.chat = Chat(self.out, session, self.talk, aloud=aloud)
 
     def says(self, line: str) -> str:
-        """What a line makes it say on stderr."""
         self.stderr.seek(0)
         self.stderr.truncate()
         assert self.chat.take(line)

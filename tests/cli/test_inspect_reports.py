@@ -134,8 +134,6 @@ def test_a_report_needs_no_room_for_an_answer(what: str, store: Path, monkeypatc
 
 
 class Lengths:
-    """Notes what length a model is asked for."""
-
     def __init__(self) -> None:
         self.asked: list[int] = []
 

@@ -23,7 +23,6 @@ Shape = Any
 
 
 def shapes() -> dict[str, Shape]:
-    """Every object of the page by its name: a command, `error`, or an event."""
     lines = (re.fullmatch(r"    ([a-z][^:]*): (\{.*\})", line) for line in PAGE.splitlines())
     parsed = {found[1]: parse(found[2]) for found in lines if found}
     return {name: spread(shape, parsed) for name, shape in parsed.items() if name not in PARTS}
@@ -93,7 +92,6 @@ def differences(value: Any, shape: Shape, at: str) -> Iterator[str]:
 
 
 def names_in(shape: Shape) -> Iterator[str]:
-    """All names of a shape."""
     if isinstance(shape, list):
         yield from names_in(shape[0])
     elif isinstance(shape, dict):
@@ -104,13 +102,11 @@ def names_in(shape: Shape) -> Iterator[str]:
 
 
 def described() -> Counter[str]:
-    """How often each name has a line in the page's tables."""
     first = [re.match(r"\| (`[^|]*`) \|", line) for line in PAGE.splitlines()]
     return Counter(name for line in first if line for name in re.findall(r"`([a-z0-9_]+)`", line[1]))
 
 
 def shape_of(command: str, row: dict[str, Any]) -> str:
-    """Where the page describes an object of this command."""
     if row.get("type") in ("status", "warning", "error"):
         return f"event {row['type']}"
     if "count" in row:

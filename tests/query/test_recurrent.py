@@ -29,7 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a store, next to the documents that it was made of."""
     folder = tmp_path_factory.mktemp("made")
     write_corpus(folder / "corpus")
     exactly = ("--store-dtype", "float32")  # what is stored is what was computed
@@ -226,7 +225,6 @@ def test_prune_takes_stretches_first(store: Path) -> None:
 
 
 def flip(store: Path, key: bytes) -> None:
-    """Flip a bit in the middle of a value's payload."""
     with Store.open(store) as opened:
         with opened.snapshot() as snapshot:
             value = snapshot.get(tables.STRETCHES, key)

@@ -118,17 +118,14 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Return its key, unique among the options of a command: its setting, else its flag."""
         return self.setting or self.flag
 
     @property
     def is_keyword(self) -> bool:
-        """Return True if Python's signatures show it: a parameter is given in `set`."""
         return bool(self.flag) or not self.parameter
 
     @property
     def env(self) -> str:
-        """Its environment variable; empty where it has none."""
         return ENV_PREFIX + self.setting.upper() if self.setting else ""
 
     def parse(self, text: Any, where: str) -> Any:
@@ -153,7 +150,6 @@ class Option:
         return self._accept_one(value, where)
 
     def accept(self, value: Any, where: str) -> Any:
-        """Check a value that has a type already, and return it in the option's own. Raises UsageError."""
         if value is None and self.optional:
             return None
         if not self.many:

@@ -125,17 +125,14 @@ class _Names:
                 if not option.setting:
                     continue
                 self.every[option.setting] = option
-                flags = [_as_key(flag) for flag in (option.flag.partition("/")[0], *option.synonyms)]
+                words = (option.flag.partition("/")[0], *option.synonyms)
+                flags = [word.removeprefix("--").replace("-", "_") for word in words]
                 for section in option.sections:
                     self.tables.setdefault(section, {}).update(dict.fromkeys((option.setting, *flags), option))
 
     @property
     def variables(self) -> dict[str, Option]:
         return {ENV_PREFIX + name.upper(): option for name, option in self.every.items()}
-
-
-def _as_key(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _flag_layer(flags: Mapping[Option, Any]) -> Layer:

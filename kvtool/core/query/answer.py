@@ -98,7 +98,6 @@ class PreparedAnswer:
     marks: Sequence[Marks] = ()
 
     def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        """Return the reply; `checked`: full prefill's look at a draft."""
         return _reply(self, said, checked)
 
     @property
@@ -403,7 +402,6 @@ def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
 
 
 def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
-    """Store what was computed; return False, with a warning, where that is not possible."""
     store, decoder, identity = session.store, session.decoder, session.identity
     try:
         with store.writer() as writer:

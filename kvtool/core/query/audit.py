@@ -42,7 +42,6 @@ class Auditor:
         self._said: set[str] = set()
 
     def is_due(self, reply: Reply, share: float) -> bool:
-        """Return True if an answer is to be audited: it is sampled, it reused KV, the audit can be stored."""
         if not is_drawn(reply.question, reply.revision, share):
             return False
         if self._session.store.read_only:

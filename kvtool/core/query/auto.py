@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of the controller: a prompt with its options, and the milliseconds for measuring and deciding."""
-
     asked: PromptLayout
     options: QueryOptions
     decision: Decision
@@ -68,7 +66,6 @@ def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choi
 
 
 def spans_of(session: Session, plan: Plan) -> list[Span]:
-    """Return a prompt's segments as the cost model counts them; loads no model."""
     return [Span.of(segment, session.holds(segment)) for segment in plan.segments]
 
 

@@ -106,13 +106,10 @@ def sentences_of(text: str, kind: str = "text") -> list[tuple[int, int]]:
 
 def _answer_sentences(answer: str) -> list[tuple[int, int]]:
     """Return the sentences of an answer but the lines of its code, where a number would be code, too."""
-    fences = [unit for unit in units(answer, "markdown") if _is_fence(answer, unit)] if answer.strip() else []
+    parts = units(answer, "markdown") if answer.strip() else []
+    fences = [unit for unit in parts if answer[unit.start : unit.end].lstrip().startswith(("```", "~~~"))]
     spans = sentences_of(answer, "markdown")
     return [span for span in spans if not any(fence.start <= span[0] < fence.end for fence in fences)]
-
-
-def _is_fence(text: str, unit: Unit) -> bool:
-    return text[unit.start : unit.end].lstrip().startswith(("```", "~~~"))
 
 
 def _lines(text: str, unit: Unit) -> list[Unit]:

@@ -83,7 +83,6 @@ def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
 
 
 def check_room(session: Session, tokens: int) -> None:
-    """Refuse a further turn after so many tokens where they fill the model's context. Raises ContextFullError."""
     if session.is_loaded and tokens >= session.decoder.context:
         raise ContextFullError(
             f"the conversation has {tokens} tokens, the model takes {session.decoder.context}",
@@ -263,7 +262,6 @@ class Conversation:
 
     @classmethod
     def over(cls, session: Session, options: QueryOptions | None = None, by_text: bool = False) -> Conversation:
-        """Return a conversation over a session that stays open."""
         return cls(lambda: nullcontext(session), options, by_text)
 
     @property
@@ -291,7 +289,6 @@ class Conversation:
         return 0 if self._now.state is None else self._now.state.prefix.cache.nbytes
 
     def reset(self) -> None:
-        """Remove all turns, and the earlier questions that guide the search."""
         self._now = _Now()
 
     def start_over(self) -> None:
@@ -396,7 +393,6 @@ class Conversation:
         self._now = _Now(earlier=(*self.said, *(Turn(question, answer, (), {}) for question, answer in turns)))
 
     def trial(self, session: Session, options: QueryOptions) -> Trial:
-        """Return a trial that begins after the turns so far."""
         state = self._now.state
         return Trial(session, options, self.tokens, {} if state is None else state.prefix.chunks)
 

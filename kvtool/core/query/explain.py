@@ -68,7 +68,6 @@ class LayerBackends:
 
 
 def explain_attention(decoder: Decoder, fused: Fused) -> list[LayerBackends]:
-    """Return the backends of a model's layers, one entry for each kind, for as many rows and keys as a prompt had."""
     return backends_of(decoder, fused.tokens.recomputed + fused.tokens.fresh, fused.plan.length)
 
 

@@ -203,7 +203,6 @@ def record_marks(session: Session, chunk_id: bytes, level: str) -> Marks:
 
 
 def plan_marks(session: Session, plan: Plan) -> tuple[Marks, ...]:
-    """Return the marks of the records that a plan reads, by segment; of a segment that reads none, nothing."""
     sources = [(one.source.chunk_id, one.source.level if one.cached else None) for one in plan.segments]
     return tuple(record_marks(session, chunk_id, level) if level else () for chunk_id, level in sources)
 
@@ -416,7 +415,6 @@ def spotted(spans: list[Span]) -> list[Span]:
 
 
 def spot_all(session: Session, ids: Sequence[int], owner: str | None) -> list[Span]:
-    """Find passages in token ids: those of documents, and those that were learned of an owner."""
     spans = session.finder.spot(ids)
     if session.learned is None or owner is None:
         return spans

@@ -100,7 +100,6 @@ class ReplyChunk:
         return self.cite(self.source)
 
     def cite(self, name: str) -> str:
-        """Return the place, with this name of its file before it."""
         return Place(self.line, self.label).cite(name)
 
     def to_json(self) -> dict[str, Any]:
@@ -232,12 +231,10 @@ class Reply:
 
     @property
     def asked_mode(self) -> str:
-        """Return the mode that was asked for: `fusion`, or `auto` where the controller chose it."""
         return AUTO if self.controller else self.fusion
 
     @property
     def sources(self) -> list[ReplyChunk]:
-        """Return the chunks that the answer is based on, best first: those loaded, and those in the prompt already."""
         return sorted([*self.chunks, *self.resident_chunks], key=lambda chunk: -(chunk.score or 0))
 
     @property
@@ -375,7 +372,6 @@ _COUNTS = ("prompt", "reused", "recomputed", "fresh")
 
 
 def numbers(reply: Reply) -> Row:
-    """Return the numbers of one reply that are summed up; missing ones are left out."""
     row = reply.to_json()
     return {
         **{name: row[name] for name in MEASURES if name in row},
@@ -397,7 +393,6 @@ def _of_verified(verified: Verified) -> Row:
 
 
 def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Sum up the numbers of one mode's replies: means of scores and counts, medians of times."""
     names = dict.fromkeys(name for row in rows for name in row)
     times = medians(rows, [name for name in names if name.endswith("_ms")])
     return {

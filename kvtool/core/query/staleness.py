@@ -46,7 +46,6 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
 
 
 def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
-    """Return by document whether its file has changed since ingest, as `with_changes` says it."""
     files = {source: file_of(source) for source in sources}
     known: dict[str, FileEntry] = {}
     for path in set(files.values()):

@@ -499,16 +499,15 @@ class BackgroundDecoder:
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._waiting or self._has_text())
+            self._changed.wait_for(
+                lambda: self._stopped or self._waiting or (self._text is not None and self._ended is None)
+            )
             if self._stopped:
                 return None
             if self._waiting:
                 return functools.partial(self._decode, *self._waiting.popitem())
             assert self._text is not None
             return functools.partial(self._compute, *self._text)
-
-    def _has_text(self) -> bool:
-        return self._text is not None and self._ended is None
 
     def _compute(self, number: int, segment: Segment) -> None:
         started, decoding, whole = time.perf_counter(), self._decoding, False
