@@ -44,6 +44,8 @@ app = new_app()
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Options, settings=False):
+    """Options that only the command line has."""
+
     show_key: bool = option(False, "Print the first API key, and exit.", group=ACCESS)
 
 
@@ -104,15 +106,20 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
 
 
 def _check_store(run: Run, options: ServeOptions) -> None:
-    """Make a missing store where clients may ingest into it, or what they send is learned. Raises
-    StoreNotFoundError."""
-    from kvtool.core.cache.layout import read_store_file
+    """Make a missing store where clients may ingest into it, or what they send is learned.
+
+    Raises
+    ------
+    StoreNotFoundError : there is none, and they may not.
+    ModelError : there is no model to make one with.
+    """
+    from kvtool.core.cache.layout import read_uuid
 
     place = run.get(StoreOptions).place
     if isinstance(place, str):
         return  # the engine opens a shared store
     try:
-        read_store_file(place)
+        read_uuid(place)
     except StoreNotFoundError:
         if not (options.learn or options.uploads or options.root):
             raise
@@ -204,12 +211,14 @@ class _Log:
                 self._out.json(row)
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
 
 
 def _in_short(row: dict[str, Any]) -> str:
+    """Return a request's line for a person."""
     at = time.strftime("%H:%M:%S", time.localtime(row["time"]))
     facts = [f"{at} {row['method']} {one_line(row['path'])} {row['status']} in {row['milliseconds'] / 1e3:.2f} s"]
     if "tokens" in row:

@@ -19,7 +19,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.app import local_app
@@ -59,7 +59,7 @@ class Resident:
     def run(self, model: ModelOptions, memory_cache: int) -> None:
         """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
         self._record.write()
-        self._uuid = read_store_file(self._place).uuid
+        self._uuid = read_uuid(self._place)
         engine, listeners = shell_engine(self._place, model, memory_cache), list[Listener]()
         try:
             engine.start()
@@ -114,7 +114,7 @@ class Resident:
     def _is_reachable(self) -> bool:
         """Return True if questions of the store come here, and `kvtool stop` finds this process by its log."""
         try:
-            is_same = read_store_file(self._place).uuid == self._uuid
+            is_same = read_uuid(self._place) == self._uuid
             return is_same and os.lstat(self._socket).st_ino == self._inode and os.path.exists(self._record.log)
         except (OSError, KvtoolError):
             return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.environment import Closed
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, StoreNotFoundError
 from kvtool.core.model.options import ModelOptions
@@ -85,7 +85,7 @@ class LoadedModel:
         return self._session or self._open(None)
 
     def _is_current(self, session: Session) -> bool:
-        if isinstance(self.place, Path) and read_store_file(self.place).uuid != session.store.uuid:
+        if isinstance(self.place, Path) and read_uuid(self.place) != session.store.uuid:
             return False
         try:
             session.store.follow()
@@ -142,7 +142,7 @@ class LoadedModel:
     def exists(self) -> bool:
         if isinstance(self.place, Path):
             try:
-                read_store_file(self.place)
+                read_uuid(self.place)
             except StoreNotFoundError:
                 return False
         return True

@@ -15,7 +15,6 @@ from kvtool.core.cache.store import Store  # noqa: E402
 from kvtool.core.errors import KvtoolError  # noqa: E402
 from kvtool.core.evaluate.audits import keep_audit  # noqa: E402
 from tests.cache.making import LAYERS, add_file, check_file, id_of  # noqa: E402
-from tests.evaluate.test_audits import made  # noqa: E402
 
 
 def say(word: str) -> None:
@@ -75,6 +74,8 @@ def read(store: Store, *paths: str) -> None:
 
 def audits(store: Store, word: str, count: str) -> None:
     """Keep audits next to the records."""
+    from tests.evaluate.test_audits import made  # imports torch, which a small address space has no room for
+
     say("start")
     for number in range(int(count)):
         if not keep_audit(store, "model", made(number, question=word)):

@@ -26,8 +26,6 @@ MODES = tuple(name for name in SELECTORS if name != "prefix")
 
 @dataclass
 class Beside:
-    """Answers that are written while something else is computed: a token of each at every opportunity."""
-
     decoder: Decoder
     together: ContinuousBatch = field(default_factory=ContinuousBatch)
     sequences: list[AnswerSequence] = field(default_factory=list)
@@ -75,7 +73,6 @@ def test_each_mode(mode: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
 def test_each_family(name: str) -> None:
-    """By `blend`, which hooks into the layers."""
     check_fuse(case(name), "blend")
 
 

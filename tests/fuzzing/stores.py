@@ -181,7 +181,7 @@ def rans(data: bytes) -> None:
     except DamagedError:
         return
     ids = np.arange(64, dtype=np.uint16) % len(tables)
-    stream, out = Stream(words, states), np.zeros((rows, 64), np.int16)
+    stream, out = Stream.of(words, states), np.zeros((rows, 64), np.int16)
     try:
         expected = reference.decode(stream, rows, ids, tables)
     except DamagedError:

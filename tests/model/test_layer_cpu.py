@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.onednn import OneDnnBlockedWeight, can_pack, pack_weights
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model import layer_cpu
 from kvtool.core.model.attention import QueryRows
@@ -190,19 +189,3 @@ def test_few_rows_have_a_crew_where_all_their_products_are_our_own(
     LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
     assert asked[4:] == [1]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("count", [1, 8, 320, 321])
-def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn((64, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear: Any = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if not can_pack(linear.weight):
-        pytest.skip("this CPU has no layout of its own")
-    pack_weights(linear)
-    calls: list[int] = []
-    multiply = OneDnnBlockedWeight.multiply
-    monkeypatch.setattr(OneDnnBlockedWeight, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
-    with torch.inference_mode():
-        linear.rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
-    assert layer_cpu._is_in_team(linear, count, torch.bfloat16) == bool(calls)

@@ -18,16 +18,7 @@ from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.values import survey
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    break_record,
-    chunks_of,
-    damages,
-    kvtool,
-    state,
-    write_corpus,
-)
+from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound
 
 PARTS = 3
@@ -88,7 +79,6 @@ def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tin
 
 
 def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp_path: Path) -> None:
-    """And none of them loses a record for another's sake."""
     made: dict[str, str | None] = {}
     sources = [Path(shutil.copytree(part, tmp_path / part.name)) for part in _all(parts)[:2]]
     for source in sources:
@@ -120,9 +110,7 @@ def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: 
         path = tmp_path / "-".join(order)
         import_sources(path, [tmp_path / name for name in order], trust=MINE)
         with Store.open(path) as store:
-            document = store.document(str(changed))
-            assert document is not None
-            assert document.text == "The first mill was sold.\n"
+            assert store.document(str(changed)).text == "The first mill was sold.\n"  # type: ignore[union-attr]
 
 
 def test_a_shard_forgets_only_what_is_gone(parts: Path, tmp_path: Path, tiny: Path) -> None:
@@ -163,9 +151,7 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
     assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
 
 
-def test_a_source_that_is_written_to_is_taken_as_it_was(
-    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_sees_a_snapshot_of_its_source(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(shutil.copytree(parts / "whole", tmp_path / "source"))
 
     def surveyed(store: Store, *more: Any) -> Any:

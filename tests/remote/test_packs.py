@@ -18,12 +18,11 @@ from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.remote.test_sharing import add, forget, is_whole, new_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """Make a store of three documents of two chunks, one of them at two levels."""
     with Store.open(new_store(tmp_path / "store")) as opened:
         with opened.writer() as writer:
             put(writer, "f0.0", "lossless")
@@ -63,10 +62,7 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
     assert push(store, blobs).bytes == 0
 
 
-def test_several_packs_are_sent_together(
-    store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that far away they take as long as one, and that memory holds no more at a time than it may."""
+def test_packs_sent_together(store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sent = blobs.put, list[int]()
 
     def put(values: Mapping[str, bytes]) -> None:
@@ -80,9 +76,7 @@ def test_several_packs_are_sent_together(
     assert is_whole(blobs)
 
 
-def test_what_is_too_large_for_a_pack_is_sent_by_layer(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_chunk_goes_by_layer(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with store.writer() as writer:
         add_file(writer, "large", ["large"], dim=64)
     monkeypatch.setattr(send, "MOST_BYTES", 3000)
@@ -93,15 +87,12 @@ def test_what_is_too_large_for_a_pack_is_sent_by_layer(
 
 
 def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    """Replace five of the six chunks of a pack; in the end no old value is left, and nothing is lost."""
     push(store, blobs)
     first = packs_in(blobs)
     forget(store, "f1", "f2")
-    with store.writer() as writer:
-        add_file(writer, "f0", ["f0.0", "new"])
+    add(store, "f0", "f0.0", "new")
     for number in range(6):
-        with store.writer() as writer:
-            add_file(writer, "f9", [f"version {number}"])
+        add(store, "f9", f"version {number}")
         forget(store)
         push(store, blobs, delete=number == 0, yes=True)
     assert is_whole(blobs)
@@ -115,7 +106,6 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
 
 
 def levels_of(blobs: Blobs, name: str) -> set[str]:
-    """Return the levels of the records that a pack in use holds."""
     return {
         level
         for chunk in read_catalogue(blobs).chunks.values()
@@ -142,13 +132,10 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
 
 
 @pytest.mark.usefixtures("small_packs")
-def test_a_killed_push_leaves_packs_that_nobody_sees(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_of_a_killed_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, blobs)
     before = set(blobs.names())
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0", "f3.1"])
+    add(store, "f3", "f3.0", "f3.1")
     with monkeypatch.context() as patch:
         patch.setattr(type(blobs), "compare_and_swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -163,10 +150,7 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
     assert is_whole(blobs)
 
 
-def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut it off, also before the beginning of what is asked for."""
+def test_pack_that_is_cut_off(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "MOST_TOGETHER", 1)
     push(store, blobs)
     whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
@@ -179,12 +163,8 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
     check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
 
 
-def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that it is not named although its chunks are still there, for another file."""
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f0.0", "f0.1"])
+def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(store, "f3", "f0.0", "f0.1")
 
     survey = values.survey
 

@@ -16,7 +16,7 @@ import torch
 from kvtool.core.kernels import COMPUTED
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
-from kvtool.core.kernels.linear.modules import SmallBatchLinear
+from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import Swapped, cache_name, own_class, swap, swapped_by
@@ -162,7 +162,8 @@ def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch
 
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
-    by_rows = isinstance(linear, SmallBatchLinear) and not _is_touched(linear)
+    """Multiply by a linear layer, in the way that is fast for few rows where its weight is kept for that."""
+    by_rows = isinstance(linear, PackedLinear) and not _is_touched(linear)
     out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out
 
@@ -179,7 +180,7 @@ def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
 
 
 def _is_in_team(linear: Any, count: int, dtype: torch.dtype) -> bool:
-    return isinstance(linear, SmallBatchLinear) and "forward" not in vars(linear) and linear.in_team(count, dtype)
+    return isinstance(linear, PackedLinear) and "forward" not in vars(linear) and linear.in_team(count, dtype)
 
 
 def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:

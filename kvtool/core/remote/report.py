@@ -8,8 +8,6 @@ from typing import Any
 
 @dataclass
 class Counts:
-    """Counts of values that were transferred, and of those that were there already."""
-
     transferred: int = 0
     unchanged: int = 0
 
@@ -21,22 +19,19 @@ class Counts:
 
 @dataclass
 class TransferReport:
-    """Counts of one direction.
+    """Counts of one direction; `chunks` at a level each.
 
     Attributes
     ----------
-    chunks : at a level each. `bytes` : of all that was transferred.
     removed : files of a store, or values of a shared store (`bytes_freed`).
     documents_removed : documents of a shared store.
     removals_deferred : values of a shared store that were to go and did not, because another push was running.
-    dry_run : nothing was changed; these are the counts of what would have been.
     damaged : what could not be transferred, and why; it was left out.
     origin : what the documents that came are noted to be from; "": as if they were made here.
     trusted : whether they may replace and serve the store's own.
     conflicting_files : paths of files that stayed as they are, since they are of another origin.
     model : the model that the store was made for, where it began with this.
-    signer : the owner of the key that has signed what came, "" for nobody; None: no key is trusted, so no signature was
-        checked.
+    signer : the owner of the key that has signed what came, "" for nobody; None: not checked, since no key is trusted.
     """
 
     direction: str
@@ -58,7 +53,6 @@ class TransferReport:
     signer: str | None = None
 
     def note_damage(self, what: str, why: str) -> None:
-        """Note that something was left out, and why."""
         self.damaged.append({"subject": what, "reason": why})
 
     def goes_on_from(self, before: TransferReport) -> None:
@@ -70,7 +64,6 @@ class TransferReport:
         self.seconds += before.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, as `--json` shows it."""
         facts = asdict(self)
         if self.direction == "import":  # from a path on the disk
             facts["path"] = facts.pop("url")
