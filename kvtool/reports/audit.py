@@ -69,11 +69,7 @@ def _row(group: Sequence[Audit]) -> dict[str, Any]:
         "sampled": sum(audit.sampled for audit in group),
         "incomplete": sum(audit.holes > 0 for audit in group),
         "recomputed_share": statistics.fmean(shares) if shares else 0.0,
-        "worst": {
-            "question": worst.question,
-            "time": worst.at,
-            **{name: getattr(worst, name) for name in DISTANCES},
-        },
+        "worst": {"question": worst.question, "time": worst.at} | {name: getattr(worst, name) for name in DISTANCES},
     }
 
 

@@ -32,8 +32,7 @@ def sparsity(context: ReportContext) -> ReportResult:
 def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
     yield f"Attention sparsity, {read_at}"
     yield _masses(value)
-    mass = f"{value['mass_threshold']:.0%}"
-    yield f"keys for {mass}: the share of the keys that a row sees that hold so much of its attention"
+    yield f"keys for {value['mass_threshold']:.0%}: the share of the visible keys that hold so much of its attention"
     for name, tally in _tallies(value).items():
         starts = [_starts(row) for row in tally["layers"]]
         yield f"sink and starts by layer, {name:<16} {sparkline(starts)}"
@@ -41,8 +40,7 @@ def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
         yield (
             f"two of {stability['questions']} questions share {stability['mean_share']:.0%} of their heaviest "
             f"{stability['share']:.0%} of positions (by chance {stability['chance_share']:.0%}); "
-            f"{stability['start_share']:.0%} of these are starts of chunks "
-            f"({stability['start_chance']:.0%} of all positions are)"
+            f"{stability['start_share']:.0%} of these are starts of chunks ({stability['start_chance']:.0%} of all are)"
         )
 
 
@@ -112,8 +110,7 @@ def _stability(value: Mapping[str, Any]) -> Section:
         f"EPIC's premise: the positions that matter do not hang on the question. {value['questions']} questions over "
         f"the same chunks, each with the {value['share']:.0%} of the positions that it looks at most: two questions "
         f"share {value['mean_share']:.0%} of them (by chance {value['chance_share']:.0%}). "
-        f"{value['start_share']:.0%} of them are first tokens of a chunk, "
-        f"which {value['start_chance']:.0%} of the positions are."
+        f"{value['start_share']:.0%} of them are first tokens of a chunk ({value['start_chance']:.0%} of all are)."
     )
     chart = line_charts("Heavy positions that two questions share", [Panel("share", lines)], "layer")
     return Section("Static sparsity", (text,), (chart,))
