@@ -23,8 +23,6 @@ _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
 
 class Reports(LazyGroup):
-    """A command for each report."""
-
     lines: ClassVar[Mapping[str, str]] = REPORTS
 
     def __init__(self, **attributes: Any) -> None:
@@ -33,7 +31,6 @@ class Reports(LazyGroup):
             self.add_command(typer.core.TyperCommand(name, hidden=True, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
-        """Build the command of a report."""
         command = typer.main.get_command(report_app(load_report(name)))
         command.name = name
         return command
@@ -65,8 +62,6 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """Make the command of a report: its options and its argument."""
-
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
 
@@ -88,7 +83,6 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
     with open_any_store(run) as store, JobView(run.out) as view:
         result = report.find(ReportContext(store, run.resolved, view.events, about))
@@ -109,7 +103,6 @@ def _show(run: Run, summary: Sequence[Shown]) -> None:
 
 
 def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
-    """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
     from kvtool.reports.page import figure_files, page
 
     title, sections = result.title, result.page_sections

@@ -152,9 +152,9 @@ def sparsity_report(prompt: ReusedPrompt, others: Sequence[Sequence[int]] = ()) 
         "start_tokens": START_TOKENS,
         "tokens": {"chunks": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
-        "mass_held": MASS,
-        "chunks_over": {"full": chunks.to_json()},
-        "question_over": {name: tally.to_json() for name, tally in tallies.items()},
+        "mass_threshold": MASS,
+        "chunk_attention": {"full": chunks.to_json()},
+        "question_attention": {name: tally.to_json() for name, tally in tallies.items()},
         "stability": _stability(prompt, cache, others) if others else None,
     }
 
@@ -174,10 +174,10 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
         "questions": len(heavy),
         "share": HEAVY,
         "by_layer": by_layer,
-        "mean": sum(by_layer) / len(by_layer),
-        "chance": share_of(HEAVY, len(context)) / len(context),
-        "starts": sum(int((positions & starts).sum()) for positions in heavy) / total,
-        "starts_chance": float(starts.sum()) / len(context),
+        "mean_share": sum(by_layer) / len(by_layer),
+        "chance_share": share_of(HEAVY, len(context)) / len(context),
+        "start_share": sum(int((positions & starts).sum()) for positions in heavy) / total,
+        "start_chance": float(starts.sum()) / len(context),
     }
 
 

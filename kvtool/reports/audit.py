@@ -67,9 +67,9 @@ def _row(group: Sequence[Audit]) -> dict[str, Any]:
         **means([asdict(audit) for audit in group], DISTANCES),
         "spread": {name: quantiles([getattr(audit, name) for audit in group]) for name in ("kl_first", "kl_answer")},
         "sampled": sum(audit.sampled for audit in group),
-        "with_holes": sum(audit.holes > 0 for audit in group),
+        "incomplete": sum(audit.holes > 0 for audit in group),
         "recomputed_share": statistics.fmean(shares) if shares else 0.0,
-        "worst": {name: getattr(worst, name) for name in ("question", "at", *DISTANCES)},
+        "worst": {"question": worst.question, "time": worst.at} | {name: getattr(worst, name) for name in DISTANCES},
     }
 
 
@@ -84,7 +84,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     yield _table(value)
     yield _when(value)
-    sampled, holes = (sum(run[name] for run in value["runs"]) for name in ("sampled", "with_holes"))
+    sampled, holes = (sum(run[name] for run in value["runs"]) for name in ("sampled", "incomplete"))
     if sampled:
         yield f"sampled answers: {sampled}; `same answer` compares their greedy answers"
     if holes:

@@ -350,7 +350,7 @@ def check_store(folder: Path) -> Iterator[Finding]:
     except StoreNotFoundError as error:
         yield Finding("store", "ok", error.message, error.hint)
         return
-    chunks = counted(sizes["chunks"], "chunk") + " and the prompt's own beginning" * bool(sizes["beginning"])
+    chunks = counted(sizes["chunks"], "chunk") + " and the prompt's own beginning" * bool(sizes["prefix"])
     text = f"{folder}: {counted(sizes['documents'], 'document')}, {chunks}"
     yield Finding("store", "ok", f"{text}, {shown_size(sizes['bytes'])}")
     for concern in concerns:
@@ -365,7 +365,7 @@ def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
         yield Finding("gate", "ok", f"{identity.model} has not met this store", "the first question runs the gate")
         return
     verdict.enforce()
-    worst = max((check.difference / check.allowed for check in verdict.checks if check.allowed), default=0.0)
+    worst = max((check.difference / check.tolerance for check in verdict.checks if check.tolerance), default=0.0)
     others = "".join(
         f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.cross_dtype_loss.items()
     )

@@ -109,7 +109,7 @@ def _measure(context: ReportContext, path: Path) -> ReportResult:
     value: dict[str, Any] = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
     value |= overview(rows, base.name)
     value |= {"max_kl": flags.max_kl, "best": best(value["runs"], flags.max_kl)}
-    value["made"] = sum(bool(requests[at].made_by) for at in rows)
+    value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
     if flags.holdout:
         value["holdout"] = holdout(rows, flags.max_kl)
     words = [*_words(value)]
@@ -150,13 +150,13 @@ def _words(value: Mapping[str, Any]) -> Iterator[str]:
         yield "1 question says nothing about others"
     elif value["questions"] < _FEW:
         yield f"{counted(value['questions'], 'question')}: the intervals of fewer than {_FEW} are too narrow"
-    if value["made"]:
+    if value["synthetic"]:
         yield (
-            f"{counted(value['made'], 'question')} of {value['questions']} were written by a model from the passages "
-            "that answer them: people's questions are found less well"
+            f"{counted(value['synthetic'], 'question')} of {value['questions']} were written by a model from the "
+            "passages that answer them: people's questions are found less well"
         )
-    if value["with_holes"]:
-        lacking = counted(value["with_holes"], "question")
+    if value["incomplete"]:
+        lacking = counted(value["incomplete"], "question")
         yield f"{lacking} lacked chunks of the store: what they say of reuse is too good"
     if "holdout" in value and not value["holdout"]:
         yield "--holdout needs two questions at least"
@@ -166,7 +166,7 @@ def _advice(best: Mapping[str, Any], max_kl: float) -> str:
     if best["run"] is None:
         return "no mode but full prefill was asked for"
     near = f"the answer's KL is at most {max_kl:g} nats by the upper end of its interval"
-    if best["near"]:
+    if best["within_limit"]:
         return f"take {best['run']}: it recomputes the least of the modes for which {near}"
     return f"no mode is so near to full prefill that {near}; the nearest is {best['run']} (--max-kl accepts more)"
 
@@ -187,12 +187,12 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     for request in generate_questions(context.session, wanted):
         read += 1
         if request is not None:
-            row = {name: getattr(request, name) for name in ("question", "answers", "sources", "made_by")}
+            row = {name: getattr(request, name) for name in ("question", "answers", "sources", "generator")}
             written.append(row)
             with path.open("a", encoding="utf-8") as file:  # an interrupted run leaves what it has written
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             context.events.advance(1)
-    value = {"resolved": {"model": context.identity.model}, "file": str(path), "wanted": wanted, "passages": read}
+    value = {"resolved": {"model": context.identity.model}, "file": str(path), "requested": wanted, "passages": read}
     passages = counted(read, "passage")
     if not written:
         words: list[Shown] = [f"the model made no question of {passages}: nothing was written"]

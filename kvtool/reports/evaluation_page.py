@@ -167,16 +167,16 @@ def _holdout_table(chosen: Mapping[str, Any]) -> Table:
                 *(with_interval(row, name, "+") for name in ("f1_difference", "contains_difference")),
                 *(_percent(row, name) for name in _AGREEMENT),
             )
-            for half, row in (("first, chosen on", rule["chosen_on"]), ("second", rule["held_out"]))
+            for half, row in (("first, chosen on", rule["selection"]), ("second", rule["held_out"]))
         ]
     return Table(head, tuple(rows))
 
 
 def _holdout_text(chosen: Mapping[str, Any]) -> str:
-    left_out = f" Not weighed, since some questions lack them: {', '.join(chosen['left_out'])}."
+    left_out = f" Not weighed, since some questions lack them: {', '.join(chosen['excluded'])}."
     return (
         "Chosen on the first half of the questions in the file's order. nearest: the lowest mean KL of the answer "
         f"among the runs that recompute at most {chosen['max_recomputed']:.0%} of the cached tokens, in whole "
         "percents. cheapest: the least recompute among the runs whose KL of the answer is at most "
-        f"{chosen['max_kl']:g} nats by the upper end of its 95 % interval." + (left_out if chosen["left_out"] else "")
+        f"{chosen['max_kl']:g} nats by the upper end of its 95 % interval." + (left_out if chosen["excluded"] else "")
     )

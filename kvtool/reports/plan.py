@@ -49,7 +49,7 @@ def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, spe
         for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
             for chunk in chunks[start:stop]:
                 chunk["round"] = number
-    value: dict[str, Any] = {"chunks": chunks, "cut": asked.cut, "tokens": _tokens(plan)}
+    value: dict[str, Any] = {"chunks": chunks, "chunks_omitted": asked.cut, "tokens": _tokens(plan)}
     if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
         return value | {"expected_ms": None, "break_even": None}
     expected = expected_ms(session, plan, speeds, options)

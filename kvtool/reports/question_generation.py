@@ -62,7 +62,7 @@ def generate_questions(session: Session, count: int) -> Iterator[Request | None]
             question,
             answers=(answer,) if _is_answer(question, answer, text) else (),
             sources=(passage.source,),
-            made_by=session.identity.model,
+            generator=session.identity.model,
         )
 
 

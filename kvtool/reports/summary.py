@@ -62,7 +62,7 @@ def overview(rows: Rows, base: str = "") -> dict[str, Any]:
     levels = (level for of_question in rows.values() for row in of_question.values() for level in row["levels"])
     return {
         "questions": len(rows),
-        "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
+        "incomplete": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
         "reference": REFERENCE,
         "kl_base": base if any(base in of_question for of_question in rows.values()) else None,
         "interval_confidence": CONFIDENCE,
@@ -232,7 +232,7 @@ def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
     """Choose the cheapest run that is near enough; if none is, the nearest of all. No runs: None."""
     weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
     chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)
-    return {"run": chosen and chosen["run"], "near": chosen is not None and _is_near(chosen, max_kl)}
+    return {"run": chosen and chosen["run"], "within_limit": chosen is not None and _is_near(chosen, max_kl)}
 
 
 def _is_near(run: Summary, max_kl: float) -> bool:
@@ -257,7 +257,7 @@ def holdout(rows: Rows, max_kl: float) -> dict[str, Any] | None:
     return {
         "max_kl": max_kl,
         "max_recomputed": MOST_RECOMPUTED,
-        "left_out": sorted(names - whole),
+        "excluded": sorted(names - whole),
         "rules": [_choice(name, rule(list(first.values()), max_kl), second) for name, rule in RULES.items()],
     }
 
@@ -269,9 +269,9 @@ def _summaries(rows: Rows, places: Sequence[int], names: set[str]) -> dict[str, 
 
 def _choice(rule: str, chosen: Summary | None, second: Mapping[str, Summary]) -> dict[str, Any]:
     if chosen is None:
-        return {"rule": rule, "run": None, "chosen_on": None, "held_out": None}
+        return {"rule": rule, "run": None, "selection": None, "held_out": None}
     run = chosen["run"]
-    return {"rule": rule, "run": run, "chosen_on": _numbers(chosen), "held_out": _numbers(second[run])}
+    return {"rule": rule, "run": run, "selection": _numbers(chosen), "held_out": _numbers(second[run])}
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def about(answer: Answer) -> dict[str, Any]:
 
 def cached_tokens(answer: Answer) -> int:
     """Return the number of prompt tokens whose KV was in memory, or was read and reused unchanged."""
-    return int(answer.facts["tokens"]["reused"] + answer.facts.get("turn", {}).get("kept", 0))
+    return int(answer.facts["tokens"]["reused"] + answer.facts.get("turn", {}).get("cached", 0))
 
 
 class Answers:

@@ -104,7 +104,7 @@ class Documents:
                 gone = await asyncio.to_thread(self._forget, source, much, exact)
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
-        return JSONResponse({"object": "list", "forgotten": list(gone)})
+        return JSONResponse({"object": "list", "deleted": list(gone)})
 
     def _check_free(self) -> None:
         if self._one.locked():

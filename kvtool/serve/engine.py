@@ -210,7 +210,7 @@ class Engine:
             except NothingFoundError:
                 found = Found([])
             chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in found.hits])
-        facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": found.cut}
+        facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "chunks_omitted": found.cut}
         return facts | ({"corrections": [*found.corrections]} if found.corrections else {})
 
     # ---- state ----

@@ -170,9 +170,9 @@ class CachedConversation:
 
     def reply(self, said: Generated, checked: Check | None = None) -> Reply:
         reply = self.conversation.take(self.begun, said, checked)
-        resident = reply.tokens["standing"]
+        resident = reply.tokens["resident"]
         kept = min(self.kept, resident)
-        reply.turn |= {"number": len(self.conversation.said), "kept": kept, "renewed": resident - kept}
+        reply.turn |= {"number": len(self.conversation.said), "cached": kept, "restored": resident - kept}
         if self.reason:
             reply.turn["reason"] = self.reason
         reply.timing_ms["earlier"] = self.ms

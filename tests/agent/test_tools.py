@@ -59,7 +59,7 @@ def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
         assert found[0]["place"].startswith(found[0]["source"] + ":")
         read = await call(client, "read", chunk=found[0]["id"], before=50, after=50)
         assert read["first"] == 1
-        assert read["of"] == len(read["chunks"]) > 1
+        assert read["total"] == len(read["chunks"]) > 1
         whole = "".join(chunk["text"] for chunk in read["chunks"])
         assert whole == Path(read["source"]).read_text()
         alone = await call(client, "read", chunk=found[0]["id"], before=0, after=0)
@@ -88,13 +88,13 @@ def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path
 
     async def say(client: Client) -> None:
         found = (await call(client, "search", question="Who built the mill?", top_k=5))["chunks"]
-        said = {Path(chunk["source"]).stem: chunk["since_ingest"] for chunk in found}
-        assert said == {"kept": "", "edited": "changed", "gone": "gone"}
+        said = {Path(chunk["source"]).stem: chunk["staleness"] for chunk in found}
+        assert said == {"kept": "", "edited": "changed", "gone": "deleted"}
         for chunk in found:
             (same,) = (await call(client, "read", chunk=chunk["id"]))["chunks"]
-            assert same["since_ingest"] == chunk["since_ingest"]
+            assert same["staleness"] == chunk["staleness"]
         answer = await call(client, "answer", question="Who built the mill?", top_k=5)
-        assert {Path(each["source"]).stem: each["since_ingest"] for each in answer["sources"]} == said
+        assert {Path(each["source"]).stem: each["staleness"] for each in answer["sources"]} == said
 
     talk(place, say)
 

@@ -80,7 +80,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "store stats": ("store", "stats", *there, "--json"),
             "store ls": ("store", "ls", *there, "--json"),
             "store pin": ("store", "pin", chunk, *here, "--json"),
-            "store pin (undone)": ("store", "unpin", chunk, *here, "--json"),
+            "store pin (undone)": ("store", "pin", "--remove", chunk, *here, "--json"),
             "store push": ("store", "push", tier, *here, "--json"),
             "query (shared)": ("query", QUESTION, "--store", tier, *SHORT, "--slo-ms", "5000", "--json"),
             "store push (pull)": ("store", "pull", tier, "--store", folder / "pulled", "--json"),

@@ -244,10 +244,10 @@ def test_max_loss_chooses_among_them(sparse: Path) -> None:
 def test_explained(sparse: Path) -> None:
     value = ask(sparse, "--level", HALF, "--explain", "--fusion", "reuse")
     for chunk in value["chunks"]:
-        spans = chunk["explained"]["spans"]
+        spans = chunk["explanation"]["spans"]
         gone = sum(span["token_end"] - span["token_start"] for span in spans if span["reason"] == "dropped")
         assert abs(gone - chunk["tokens"] // 2) <= 2  # a character of several tokens has one fate
-        assert chunk["explained"]["reasons"] == {}
+        assert chunk["explanation"]["reasons"] == {}
     assert (
         " not there"
         in kvtool("query", QUESTION, "--store", sparse, "--level", HALF, "--explain", "--fusion", "reuse", *SHORT)

@@ -122,7 +122,7 @@ def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path
     (folder / "a.foo").write_text("x")
     how = ("--reader", f"foo={script} {{}}")
     assert "down" in fresh(folder, *how).fine(3).json["failures"][0]["error"]
-    assert fresh(folder, *how).fine().json["still_failing"]
+    assert fresh(folder, *how).fine().json["known_failures"]
     works.touch()
     assert fresh(folder, *how).fine().json["documents"]["added"] == 1
 
@@ -169,14 +169,14 @@ class TestFailures:
         self, fresh: Any, folder: Path, broken: Path, parsed: list[str], reads: Counter[str]
     ) -> None:
         first = fresh(folder).fine(3).json
-        assert (first["still_failing"], first["not_read_again"], parsed.count("broken.docx")) == ([], 0, 1)
+        assert (first["known_failures"], first["not_retried"], parsed.count("broken.docx")) == ([], 0, 1)
         reads.clear()
         again = fresh(folder).fine().json
-        assert again["still_failing"] == first["failures"]
-        assert (again["failures"], again["documents"]["failed"], again["not_read_again"]) == ([], 0, 1)
+        assert again["known_failures"] == first["failures"]
+        assert (again["failures"], again["documents"]["failed"], again["not_retried"]) == ([], 0, 1)
         strict = fresh(folder, "--strict").fine(3).json
         assert strict["failures"] == first["failures"]
-        assert (strict["still_failing"], strict["documents"]["failed"], strict["not_read_again"]) == ([], 1, 1)
+        assert (strict["known_failures"], strict["documents"]["failed"], strict["not_retried"]) == ([], 1, 1)
         fresh(folder, "--fail-fast").fine()
         fresh(folder, "--fail-fast", "--strict").failed(1, "broken.docx")
         assert (parsed.count("broken.docx"), reads["broken.docx"]) == (1, 0)
@@ -206,7 +206,7 @@ class TestFailures:
         self, fresh: Any, folder: Path, parsed: list[str]
     ) -> None:
         fresh(folder).fine(3)
-        assert fresh(folder).fine().json["not_read_again"] == 0
+        assert fresh(folder).fine().json["not_retried"] == 0
         assert parsed.count("broken.docx") == 2
 
     @pytest.mark.usefixtures("settled")

@@ -65,7 +65,7 @@ def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> Non
     import_sources(tmp_path / "other", _all(parts)[::-1], trust=MINE)
     assert state(tmp_path / "other") == state(parts / "whole")
     again = import_sources(tmp_path / "all", _all(parts), trust=MINE)
-    assert [report.files.moved + report.chunks.moved + report.bytes for report in again] == [0] * PARTS
+    assert [report.files.transferred + report.chunks.transferred + report.bytes for report in again] == [0] * PARTS
 
 
 def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tiny: Path) -> None:
@@ -144,10 +144,10 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
     (chunk, *_) = chunks_of(broken, "mill2.md")
     break_record(broken, chunk, 1)
     (report,) = import_sources(tmp_path / "all", [broken])
-    assert [row["what"] for row in report.damaged] == [f"chunk {chunk} at level raw"]
+    assert [row["subject"] for row in report.damaged] == [f"chunk {chunk} at level raw"]
     assert damages(tmp_path / "all") == []
     (report,) = import_sources(tmp_path / "all", [parts / "whole"])
-    assert report.chunks.moved == 1
+    assert report.chunks.transferred == 1
     assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
 
 

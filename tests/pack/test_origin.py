@@ -79,7 +79,7 @@ def test_own_documents_are_never_replaced(way: str, scene: Scene, tiny: Path) ->
     with_foreign_tokens(scene, tiny)
     before, answered = own_state(scene), scene.ask()
     said = bring(scene, way)
-    assert said["kept"] == [str(scene.own)]
+    assert said["conflicting_files"] == [str(scene.own)]
     assert own_state(scene) == before
     assert scene.ask()["answer"] == answered["answer"]
 
@@ -96,9 +96,9 @@ def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scen
     bring(scene, "import", store=store)
     rewrite(scene, lambda entry, document: (replace(entry, mtime_ns=entry.mtime_ns + 1, digest="0" * 64), document))
     another = kvtool("store", "import", scene.pack("another.kvpack"), "--store", store, "--json").fine().json
-    assert another["kept"] == [str(scene.own)]
+    assert another["conflicting_files"] == [str(scene.own)]
     again = kvtool("store", "import", scene.pack(), "--store", store, "--json").fine().json
-    assert (again["kept"], again["files"]["moved"]) == ([], 1)
+    assert (again["conflicting_files"], again["files"]["transferred"]) == ([], 1)
 
 
 @pytest.mark.parametrize("way", ["import", "pull"])
@@ -169,15 +169,15 @@ def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, 
 
 
 def test_verify_says_that_texts_could_not_be_compared(scene: Scene, tiny: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
+    moved = tmp_path / "transferred"
     tiny_copy = tmp_path / "model"
     subprocess.run(["cp", "-r", tiny, tiny_copy], check=True)
     kvtool("ingest", scene.own, "--store", moved, "--model", tiny_copy, *PREFIX).fine()
     said = kvtool("store", "verify", "--store", moved, "--json").fine().json
-    assert said["texts"] == 1
+    assert said["texts_checked"] == 1
     subprocess.run(["rm", "-r", tiny_copy], check=True)
     without = kvtool("store", "verify", "--store", moved, "--json").fine()
-    assert without.json["texts"] is None
+    assert without.json["texts_checked"] is None
     assert "texts were not compared" in without.err
 
 
@@ -498,7 +498,7 @@ def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, m
 def test_what_is_mine_replaces_and_serves(way: str, scene: Scene, tiny: Path) -> None:
     rewrite(scene, lambda entry, document: (replace(entry, mtime_ns=entry.mtime_ns + 1, notes=("later",)), document))
     said = bring(scene, way, "--mine")
-    assert said["kept"] == []
+    assert said["conflicting_files"] == []
     with Store.open(scene.mine) as store:
         entry, _ = of_file(store, scene.own)
         assert (entry.notes, entry.origin) == (("later",), HERE)
@@ -560,7 +560,7 @@ def test_a_signed_shared_store(scene: Scene, tmp_path: Path) -> None:
     url, new = f"file://{tmp_path / 'shared'}", tmp_path / "new"
     kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
     again = kvtool("store", "push", url, "--store", scene.theirs, "--sign", key, "--json").fine().json
-    assert (again["chunks"]["moved"], again["files"]["moved"]) == (0, 0)
+    assert (again["chunks"]["transferred"], again["files"]["transferred"]) == (0, 0)
     kvtool("store", "push", url, "--store", scene.theirs).failed(2, "is signed by ada@example", "--sign")
     kvtool("store", "push", url, "--store", scene.theirs, "--sign", other).failed(2, "has not signed")
     said = kvtool("store", "pull", url, "--store", new, "--trust", f"{key}.pub", "--json").fine().json

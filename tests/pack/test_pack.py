@@ -80,7 +80,7 @@ def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path
     chunk = chunks_of(fitted, "mill0.md")[0]
     assert losses_of(tmp_path / "new", chunk) == {"2": 0.004}
     again = take(tmp_path / "new", pack)
-    assert (again.files.moved, again.chunks.moved, again.damaged) == (0, 0, [])
+    assert (again.files.transferred, again.chunks.transferred, again.damaged) == (0, 0, [])
     assert again.files.unchanged == 2
 
 
@@ -131,7 +131,7 @@ def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
     kvtool("store", "export", tmp_path / "all.kvpack", "--store", fitted).fine()
     row = kvtool("store", "import", tmp_path / "all.kvpack", *new, "--mine", "--json").fine().json
     assert row["direction"] == "import"
-    assert (row["files"], row["chunks"]["unchanged"]) == ({"moved": 1, "unchanged": 1}, 2 * len(found) + 1)
+    assert (row["files"], row["chunks"]["unchanged"]) == ({"transferred": 1, "unchanged": 1}, 2 * len(found) + 1)
     assert contents(tmp_path / "new") == contents(fitted)
 
 
@@ -313,7 +313,7 @@ def test_what_the_store_cannot_give_is_left_out(fitted: Path, tmp_path: Path) ->
     replace_record(path, chunk, "4", 1, flip)
     done = kvtool("store", "export", tmp_path / "x.kvpack", "--store", path, "--json")
     assert done.code == 13
-    assert all(chunk in row["what"] for row in done.json["damaged"])
+    assert all(chunk in row["subject"] for row in done.json["damaged"])
     assert take(tmp_path / "new", tmp_path / "x.kvpack").damaged == []
     assert "4" not in levels_in(tmp_path / "new")[chunk]
 

@@ -220,7 +220,7 @@ def replace_value(blobs: Blobs, kind: str, key: bytes, value: bytes) -> None:
 
 
 def damaged_by(blobs: Blobs, place: Path) -> list[str]:
-    return [row["what"] for row in pull(place, blobs).damaged]
+    return [row["subject"] for row in pull(place, blobs).damaged]
 
 
 OTHER_CHUNKS = (

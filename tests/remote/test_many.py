@@ -91,7 +91,7 @@ def test_cost_of_a_small_push(
         parsed.clear()
         begun = calls(monkeypatch, Environment, "begin")
         decoded = calls(monkeypatch, values, "records_of")
-        assert push(store, blobs).files.moved == 1
+        assert push(store, blobs).files.transferred == 1
     assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}
     assert len(begun) < 200 * CHUNKS / 2
     assert len(parsed) < 200 * CHUNKS

@@ -44,7 +44,11 @@ def check_pulled(blobs: Blobs, place: Path, *files: str, more: int = 0) -> None:
 
 def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     report = push(store, blobs)
-    assert (report.chunks.moved, len(packs_in(blobs)), list(blobs.names("kv/"))) == (7, 3, [])  # descriptions in one
+    assert (report.chunks.transferred, len(packs_in(blobs)), list(blobs.names("kv/"))) == (
+        7,
+        3,
+        [],
+    )  # descriptions in one
     catalogue = read_catalogue(blobs)
     keys = [id_of(f"f{file}.{number}").hex() for file in range(3) for number in range(2)]
     wanted = [one for key in keys for one in records_wanted(key, catalogue.chunks[key], "raw")]
@@ -79,7 +83,7 @@ def test_large_chunk_goes_by_layer(store: Store, blobs: Blobs, tmp_path: Path, m
     push(store, blobs)
     assert len(list(blobs.names("kv/"))) == LAYERS
     assert push(store, blobs).bytes == 0
-    assert pull(tmp_path / "pulled", blobs).chunks.moved == 8
+    assert pull(tmp_path / "pulled", blobs).chunks.transferred == 8
 
 
 def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
@@ -116,9 +120,9 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
     with Store.open(tmp_path / "part") as part:
         forget(part, "f0")
         blobs.delete([name for name in packs_in(blobs) if levels_of(blobs, name)])
-        assert push(part, blobs).chunks.moved == 4
+        assert push(part, blobs).chunks.transferred == 4
         assert not is_whole(blobs)  # of f0 nothing is here
-        damaged = {row["what"] for row in pull(tmp_path / "less", blobs).damaged}
+        damaged = {row["subject"] for row in pull(tmp_path / "less", blobs).damaged}
         assert damaged == {
             f"chunk {id_of(f'f0.{n}').hex()} at level {level}" for n, level in ((0, "raw"), (1, "raw"), (0, "lossless"))
         }
@@ -139,7 +143,7 @@ def test_packs_of_a_killed_push(store: Store, blobs: Blobs, tmp_path: Path, monk
     assert before < set(blobs.names())
     check_pulled(blobs, tmp_path / "before", "f0", "f1", "f2")
     report = push(store, blobs)
-    assert (report.chunks.moved, report.chunks.unchanged) == (0, 9)  # the packs are there already
+    assert (report.chunks.transferred, report.chunks.unchanged) == (0, 9)  # the packs are there already
     check_pulled(blobs, tmp_path / "after", "f0", "f1", "f2", "f3")
     forget(store, "f3")
     assert push(store, blobs, delete=True).removed >= 2 + 2 + 1
@@ -154,7 +158,7 @@ def test_pack_that_is_cut_off(store: Store, blobs: Blobs, tmp_path: Path, monkey
     blobs.put({name: whole[name][:5]})
     report = pull(tmp_path / "other", blobs)
     assert report.damaged
-    assert report.chunks.moved == 1
+    assert report.chunks.transferred == 1
     push(store, blobs)
     check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
 

@@ -285,13 +285,13 @@ def test_one_that_cannot_be_reached(store: Path, redis_server: RedisServer, redi
 
 def test_json_of_the_commands(store: Path, url: str, tmp_path: Path) -> None:
     pushed = kvtool("store", "push", url, "--store", store, "--json").fine().json
-    assert pushed["files"] == {"moved": 6, "unchanged": 0}
-    assert pushed["chunks"]["moved"] == len({row[0] for row in payloads(store)})
+    assert pushed["files"] == {"transferred": 6, "unchanged": 0}
+    assert pushed["chunks"]["transferred"] == len({row[0] for row in payloads(store)})
     pulled = kvtool("store", "pull", url, "--store", tmp_path / "other", "--json").fine().json
     assert (pulled["files"], pulled["chunks"]) == (pushed["files"], pushed["chunks"])
     for way in ("pull", "push"):
         again = kvtool("store", way, url, "--store", tmp_path / "other", "--json").fine().json
-        assert again["files"] == {"moved": 0, "unchanged": 6}
+        assert again["files"] == {"transferred": 0, "unchanged": 6}
     chunk = chunks_of(store, "mill2.md")[0]
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_chunks([bytes.fromhex(chunk)])

@@ -82,12 +82,12 @@ def test_a_level_is_pulled_with_the_very_one_that_it_refines(blobs: Blobs, tmp_p
         own = read(store, "4")
         report = pull(place, blobs, trust=OWN)
         assert report.damaged == []
-        assert report.chunks.moved == 3
+        assert report.chunks.transferred == 3
         for level, found in theirs.items():
             assert torch.equal(read(store, level), found)
         assert torch.equal(read(store, "4"), own)  # it refines no other: nothing sound is lost
         assert store.levels(CHUNK) == ["1", "2", "3", "4", "raw"]
-        assert pull(place, blobs, trust=OWN).chunks.moved == 0
+        assert pull(place, blobs, trust=OWN).chunks.transferred == 0
 
 
 def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> N
     place = compressed(tmp_path / "other", ["2", "3"], machine=1)
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}
-        assert pull(place, blobs, trust=OWN).chunks.moved == 1
+        assert pull(place, blobs, trust=OWN).chunks.transferred == 1
         assert all(torch.equal(read(store, level), found) for level, found in own.items())
         read(store, "1")
 
@@ -107,9 +107,9 @@ def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}
         report = pull(place, blobs, trust=OWN)
-        assert [row["what"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 2, 1"]
+        assert [row["subject"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 2, 1"]
         assert all(torch.equal(read(store, level), found) for level, found in own.items())
-    assert [row["what"] for row in pull(tmp_path / "new", blobs, trust=OWN).damaged] == [
+    assert [row["subject"] for row in pull(tmp_path / "new", blobs, trust=OWN).damaged] == [
         f"chunk {CHUNK.hex()} at level {level}" for level in "21"
     ]
 
@@ -125,7 +125,7 @@ def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path:
             read(store, "1")
         read(store, "2")
         report = push(store, blobs)
-        assert [row["what"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 1"]
+        assert [row["subject"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 1"]
     assert sorted(read_catalogue(blobs).chunks[CHUNK.hex()].levels) == ["2", "raw"]
 
 

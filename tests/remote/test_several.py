@@ -89,7 +89,7 @@ def test_killed_push_delays_sweeps(store: Store, blobs: Blobs, monkeypatch: pyte
     forget(store, "f2")
     blobs.hold("push-killed")
     report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (0, 7)
+    assert (report.removed, report.removals_deferred) == (0, 7)
     assert len(read_catalogue(blobs).files) == 2
     monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
     blobs.hold("push-killed")
@@ -106,7 +106,7 @@ def test_pull_of_deleted(store: Store, blobs: Blobs, url: str, monkeypatch: pyte
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
     report = pull(tmp_path / "pulled", blobs)
     assert report.damaged == []
-    assert (report.files.moved, report.files.unchanged) == (2, 0)
+    assert (report.files.transferred, report.files.unchanged) == (2, 0)
     assert sources_of(tmp_path / "pulled") == ["f0", "f1"]
 
 
@@ -129,7 +129,7 @@ def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs
     assert blobs.held() == {"push-running"}
     blobs.release("push-running")
     report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (7, 0)
+    assert (report.removed, report.removals_deferred) == (7, 0)
 
 
 def test_wait_for_an_endless_sweep(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,4 +120,4 @@ def test_small_packs_are_merged(store: Store, blobs: Blobs, tmp_path: Path, monk
             files = read_catalogue(blobs).files.values()
             counts.append(len({file.place.pack for file in files if file.place is not None}))
     assert counts == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-    assert pull(tmp_path / "pulled", blobs).files.moved == MANY + 9
+    assert pull(tmp_path / "pulled", blobs).files.transferred == MANY + 9

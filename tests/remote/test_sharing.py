@@ -209,9 +209,9 @@ def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> N
     expected = push(store, blobs, delete=True, dry_run=True)
     assert {name: blobs.get([name]) for name in blobs.names()} == before
     done = push(store, blobs, delete=True, yes=True)
-    for field in ("files", "chunks", "bytes", "removed", "bytes_freed", "forgotten"):
+    for field in ("files", "chunks", "bytes", "removed", "bytes_freed", "documents_removed"):
         assert getattr(expected, field) == getattr(done, field), field
-    assert done.forgotten == 2
+    assert done.documents_removed == 2
     assert expected.dry_run
 
 
@@ -234,7 +234,7 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
     run().fine()
     forget(store, "f1", "f2")
     value = run("--delete", "--dry-run", "--json").fine().json
-    assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 12, 2)
+    assert (value["dry_run"], value["removed"], value["documents_removed"]) == (True, 12, 2)
     assert value["bytes_freed"] > 0
     assert "12 would be removed" in run("--delete", "--dry-run").fine().out
     run("--delete", "--json").failed(2, "2 of 3 documents", "--yes")
@@ -257,7 +257,7 @@ def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs
     report = push(store, blobs)
     assert {name: blobs.get([name])[0] for name in before} == before
     assert report.bytes == sum(len(value) for value in before.values() if value is not None)
-    assert (report.files.moved, report.chunks.moved) == (3, 6)
+    assert (report.files.transferred, report.chunks.transferred) == (3, 6)
     assert push(store, blobs).bytes == 0
 
 
@@ -330,7 +330,7 @@ def test_damage_here_deletes_nothing_there(table: bytes, harm: str, store: Store
     assert len(told) == 1
     assert "was deleted" in told[0]
     assert before <= set(blobs.names())
-    assert pull(tmp_path / "pulled", blobs).files.moved == 3
+    assert pull(tmp_path / "pulled", blobs).files.transferred == 3
     with store.writer() as writer:
         repair(store, writer, verify(store))
     pull(store.path, blobs)

@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
     report = push(store, blobs, **options)
     assert report.damaged == []
-    return report.files.moved, report.chunks.moved
+    return report.files.transferred, report.chunks.transferred
 
 
 def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
@@ -65,7 +65,7 @@ def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
 def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     assert sent(store, blobs) == (2, 4)
     report = pull(tmp_path / "other", blobs, trust=OWN)
-    assert (report.files.moved, report.chunks.moved, report.damaged) == (2, 4, [])
+    assert (report.files.transferred, report.chunks.transferred, report.damaged) == (2, 4, [])
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
     with Store.open(tmp_path / "other") as other:
         for name in ("f0", "f1"):
@@ -87,7 +87,7 @@ def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> Non
         add_file(writer, "f2", ["f2.0", "f0.1"])  # a chunk that is there already
     assert sent(store, blobs) == (1, 1)
     report = pull(tmp_path / "other", blobs)
-    assert (report.files.moved, report.chunks.moved, report.chunks.unchanged) == (1, 1, 4)
+    assert (report.files.transferred, report.chunks.transferred, report.chunks.unchanged) == (1, 1, 4)
 
 
 def test_a_push_that_was_cut_off_goes_on(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_push_that_was_cut_off_goes_on(store: Store, blobs: Blobs, monkeypatch
     left[0] = 1000
     there = set(blobs.names())
     report = push(store, blobs)
-    assert report.chunks.moved + report.chunks.unchanged == 4
+    assert report.chunks.transferred + report.chunks.unchanged == 4
     assert there < set(blobs.names())
     assert report.bytes < sum(map(len, blobs.get(sorted(blobs.names()))))  # type: ignore[arg-type]
 
@@ -139,7 +139,7 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
     done = pull(tmp_path / "mine", blobs, delete=True, yes=True, trust=OWN)
     assert (rehearsed.removed, done.removed) == (5, 5)
     assert (rehearsed.files, rehearsed.chunks) == (done.files, done.chunks)
-    assert preview(tmp_path / "mine", blobs, delete=True, trust=OWN).to_json()["files"]["moved"] == 0
+    assert preview(tmp_path / "mine", blobs, delete=True, trust=OWN).to_json()["files"]["transferred"] == 0
     with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
@@ -191,7 +191,7 @@ def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path:
         assert some.levels(id_of("f0.1")) == []
         assert some.chunk_info(id_of("f0.1")) is not None
         assert [entry.source for entry in some.documents()] == ["f0", "f1"]
-    assert pull(tmp_path / "some", blobs).chunks.moved == 4
+    assert pull(tmp_path / "some", blobs).chunks.transferred == 4
     assert bytes_of(tmp_path / "some") == bytes_of(store.path)
 
 
@@ -238,8 +238,8 @@ def test_what_is_damaged_here_is_not_sent(store: Store, blobs: Blobs, tmp_path: 
         file.seek(at)
         file.write(bytes([content[at] ^ 1]))
     report = push(store, blobs)
-    assert [row["what"] for row in report.damaged] == [f"chunk {id_of('f1.1').hex()} at level raw"]
-    assert pull(tmp_path / "other", blobs).chunks.moved == 3
+    assert [row["subject"] for row in report.damaged] == [f"chunk {id_of('f1.1').hex()} at level raw"]
+    assert pull(tmp_path / "other", blobs).chunks.transferred == 3
 
 
 def test_a_catalogue_reads_back() -> None:

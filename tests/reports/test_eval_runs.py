@@ -77,7 +77,7 @@ def test_the_summary(store: Path, batch: Path, results: Path) -> None:
     with untouched(store):
         value = evaluate(store, batch, "--resume", results, "--json").fine().json
     assert value["questions"] == 3
-    assert value["failed"] == value["with_holes"] == 0
+    assert value["failed"] == value["incomplete"] == 0
     assert value["max_tokens"] == 6
     assert [row["run"] for row in value["runs"]] == NAMES
     lines = rows_of(results)
@@ -161,7 +161,7 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
         done = evaluate(store, batch, "--limit", "1", "--json")
     assert done.code == 0
     assert "warning: question a: 1 chunk computed in place" in done.err
-    assert done.json["with_holes"] == 1
+    assert done.json["incomplete"] == 1
 
 
 # ---- evidence ----
@@ -200,7 +200,7 @@ def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: P
     found = evaluate(store, batch, "--resume", results, "--holdout", "--max-kl", "99", "--json").fine().json["holdout"]
     by_rule = {rule["rule"]: rule for rule in found["rules"]}
     assert (by_rule["cheapest"]["run"], found["max_kl"]) == ("reuse", 99)
-    assert [by_rule["nearest"][half]["count"] for half in ("chosen_on", "held_out")] == [2, 1]
+    assert [by_rule["nearest"][half]["count"] for half in ("selection", "held_out")] == [2, 1]
     one = evaluate(store, batch, "--limit", "1", "--holdout").fine()
     assert "--holdout needs two questions at least" in one.out
 

@@ -75,7 +75,7 @@ def test_the_context_in_full(name: str) -> None:
     one = case(name)
     subject = subject_of(one)
     plan = subject.plan
-    report = sparsity_report(subject)["chunks_over"]["full"]
+    report = sparsity_report(subject)["chunk_attention"]["full"]
     rows = range(plan.chunks[0].start, plan.segments[-1].start)
     for layer, weights in enumerate(eager(one, plan.ids)):
         mass, needed = told(report, layer)
@@ -96,7 +96,7 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
     for layer, buffer in enumerate(reused.cache.buffers):
         sides = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
         past.update(*swapped(one.decoder.model, *sides), layer)
-    found = sparsity_report(subject)["question_over"]
+    found = sparsity_report(subject)["question_attention"]
     rows = range(start, plan.length)
     wanted = {"full": [w[:, start:] for w in eager(one, plan.ids)], "reuse": eager(one, plan.ids[start:], past)}
     for mode, layers in wanted.items():
@@ -142,8 +142,8 @@ def test_the_same_question_looks_at_the_same_positions() -> None:
     assert found["questions"] == 2
     apart = sparsity_report(subject, [other, same])["stability"]
     assert apart["questions"] == 3
-    assert apart["mean"] < 1
-    assert 0 < apart["chance"] < 0.1
+    assert apart["mean_share"] < 1
+    assert 0 < apart["chance_share"] < 0.1
     assert overlap(torch.tensor([[True, True, False]]), torch.tensor([[True, False, True]])) == [0.5]
 
 

@@ -232,9 +232,9 @@ def test_responses_are_remembered_for_their_owner(ready: Path) -> None:
         second = own.responses.create(input=LATER, previous_response_id=first.id, instructions="One word.", **asked)
         turns = [("user", QUESTION), ("assistant", first.output_text), ("user", LATER)]
         assert second.output_text == OfResponses(served).ask(turns, "One word.", 6).text
-        assert second.model_extra["kvtool"]["turn"]["kept"] == 0  # another instruction; without one the cache is used
+        assert second.model_extra["kvtool"]["turn"]["cached"] == 0  # another instruction; without one the cache is used
         third = own.responses.create(input=LATER, previous_response_id=first.id, **asked)
-        assert third.model_extra["kvtool"]["turn"]["kept"] > 0
+        assert third.model_extra["kvtool"]["turn"]["cached"] > 0
         with pytest.raises(openai.NotFoundError, match=first.id):
             other.responses.create(input=LATER, previous_response_id=first.id, **asked)
         own.responses.delete(first.id)

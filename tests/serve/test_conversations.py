@@ -74,7 +74,7 @@ def client(ready: Path) -> Iterator[Client]:
 
 
 def counts(answer: Answer) -> tuple[int, int]:
-    return answer.facts["turn"]["kept"], answer.facts["turn"]["renewed"]
+    return answer.facts["turn"]["cached"], answer.facts["turn"]["restored"]
 
 
 @pytest.mark.parametrize("fusion", ["union", "epic", "full", "blend"])
@@ -93,8 +93,8 @@ def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) 
         assert turn["search"] == its["search"]
         assert answer.facts["tokens"]["prompt"] == other_answer.facts["tokens"]["prompt"]
         assert [chunk.id for chunk in answer.chunks] == [chunk.id for chunk in other_answer.chunks]
-        assert turn["kept"] + turn["renewed"] == answer.facts["tokens"]["standing"]
-        assert its["kept"] == 0
+        assert turn["cached"] + turn["restored"] == answer.facts["tokens"]["resident"]
+        assert its["cached"] == 0
         assert answer.places == other_answer.places != ()
     for answer in kept[1:]:
         kept_tokens, again_tokens = counts(answer)
@@ -227,7 +227,7 @@ def test_each_key_has_its_own(ready: Path, isolate: bool) -> None:
     def kept(key: str) -> int:
         with served.client as client:
             answer = client.post(CHAT, json=sent, headers={"Authorization": f"Bearer {key}"}).json()
-        return int(answer["kvtool"]["turn"]["kept"])
+        return int(answer["kvtool"]["turn"]["cached"])
 
     with serving(ready, key=f"{KEY}\n{other}", isolate=isolate) as served:
         with served.client as client:
@@ -270,7 +270,7 @@ def test_a_question_that_fails_leaves_what_stands(client: Client) -> None:
 def test_an_earlier_question_need_not_have_found_anything(client: Client) -> None:
     answer = client.ask(QUESTIONS[0], (("xyzzy", "I do not know."),))
     assert answer.chunks
-    assert counts(answer) == (0, answer.facts["tokens"]["standing"])
+    assert counts(answer) == (0, answer.facts["tokens"]["resident"])
     with pytest.raises(KvtoolError, match="no chunk matches"):
         client.ask("xyzzy")
 
@@ -401,9 +401,9 @@ def test_over_http(ready: Path) -> None:
         with served.client as http:
             health, metrics = http.get("/health").json(), http.get("/metrics").text
     turn = second["kvtool"]["turn"]
-    assert turn["kept"] > 0
+    assert turn["cached"] > 0
     details = second["usage"]["prompt_tokens_details"]
-    assert details["cached_tokens"] == turn["kept"] + second["kvtool"]["tokens"]["reused"]
+    assert details["cached_tokens"] == turn["cached"] + second["kvtool"]["tokens"]["reused"]
     assert "earlier" in second["kvtool"]["timing_ms"]
     assert health["conversations"] == 1
     assert "kvtool_conversations 1.0" in metrics
@@ -421,4 +421,4 @@ def test_who_says_what_in_several_messages(ready: Path) -> None:
         )
     assert greeted["kvtool"]["turn"]["number"] == 1
     assert on["kvtool"]["turn"]["number"] == 2
-    assert on["kvtool"]["turn"]["kept"] > 0
+    assert on["kvtool"]["turn"]["cached"] > 0

@@ -46,7 +46,7 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
         assert several["data"] == before[:3]
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["unchanged"] == 1
         assert served.engine._loaded.spare is None  # a second model, held for nothing, where another store comes
-        assert client.delete(DOCUMENTS, params={"source": place}).json()["forgotten"] == [place]
+        assert client.delete(DOCUMENTS, params={"source": place}).json()["deleted"] == [place]
         assert not Path(place).exists()
         assert client.get(DOCUMENTS, params={"source": place}).status_code == 404
         assert client.get(DOCUMENTS).json()["data"] == before
@@ -61,7 +61,7 @@ def test_a_name_that_is_gone_is_no_pattern_of_others(store: Path, tmp_path: Path
             sent = {"name": name, "text": f"The kite is in {name}."}
             assert client.post(DOCUMENTS, json={"documents": [sent]}).json()["documents"]["added"] == 1
         exactly = {"source": str(uploads / "a[1].md"), "exact": "true"}
-        assert client.delete(DOCUMENTS, params=exactly).json()["forgotten"] == [exactly["source"]]
+        assert client.delete(DOCUMENTS, params=exactly).json()["deleted"] == [exactly["source"]]
         again = client.delete(DOCUMENTS, params=exactly)
         assert (again.status_code, again.json()["error"]["code"]) == (404, "no_document")
         assert client.delete(DOCUMENTS, params=exactly | {"source": "*a1.md"}).status_code == 404
@@ -78,8 +78,8 @@ def test_much_is_forgotten_only_where_that_is_said(store: Path) -> None:
                 assert "all=true" in answer.json()["error"]["hint"]
         assert client.delete(DOCUMENTS, params={"source": "*", "all": "yes"}).status_code == 400
         assert client.get(DOCUMENTS).json()["data"] == before
-        assert len(client.delete(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()["forgotten"]) == 3
-        gone = client.delete(DOCUMENTS, params={"source": "*", "all": "true"}).json()["forgotten"]
+        assert len(client.delete(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()["deleted"]) == 3
+        gone = client.delete(DOCUMENTS, params={"source": "*", "all": "true"}).json()["deleted"]
         assert sorted(gone) == [row["source"] for row in before[3:]]
         assert client.get(DOCUMENTS).json()["data"] == []
 

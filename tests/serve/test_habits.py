@@ -221,7 +221,7 @@ def test_a_continued_answer_is_no_cached_conversation(ready: Path) -> None:
         said = text_of(CHAT, client.post(CHAT, json={"messages": begun}).json())
         assert client.get("/health").json()["conversations"] == 0
         messages = [*ASKED, {"role": "assistant", "content": f"It was{said}"}, later]
-        assert client.post(CHAT, json={"messages": messages}).json()["kvtool"]["turn"]["kept"] == 0
+        assert client.post(CHAT, json={"messages": messages}).json()["kvtool"]["turn"]["cached"] == 0
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(
     wait_until(lambda: not kept_engines()[0].running)  # which is noted after an answer's end, and its line in the log
     (engine,) = engines()
     assert (engine["store"], engine["requests"]) == (str(store), 4)
-    assert engine["ends"] > engine["started"]
+    assert engine["expires"] > engine["started"]
     assert engine["memory_bytes"] > 10**7
     assert engine["model"]
     log = Path(engine["log"])
@@ -99,7 +99,7 @@ def test_the_second_question_is_answered_by_the_engine_of_the_first(
     assert str(engine["pid"]) in shown
     assert "MB" in shown
 
-    ended = kvtool("stop", "--store", store, "--json").fine().json["ended"]
+    ended = kvtool("stop", "--store", store, "--json").fine().json["stopped"]
     assert [each["pid"] for each in ended] == [engine["pid"]]
     assert engines() == []
     assert not socket_path(store).exists()
@@ -378,7 +378,7 @@ def test_stop_ends_those_of_all_stores(store: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(store, tmp_path / "other"))
     pids = {engine_of(store).pid, engine_of(other).pid}
     assert "2 others" in kvtool("stop", "--store", tmp_path / "third").fine().err
-    assert {each["pid"] for each in kvtool("stop", "--all", "--json").fine().json["ended"]} == pids
+    assert {each["pid"] for each in kvtool("stop", "--all", "--json").fine().json["stopped"]} == pids
     assert engines() == []
 
 

@@ -108,7 +108,7 @@ def test_a_reply_carries_the_map_in_spans(served: Served) -> None:
     with served.client as client:
         body = {"messages": ASKED, "kvtool": {"explain": True, "fusion": "epic", "link_tokens": 4}}
         said = client.post("/v1/chat/completions", json=body).json()["kvtool"]
-    spans = [chunk["explained"]["spans"] for chunk in said["chunks"]]
+    spans = [chunk["explanation"]["spans"] for chunk in said["chunks"]]
     assert all([span["token_start"] for span in one] == [0, *(span["token_end"] for span in one[:-1])] for one in spans)
     assert [one[-1]["token_end"] for one in spans] == [chunk["tokens"] for chunk in said["chunks"]]
     computed = sum(span["token_end"] - span["token_start"] for one in spans for span in one if span["reason"])

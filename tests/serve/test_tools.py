@@ -79,7 +79,7 @@ def test_a_call_of_openais_chat_and_its_result(chat: Any) -> None:
     assert later.choices[0].finish_reason in ("length", "stop")
     turn = later.model_extra["kvtool"]["turn"]
     assert (turn["number"], turn.get("reason")) == (2, None)  # the call is the turn that was kept
-    assert turn["kept"] > turn["renewed"]
+    assert turn["cached"] > turn["restored"]
     assert "Baker" not in turn["search"]  # a result is not searched
 
 

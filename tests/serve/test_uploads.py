@@ -81,7 +81,7 @@ def test_a_path_that_leaves_the_folder_is_not_unlinked(store: Path, uploads: Pat
         assert document is not None
         writer.commit_file(replace(entry, path=foreign, documents=(foreign,)), [replace(document, source=foreign)])
     answer = forget(client, foreign)
-    assert answer.json()["forgotten"] == [foreign], answer.text
+    assert answer.json()["deleted"] == [foreign], answer.text
     assert outside.read_text() == "The kite is in Oslo."
 
 
@@ -122,7 +122,7 @@ def test_a_part_of_a_file_that_was_sent_goes_with_all_of_it(
     one, other = sorted(sources(client) - before)
     assert str(file) in refused(forget(client, one), 409)
     assert {one, other} <= sources(client)
-    assert sorted(forget(client, file).json()["forgotten"]) == [one, other]
+    assert sorted(forget(client, file).json()["deleted"]) == [one, other]
     assert not file.exists()
     with kvtool.open(store) as cache:
         (uploads / "else.md").write_text("Nothing to see.")
@@ -172,7 +172,7 @@ def test_what_an_interrupted_ingest_left_can_be_removed(uploads: Path, served: S
             refused(send(client, "a.md", "The kite is in Oslo."), 503)
             served.engine._shutdown.now = False
             assert file.exists()
-            assert forget(client, named).json()["forgotten"] == [str(file)]
+            assert forget(client, named).json()["deleted"] == [str(file)]
             assert not file.exists()
             assert forget(client, named).status_code == 400
 
@@ -229,7 +229,7 @@ def test_names_that_look_alike_are_two_files(uploads: Path, client: httpx2.Clien
     for name in names:
         assert send(client, name, f"The kite is in {name}.").json()["documents"]["added"] == 1, name
     for name in names:
-        assert forget(client, uploads / name).json()["forgotten"] == [str(uploads / name)]
+        assert forget(client, uploads / name).json()["deleted"] == [str(uploads / name)]
     assert [path.name for path in uploads.iterdir()] == [".kvtool-sent"]
 
 

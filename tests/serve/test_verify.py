@@ -72,7 +72,7 @@ def test_a_conversation_is_that_of_full(served: Served, client: openai.OpenAI, b
             if between:
                 served.engine.conversations.clear()
         last = asked(client, messages, own)
-        assert (last.model_extra["kvtool"]["turn"]["kept"] == 0) is between
+        assert (last.model_extra["kvtool"]["turn"]["cached"] == 0) is between
         said.append([*(message["content"] for message in messages), last.choices[0].message.content])
     assert said[0] == said[1]
 

@@ -28,7 +28,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
-BESIDE = "beside"  # `table` of a damaged side file: index, vectors, what was measured
+BESIDE = "side file"  # `table` of a damaged side file: index, vectors, what was measured
 CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 TIMES = (tables.USED, tables.WARM, tables.ADDED)
 
@@ -48,7 +48,7 @@ class Damage:
 
     @property
     def kind(self) -> str:
-        """The place for people: a table's name, `beside` for a side file, else `store`."""
+        """The place for people: a table's name, `side file`, else `store`."""
         return self.table or "store"
 
 
@@ -65,7 +65,7 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     with store.snapshot() as snapshot:
         parts = list(missing_parts(snapshot))
     for stretch, part in parts:
-        yield Damage(f"the {named_part(part)} of a state checkpoint are missing", "stretches", stretch.hex())
+        yield Damage(f"the {named_part(part)} of a state checkpoint are missing", "checkpoints", stretch.hex())
     yield from _missing_chunks(store)
     for place, reason in damaged_files(store.path):
         yield Damage(f"{place} {reason}", BESIDE, os.fsencode(place).hex())

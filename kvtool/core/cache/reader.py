@@ -304,7 +304,7 @@ class StoreReader(ChunkReader, StretchReader):
             "bytes": sum(level["bytes"] for level in levels.values()),
             "levels": {level: dict(total) for level, total in sorted(levels.items())},
             "profiles": {"count": len(profiles), "bytes": sum(profiles)},
-            "stretches": {
+            "checkpoints": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
                 "bytes": sum(size for _, size in parts),
             },

@@ -23,7 +23,7 @@ from kvtool.core.errors import DamagedError
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES, WARM, ORIGINS = TABLES = tuple(
     bytes([letter]) for letter in b"mfdclrupaswo"
 )
-_NAMES = "meta files documents chunks levels records used profiles added stretches warm origins".split()
+_NAMES = "meta files documents chunks levels records used profiles added checkpoints warm origins".split()
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
 BY_CHUNK = (CHUNKS, LEVELS, RECORDS, USED, WARM, ADDED, ORIGINS)
 Row = tuple[bytes, bytes, Bytes]  # table, key, value

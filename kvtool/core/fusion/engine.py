@@ -38,8 +38,8 @@ class TokenCounts:
     dropped: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Make `tokens` of a reply, which calls resident rows `standing`."""
-        counts = {"prompt": self.prompt, "standing": self.resident, "reused": self.reused}
+        """Make `tokens` of a reply, which calls resident rows `resident`."""
+        counts = {"prompt": self.prompt, "resident": self.resident, "reused": self.reused}
         return counts | {"recomputed": self.recomputed, "fresh": self.fresh, "dropped": self.dropped}
 
 

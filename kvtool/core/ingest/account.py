@@ -71,9 +71,9 @@ class Account:
     def fail(self, failure: Failure) -> None:
         """Count a file that failed; one that failed the same way before is only noted. `--fail-fast` raises."""
         row = {"path": failure.path, "error": failure.error}
-        self.report.not_read_again += not failure.read
+        self.report.not_retried += not failure.read
         if failure.known and not self._strict:
-            self.report.still_failing.append(row)
+            self.report.known_failures.append(row)
             self.events.skipped(failure.path, f"{failure.error}, as before")
             return
         if self._fail_fast:

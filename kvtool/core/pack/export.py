@@ -25,14 +25,14 @@ from kvtool.core.upkeep.selectors import named_documents
 
 @dataclass(slots=True)
 class ExportReport:
-    """What a pack holds: chunks at a level each, `stretches` of answered prompts, `bytes` of the file. Entries that the
+    """What a pack holds: chunks at a level each, `checkpoints` of answered prompts, `bytes` of its file. Entries the
     store could not read are `damaged`: they were left out."""
 
     path: str
     documents: int = 0
     files: int = 0
     chunks: int = 0
-    stretches: int = 0
+    checkpoints: int = 0
     bytes: int = 0
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
@@ -145,12 +145,12 @@ class _Export:
         """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
         for stretch, info in sorted(self.store.stretches().items()):
             if info.own and chunks.issuperset(info.chunks):
-                with self._noting(f"stretch {stretch.hex()}"):
+                with self._noting(f"state checkpoint {stretch.hex()}"):
                     sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
                     self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
                     for name, value in sealed:
                         self.write(f"stretch/{stretch.hex()}/{name}", value)
-                    self.report.stretches += 1
+                    self.report.checkpoints += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
         named = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
@@ -164,7 +164,7 @@ class _Export:
         return tuple(sound)
 
     def _note(self, what: str, why: str) -> None:
-        self.report.damaged.append({"what": what, "reason": why})
+        self.report.damaged.append({"subject": what, "reason": why})
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:

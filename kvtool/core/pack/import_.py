@@ -132,7 +132,7 @@ def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs
                 writer.put_stretch(stretch, info, parts)
                 report.bytes += sum(len(payload) for _, payload in parts)
         except DamagedError as error:
-            report.note_damage(f"stretch {stretch.hex()}", error.message)
+            report.note_damage(f"state checkpoint {stretch.hex()}", error.message)
 
 
 def _is_here(store: Store, stretch: bytes, info: StretchInfo) -> bool:

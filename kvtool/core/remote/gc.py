@@ -81,7 +81,7 @@ class GarbageCollector:
             while doomed := sorted(listed - wanted - gone)[:_AT_ONCE]:
                 if not alone():
                     count = len(listed - wanted - gone)
-                    self._report.spared += count
+                    self._report.removals_deferred += count
                     text = f"{count:,} values of {self.blobs.url} were left there: another push is running"
                     self._events.warn(text, "delete later")
                     break

@@ -150,7 +150,7 @@ class MirrorUpdater:
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
         for damage in report.damaged[:_MOST_TOLD]:
-            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
+            self._warn(f"{damage['subject']}: {damage['reason']}", "push again with --verify")
         if len(report.damaged) > _MOST_TOLD:
             self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
         self._store.write_side(_ADOPTED, {"catalogue": self.mark, "damaged": bool(report.damaged)})

@@ -140,7 +140,7 @@ def preview(
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
             origins = Origins(origin, blobs.url)
-            files, report.kept = wanted_files(store, catalogue, False, origins)
+            files, report.conflicting_files = wanted_files(store, catalogue, False, origins)
             records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
             report.removed = len(only_here(store, catalogue, origin)) if delete else 0
     except StoreNotFoundError:
@@ -149,8 +149,8 @@ def preview(
             (key, Bundle(tuple(with_bases(chunk, chunk.levels if levels is None else levels))))
             for key, chunk in catalogue.chunks.items()
         ]
-    report.files.moved, report.files.unchanged = len(files), len(catalogue.files) - len(files)
-    report.chunks.moved = sum(len(bundle.levels) for _, bundle in records)
+    report.files.transferred, report.files.unchanged = len(files), len(catalogue.files) - len(files)
+    report.chunks.transferred = sum(len(bundle.levels) for _, bundle in records)
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
     report.seconds = time.perf_counter() - started
     return report
@@ -246,7 +246,7 @@ class _Pull:
             raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
         origin = Origin.untrusted(self.blobs.url) if self.mirror else self.origins.own
         self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
-        self.report.made_with = str(catalogue.identity.get("model", ""))
+        self.report.model = str(catalogue.identity.get("model", ""))
 
     def _state(self, catalogue: Catalogue) -> None:
         """A mirror takes the shared store's measurements; another store only those that it lacks."""
@@ -323,10 +323,10 @@ class _Pull:
             self.writer.flush()  # so that all of it is in one transaction
         for level, of_level in by_level.items():
             self.writer.put_chunk(chunk_id, info, level, of_level, replace=group.replaces, origin=origin)
-        self.report.chunks.moved += len(by_level)
+        self.report.chunks.transferred += len(by_level)
 
     def _files(self, catalogue: Catalogue, newer: bool) -> None:
-        wanted, self.report.kept = wanted_files(self.store, catalogue, newer, self.origins)
+        wanted, self.report.conflicting_files = wanted_files(self.store, catalogue, newer, self.origins)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         files = [(key, catalogue.files[key]) for key in wanted]
         groups = [_one_value(key, f"file {key}", file_name(key, file), file.place) for key, file in files]
@@ -361,12 +361,12 @@ class _Pull:
         try:
             if files:
                 self.writer.commit_files([(entry, documents) for _, entry, documents in files])
-                self.report.files.moved += len(files)
+                self.report.files.transferred += len(files)
         except (ValueError, NoSpaceError):
             for group, entry, documents in files:
                 with self._noted(group):
                     self.writer.commit_file(entry, documents)
-                    self.report.files.moved += 1
+                    self.report.files.transferred += 1
 
     @contextmanager
     def _noted(self, group: Group) -> Iterator[None]:

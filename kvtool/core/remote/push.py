@@ -163,7 +163,7 @@ class _Push:
                 return
             if self._swap(head, theirs, joined):
                 if delete and theirs is not None:
-                    self.report.forgotten = len(theirs.files.keys() - mine.files.keys())
+                    self.report.documents_removed = len(theirs.files.keys() - mine.files.keys())
                 return
             head, theirs = read_head(self.blobs)
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")

@@ -159,7 +159,7 @@ class Sender:
 
     def _count(self, count: int, moved: bool) -> None:
         if moved:
-            self.report.chunks.moved += count
+            self.report.chunks.transferred += count
         else:
             self.report.chunks.unchanged += count
         self.events.advance(count)
@@ -190,8 +190,8 @@ class Sender:
 
     def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
         descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
-        self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
-        self.report.files.unchanged = len(mine.files) - self.report.files.moved
+        self.report.files.transferred += sum(kind == FILE for _, kind in descriptions.lacking)
+        self.report.files.unchanged = len(mine.files) - self.report.files.transferred
         places = dict[Member, Place]()
         for packed, _ in self._send_packs(packs_of(descriptions.in_order(), descriptions.records_of)):
             places |= packed.places

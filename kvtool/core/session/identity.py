@@ -310,12 +310,12 @@ class ConformanceCheck:
     law: int
     name: str
     difference: float
-    allowed: float
+    tolerance: float
     arithmetic: str  # such as "bfloat16 on cpu"
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.allowed
+        return self.difference <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ class ConformanceResult:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> ConformanceResult:
-        keys = ("law", "name", "difference", "allowed", "arithmetic")
+        keys = ("law", "name", "difference", "tolerance", "arithmetic")
         checks = tuple(ConformanceCheck(**{key: check[key] for key in keys}) for check in row["checks"])
         cross_dtype_loss = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
         return cls(row["fingerprint"], checks, cross_dtype_loss)
@@ -359,7 +359,7 @@ class ConformanceResult:
     def enforce(self) -> None:
         failed = [check for check in self.checks if not check.passed]
         if failed:
-            numbers = "; ".join(f"law {c.law} ({c.name}): {c.difference:.3g} > {c.allowed:.3g}" for c in failed)
+            numbers = "; ".join(f"law {c.law} ({c.name}): {c.difference:.3g} > {c.tolerance:.3g}" for c in failed)
             raise GateError(
                 f"the gate refuses this model: {numbers}",
                 "use --fusion full, or --force to answer from caches that are known to be wrong",

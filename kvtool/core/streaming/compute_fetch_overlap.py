@@ -81,7 +81,7 @@ class OverlapPolicy(Adaptive):
         else:
             self._refused.add(chunk)
         row = text_row(chunk, MEANWHILE if whole else f"gave up computing: {self._level(chunk) or 'text'} stands")
-        self._log.append(row | {"meanwhile_ms": seconds * 1e3})
+        self._log.append(row | {"compute_ms": seconds * 1e3})
 
     def stop_at(self, chunk: int) -> float | None:
         if self.task.objective is not None and (self._promised or chunk not in self._missing):

@@ -307,7 +307,7 @@ def text_row(chunk: int, decision: str) -> dict[str, Any]:
 
 
 def _row(chunk: int, level: str | None, decision: str) -> dict[str, Any]:
-    numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms"))
+    numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms"))
     return {"chunk": chunk, "level": level, **numbers, "bytes": 0, "decision": decision}
 
 

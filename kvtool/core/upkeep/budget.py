@@ -28,7 +28,7 @@ class Budget:
         return {
             "path": self.path,
             "budget": self.budget,
-            "goal": self.low,
+            "target_bytes": self.low,
             "folder_bytes": self.used,
             "disk_free": self.disk_free,
         }

@@ -94,7 +94,7 @@ def _pinned(store: Store, refs: Mapping[str, set[bytes]]) -> UsageError | None:
     chunks = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
     for source in sorted(refs):
         if source in pins["sources"] or refs[source] & chunks:
-            return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store unpin` it first")
+            return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store pin --remove` unpins it")
     return None
 
 

@@ -194,7 +194,7 @@ def sizes_of(store: Store) -> dict[str, Any]:
         sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
     unfinished = _unfinished(store)
     sizes = sizes | {name: sizes[name] - unfinished[name] for name in ("chunks", "tokens")}
-    return sizes | {"beginning": beginning, "unfinished": unfinished}
+    return sizes | {"prefix": beginning, "unfinished": unfinished}
 
 
 def _unfinished(store: Store) -> dict[str, int]:

@@ -19,7 +19,7 @@ Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's l
 class Step:
     """Step of a plan, which drops one kind of thing."""
 
-    name: str  # `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
+    name: str  # `unreferenced`, `unfinished`, `checkpoints`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
     drops: list[Drop] = field(default_factory=list, repr=False)  # raw ids, which nobody can read
     sources: list[str] = field(default_factory=list)  # documents that are forgotten whole
     loose: list[bytes] = field(default_factory=list, repr=False)  # without a reference
@@ -41,7 +41,7 @@ class Step:
             "chunks": self.chunks,
             "chunk_levels": len(self.drops),
             "documents": len(self.sources),
-            "stretches": len(self.stretches),
+            "checkpoints": len(self.stretches),
             "bytes": self.size,
         }
 
@@ -135,7 +135,7 @@ class _Planner:
 
     def drop_stretches(self, cold_before: float) -> None:
         """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
-        step = Step("stretches")
+        step = Step("checkpoints")
         self.steps.append(step)
         for stretch, used, size in self.inventory.stretches:
             if used < cold_before or not self.is_enough:

@@ -34,27 +34,27 @@ class PruneReport:
     after: int  # on a dry run the expected bytes
     steps: list[Step] = field(default_factory=list)
     compacted: int = 0
-    spared: int = 0  # chunks whose exact records stayed, because the level that was to replace them is damaged
+    exact_retained: int = 0  # chunks whose exact records stayed, because the level that was to replace them is damaged
     dry_run: bool = False
     refusal: KvtoolError | None = None  # of a dry run: why it would not be done as it was asked for; None: it would
     shortfall: NoSpaceError | None = None  # why the limit is not met, if that is no refusal
 
     @property
-    def reached(self) -> bool:
+    def within_budget(self) -> bool:
         return self.limit is None or self.after <= self.limit
 
     def to_json(self) -> dict[str, Any]:
         return {
             "budget": self.limit,
-            "goal": self.goal,
+            "target_bytes": self.goal,
             "bytes_before": self.before,
             "bytes_after": self.after,
             "bytes_freed": self.compacted,
             "profiles": sum(len(step.profiles) for step in self.steps),
-            "spared": self.spared,
+            "exact_retained": self.exact_retained,
             "dry_run": self.dry_run,
-            "reached": self.reached,
-            "refused": None if self.refusal is None else self.refusal.message,
+            "within_budget": self.within_budget,
+            "refusal": None if self.refusal is None else self.refusal.message,
             "steps": [step.to_json() for step in self.steps],
         }
 
@@ -104,18 +104,18 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
         raise decision.refusal
     report, plan = decision.report(), decision.plan
     while True:
-        report.spared += len(_apply(store, writer, plan))
+        report.exact_retained += len(_apply(store, writer, plan))
         report.steps += plan.steps
         if options.compact and _is_too_large(space.folder_bytes(store.path), report.goal):
             report.compacted += writer.compact()
         report.after = space.folder_bytes(store.path)
-        if report.reached or not plan.steps:
+        if report.within_budget or not plan.steps:
             break
         inventory = take_inventory(store)  # sizes of small records are estimates
         if options.compact:  # free pages that a compaction has left stay
             inventory = replace(inventory, free=0)
         plan = plan_prune(inventory, decision.request)
-    if not report.reached and report.shortfall is None:
+    if not report.within_budget and report.shortfall is None:
         holds = f"the store holds {shown_size(report.after)}, over {shown_size(report.limit or 0)}"
         report.shortfall = NoSpaceError(holds, "" if options.compact else "leave out --no-compact")
     return report
@@ -195,7 +195,7 @@ def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
             f"the store cannot get down to {shown_size(limit)}, so nothing was removed for the size; without all that "
             f"may be removed it holds up to {shown_size(plan.expected)}",
             f"--max-size {size_from(plan.expected + _MARGIN)} can be reached; "
-            "`kvtool store unpin` and --unused let more be removed",
+            "`kvtool store pin --remove` and --unused let more be removed",
         )
         if not request.whatever_the_size:
             return _Decision(limit, request, inventory.used, plan, shortfall, shortfall)
