@@ -40,14 +40,7 @@ _POSITIONS = 1 << 18  # that a chunk may begin at
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding by halves.
-
-    Attributes
-    ----------
-    head_dim : numbers of a head; the first 2 * pairs of them are rotated.
-    frequencies : float64 `[pairs]`, radians a position.
-    scaling : factor of rotated keys.
-    """
+    """A rotary position embedding by halves: `frequencies` (radians a position) of pairs of a head's first numbers."""
 
     head_dim: int
     frequencies: torch.Tensor
@@ -70,14 +63,9 @@ class Rope:
         return torch.cat([moved.real, moved.imag, rest], -1).flatten(-2)
 
     def first_position(self, keys: torch.Tensor, means: torch.Tensor, step: int) -> int:
-        """Find the multiple of `step` from which un-rotated keys are nearest to their means.
+        """Find the multiple of `step` from which un-rotated keys are nearest to their means `[layers, channels]`.
 
         A rotation keeps the keys' length, so the nearest are those of the largest product.
-
-        Parameters
-        ----------
-        keys : float32 `[layers, tokens, channels]`, rotated.
-        means : float32 `[layers, channels]`, of un-rotated keys.
         """
         summed = (self.pairs(keys) * self.turns(-torch.arange(keys.shape[1]))[:, None]).sum(1)
         likeness = (summed * self.pairs(means).conj()).sum((0, 1))
@@ -86,17 +74,9 @@ class Rope:
 
 
 class LevelSerde:
-    """Serializer and deserializer of LMCache's memory objects, of chunks `[2, layers, tokens, channels]` (`KV_2LTD`).
+    """Serializer and deserializer of LMCache's chunks `[2, layers, tokens, channels]`, by a store's profile.
 
-    Parameters
-    ----------
-    profile : of a store of the same model.
-    bits : size of a number of a chunk.
-
-    Raises
-    ------
-    UsageError : so few bits that no level fits, or more than the numbers have.
-    KvtoolError : the profile does not say how the model rotates its keys.
+    Raises UsageError for a number of `bits` of no level, and KvtoolError for a profile without a rotation of keys.
     """
 
     def __init__(self, profile: Profile, bits: float = BITS) -> None:
@@ -111,17 +91,11 @@ class LevelSerde:
         self._rope = Rope(rope["head_dim"], torch.tensor(rope["frequencies"], dtype=torch.float64), rope["scaling"])
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
-        """Return the bytes that each chunk takes. Raises KvtoolError: it has another shape than the profile's."""
         shape = torch.Size(*layout_desc.shapes)
         return _HEADER.size + 4 * self._layers_of(shape) + ceil(shape.numel() * self._bits / 8)
 
     def serialize(self, src: Any, dst: Any, key: object) -> int:
-        """Encode keys and values into bytes, at the finest level that fits.
-
-        Raises
-        ------
-        KvtoolError : none fits, a number is not finite, or the KV is another model's. LMCache then stores nothing.
-        """
+        """Encode at the finest level that fits. Raises KvtoolError if none does; then LMCache stores nothing."""
         sides, out = src.tensor.float().cpu(), dst.tensor.flatten()
         layers = self._layers_of(sides.shape)
         first = sides[:, :, :1].numpy().tobytes()  # all tokens attend to a prompt's first one: its error costs most

@@ -30,7 +30,7 @@ def main(store: str | Path, documents: Path = PLACES, question: str = QUESTION, 
         talk = cache.conversation(top_k=2, max_tokens=16)
         talk.ask(question)
         reply = talk.ask("And when was that?")  # searched together with the question before it
-        print(f"second turn: {reply.tokens['standing']} tokens kept from the first, {reply.answer!r}")
+        print(f"second turn: {reply.tokens['resident']} tokens kept from the first, {reply.answer!r}")
 
         levels = cache.compress("2").to_json()["levels"]  # fits the codec to this store, measures the loss
         print(f"compressed: {[level['level'] for level in levels]}")

@@ -8,52 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as t
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BambaConfig,
-    Cohere2Config,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Exaone4Config,
-    FalconH1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GemmaConfig,
-    Glm4MoeLiteConfig,
-    GlmConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeHybridConfig,
-    JambaConfig,
-    KimiLinearConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    Lfm3Config,
-    LlamaConfig,
-    MiniCPM3Config,
-    MinistralConfig,
-    MistralConfig,
-    MixtralConfig,
-    NemotronHConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoHybridConfig,
-    Phi3Config,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SmolLM3Config,
-    StableLmConfig,
-    YoutuConfig,
-)
 
 from tests.more_families import MORE, made
 
@@ -65,26 +22,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITIONS},
+    **{"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
+    **{"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 256},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 # A prompt of more than 1,024 tokens would take the other factors, which no test may come to.
@@ -114,69 +59,67 @@ _GEMMA4: dict[str, Any] = {
 }
 # Latents: ranks and parts of heads that are no multiples of each other, as many rotary numbers as machine code takes.
 _LATENT: dict[str, Any] = SHAPE | {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 40,
-    "q_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
+    **{"num_key_value_heads": 4, "kv_lora_rank": 40, "q_lora_rank": 48},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20},
 }
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
 
 # Those that differ in a kind: of rotation, of norm of the keys, of window, of score. Every law runs over them in full.
 KINDS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**SHAPE),
-    "llama-yarn": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_YARN)),
-    "llama-dynamic": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_DYNAMIC)),
-    "qwen2": lambda: Qwen2Config(**SHAPE),
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),  # head_dim other than hidden / heads, as in the real ones
-    "phi3-longrope": lambda: Phi3Config(**SHAPE, rope_parameters=dict(_LONGROPE)),  # as Phi-4-mini has it
-    "olmo2": lambda: Olmo2Config(**SHAPE),
-    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1, 1], use_sliding_window=False),
-    "gemma": lambda: GemmaConfig(**SHAPE, head_dim=16),
-    "mistral-window": lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=24),
-    "gemma2": lambda: Gemma2Config(**SHAPE, **_WINDOWED, sliding_window=32, query_pre_attn_scalar=16, **_CAPS),
-    "gemma3": lambda: Gemma3TextConfig(
+    "llama": lambda: t.LlamaConfig(**SHAPE),
+    "llama-yarn": lambda: t.LlamaConfig(**SHAPE, rope_parameters=dict(_YARN)),
+    "llama-dynamic": lambda: t.LlamaConfig(**SHAPE, rope_parameters=dict(_DYNAMIC)),
+    "qwen2": lambda: t.Qwen2Config(**SHAPE),
+    "qwen3": lambda: t.Qwen3Config(**SHAPE, head_dim=32),  # head_dim other than hidden / heads, as in the real ones
+    "phi3-longrope": lambda: t.Phi3Config(**SHAPE, rope_parameters=dict(_LONGROPE)),  # as Phi-4-mini has it
+    "olmo2": lambda: t.Olmo2Config(**SHAPE),
+    "smollm3": lambda: t.SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1, 1], use_sliding_window=False),
+    "gemma": lambda: t.GemmaConfig(**SHAPE, head_dim=16),
+    "mistral-window": lambda: t.MistralConfig(**SHAPE, head_dim=16, sliding_window=24),
+    "gemma2": lambda: t.Gemma2Config(**SHAPE, **_WINDOWED, sliding_window=32, query_pre_attn_scalar=16, **_CAPS),
+    "gemma3": lambda: t.Gemma3TextConfig(
         **SHAPE, **_WINDOWED, sliding_window=96, query_pre_attn_scalar=16, rope_parameters=dict(_TWO_ROPES)
     ),
-    "gpt-oss": lambda: GptOssConfig(
+    "gpt-oss": lambda: t.GptOssConfig(
         **SHAPE, **_WINDOWED, sliding_window=16, num_local_experts=4, rope_parameters=dict(_YARN)
     ),
-    "ministral": lambda: MinistralConfig(**SHAPE, **_WINDOWED, sliding_window=50),
-    "cohere2": lambda: Cohere2Config(**SHAPE, layer_types=_WINDOWED["layer_types"], sliding_window=20, logit_scale=1.0),
-    "olmo3": lambda: Olmo3Config(**SHAPE, layer_types=_LAYERS, sliding_window=40),
-    "exaone4": lambda: Exaone4Config(**SHAPE, **_WINDOWED, sliding_window=12),
+    "ministral": lambda: t.MinistralConfig(**SHAPE, **_WINDOWED, sliding_window=50),
+    "cohere2": lambda: t.Cohere2Config(
+        **SHAPE, layer_types=_WINDOWED["layer_types"], sliding_window=20, logit_scale=1.0
+    ),
+    "olmo3": lambda: t.Olmo3Config(**SHAPE, layer_types=_LAYERS, sliding_window=40),
+    "exaone4": lambda: t.Exaone4Config(**SHAPE, **_WINDOWED, sliding_window=12),
     # Other heads in full layers, whose keys are their values, too; and an input of its own for every layer.
-    "gemma4": lambda: Gemma4TextConfig(**SHAPE, **_GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4-shared": lambda: Gemma4TextConfig(  # its last two layers attend to what the first two keep
+    "gemma4": lambda: t.Gemma4TextConfig(**SHAPE, **_GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4-shared": lambda: t.Gemma4TextConfig(  # its last two layers attend to what the first two keep
         **SHAPE, **_GEMMA4, num_kv_shared_layers=2, use_double_wide_mlp=True
     ),
-    "minicpm3": lambda: MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=64),
-    "youtu": lambda: YoutuConfig(**_LATENT | {"kv_lora_rank": 48, "v_head_dim": 32}),  # as our own kernel takes it
-    "deepseek-v2": lambda: DeepseekV2Config(
+    "minicpm3": lambda: t.MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=64),
+    "youtu": lambda: t.YoutuConfig(**_LATENT | {"kv_lora_rank": 48, "v_head_dim": 32}),  # as our own kernel takes it
+    "deepseek-v2": lambda: t.DeepseekV2Config(
         **_LATENT | {"q_lora_rank": None}, **_ROUTED, n_shared_experts=1, first_k_dense_replace=1
     ),
-    "deepseek-v3": lambda: DeepseekV3Config(
+    "deepseek-v3": lambda: t.DeepseekV3Config(
         **_LATENT,
         **_ROUTED,
         n_shared_experts=1,
         first_k_dense_replace=2,
         rope_parameters=_YARN | {"mscale_all_dim": 0.7},
     ),
-    "glm4-moe-lite": lambda: Glm4MoeLiteConfig(**_LATENT, **_ROUTED, n_shared_experts=1),
-    "glm": lambda: GlmConfig(**SHAPE, head_dim=16),  # rotates pairs side by side, of half a head
-    "stablelm": lambda: StableLmConfig(**SHAPE, qk_layernorm=True),  # a quarter of a head
-    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "glm4-moe-lite": lambda: t.Glm4MoeLiteConfig(**_LATENT, **_ROUTED, n_shared_experts=1),
+    "glm": lambda: t.GlmConfig(**SHAPE, head_dim=16),  # rotates pairs side by side, of half a head
+    "stablelm": lambda: t.StableLmConfig(**SHAPE, qk_layernorm=True),  # a quarter of a head
+    "mixtral": lambda: t.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 # Those that differ from them in other modules only: each law runs over them, with fewer modes.
 LIKE: dict[str, Callable[[], Any]] = {
-    "llama-linear": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_LINEAR)),
-    "llama-llama3": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_LLAMA3)),
-    "mistral": lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
-    "qwen3-bias": lambda: Qwen3Config(**SHAPE, head_dim=16, attention_bias=True),
-    "phi3": lambda: Phi3Config(**SHAPE),
-    "granite": lambda: GraniteConfig(**SHAPE, attention_multiplier=0.2, residual_multiplier=0.8, logits_scaling=2.0),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**SHAPE, **_EXPERTS, head_dim=16, decoder_sparse_step=1),
+    "llama-linear": lambda: t.LlamaConfig(**SHAPE, rope_parameters=dict(_LINEAR)),
+    "llama-llama3": lambda: t.LlamaConfig(**SHAPE, rope_parameters=dict(_LLAMA3)),
+    "mistral": lambda: t.MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
+    "qwen3-bias": lambda: t.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True),
+    "phi3": lambda: t.Phi3Config(**SHAPE),
+    "granite": lambda: t.GraniteConfig(**SHAPE, attention_multiplier=0.2, residual_multiplier=0.8, logits_scaling=2.0),
+    "qwen3-moe": lambda: t.Qwen3MoeConfig(**SHAPE, **_EXPERTS, head_dim=16, decoder_sparse_step=1),
     **{name: made(name, SHAPE) for name in MORE},
 }
 FAMILIES = KINDS | LIKE
@@ -184,20 +127,15 @@ FAMILIES = KINDS | LIKE
 WINDOWED = ("mistral-window", "gemma2", "gemma3", "gpt-oss", "ministral", "cohere2", "olmo3", "exaone4")
 # Recurrent hybrids: nothing of them is moved, so the laws of fused modes are not theirs (tests/fusion/test_chain.py).
 _DELTA = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 _INTERLEAVED = {  # M-RoPE, as its checkpoints have it
-    "rope_type": "default",
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.5,
-    "mrope_section": [2, 1, 1],
-    "mrope_interleaved": True,
+    **{"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+_CONV_IN_SOME = ["conv", "full_attention", "conv", "full_attention"]
 _MAMBA_IN_SOME = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _SHARED = {"shared_expert_intermediate_size": 64}
 _NEMOTRON_H = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "n_routed_experts": 4}
@@ -206,27 +144,25 @@ _KIMI_LINEAR = {
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 HYBRIDS: dict[str, Callable[[], Any]] = {
-    "qwen3-next": lambda: Qwen3NextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
-    "qwen3.5": lambda: Qwen3_5TextConfig(**SHAPE, **_DELTA, head_dim=16, rope_parameters=dict(_INTERLEAVED)),
-    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
-    "lfm2": lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"]),
-    "lfm2-moe": lambda: Lfm2MoeConfig(
-        **SHAPE, **_EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention", "conv", "full_attention"]
-    ),
-    "lfm3": lambda: Lfm3Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"]),
-    "granite4": lambda: GraniteMoeHybridConfig(
+    "qwen3-next": lambda: t.Qwen3NextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
+    "qwen3.5": lambda: t.Qwen3_5TextConfig(**SHAPE, **_DELTA, head_dim=16, rope_parameters=dict(_INTERLEAVED)),
+    "qwen3.5-moe": lambda: t.Qwen3_5MoeTextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
+    "lfm2": lambda: t.Lfm2Config(**SHAPE, layer_types=list(_CONV_IN_SOME)),
+    "lfm2-moe": lambda: t.Lfm2MoeConfig(**SHAPE, **_EXPERTS, num_dense_layers=1, layer_types=list(_CONV_IN_SOME)),
+    "lfm3": lambda: t.Lfm3Config(**SHAPE, layer_types=list(_CONV_IN_SOME)),
+    "granite4": lambda: t.GraniteMoeHybridConfig(
         **SHAPE, **_MAMBA, num_local_experts=4, num_experts_per_tok=2, layer_types=list(_MAMBA_IN_SOME)
     ),
-    "bamba": lambda: BambaConfig(**SHAPE, **_MAMBA, attn_layer_indices=[2]),
-    "nemotron-h": lambda: NemotronHConfig(  # a layer of experts, which keeps nothing; no positions
+    "bamba": lambda: t.BambaConfig(**SHAPE, **_MAMBA, attn_layer_indices=[2]),
+    "nemotron-h": lambda: t.NemotronHConfig(  # a layer of experts, which keeps nothing; no positions
         **SHAPE, **_NEMOTRON_H, head_dim=16, layer_types=["linear_attention", "moe", "full_attention", "mlp"]
     ),
-    "falcon-h1": lambda: FalconH1Config(**SHAPE, **_MAMBA, mamba_d_ssm=128, head_dim=16),  # both in every layer
-    "olmo-hybrid": lambda: OlmoHybridConfig(**SHAPE, **_DELTA),
-    "kimi-linear": lambda: KimiLinearConfig(  # latents, in which no position is marked
+    "falcon-h1": lambda: t.FalconH1Config(**SHAPE, **_MAMBA, mamba_d_ssm=128, head_dim=16),  # both in every layer
+    "olmo-hybrid": lambda: t.OlmoHybridConfig(**SHAPE, **_DELTA),
+    "kimi-linear": lambda: t.KimiLinearConfig(  # latents, in which no position is marked
         **_LATENT | {"q_lora_rank": None}, **_KIMI_LINEAR, layer_types=list(_MAMBA_IN_SOME)
     ),
-    "jamba": lambda: JambaConfig(
+    "jamba": lambda: t.JambaConfig(
         **SHAPE, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False
     ),
 }
@@ -251,16 +187,17 @@ def tiny_model(name: str, dtype: str = "float32", seed: int = 0) -> Any:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _built(name)
-        filled(model)
+        model = filled(_built(name))
         with torch.no_grad():
             if name == "gemma":  # it multiplies embeddings by √hidden itself
                 model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
-    return _rounded(model, getattr(torch, dtype)).eval().requires_grad_(False)
+    for weight in model.parameters():  # `.to(dtype)` would round the rotary frequencies, too
+        weight.data = weight.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    return model.eval().requires_grad_(False)
 
 
 def filled(model: Any) -> Any:
-    """The model, its weights drawn anew."""
     with torch.no_grad():
         for path, weight in sorted(model.named_parameters()):
             _fill(path, weight)
@@ -269,18 +206,10 @@ def filled(model: Any) -> Any:
 
 def _built(name: str) -> Any:
     if name in FAMILIES | HYBRIDS:
-        return AutoModelForCausalLM.from_config((FAMILIES | HYBRIDS)[name](), dtype=torch.float32)
+        return t.AutoModelForCausalLM.from_config((FAMILIES | HYBRIDS)[name](), dtype=torch.float32)
     from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS
 
-    return AutoModelForImageTextToText.from_config((WRAPPERS | HYBRID_WRAPPERS)[name](), dtype=torch.float32)
-
-
-def _rounded(model: Any, dtype: torch.dtype) -> Any:
-    """Weights only, as `from_pretrained` does: `.to(dtype)` would round the rotary frequencies too."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    model.config.dtype = dtype
-    return model
+    return t.AutoModelForImageTextToText.from_config((WRAPPERS | HYBRID_WRAPPERS)[name](), dtype=torch.float32)
 
 
 def _fill(path: str, weight: torch.Tensor) -> None:
@@ -294,13 +223,9 @@ def _fill(path: str, weight: torch.Tensor) -> None:
     elif "embed" in path:
         weight.normal_(0, 1)
     else:
-        weight.normal_(0, _gain(path) / weight.shape[-1] ** 0.5)
-
-
-def _gain(path: str) -> float:
-    if "lm_head" in path:
-        return 3.0
-    return 1.5 if any(part in path for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
+        gains = {"lm_head": 3.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.5}
+        gain = next((gain for part, gain in gains.items() if part in path), 1.0)
+        weight.normal_(0, gain / weight.shape[-1] ** 0.5)
 
 
 def tiny_tokenizer(chat: bool = True) -> Any:
@@ -318,7 +243,7 @@ def tiny_tokenizer(chat: bool = True) -> Any:
         ),
     )
     backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
+    tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -327,24 +252,18 @@ def tiny_tokenizer(chat: bool = True) -> Any:
 def save_tiny(
     name: str, folder: Path, tokenizer: bool = True, *, dtype: str = "float32", seed: int = 0, chat: bool = True
 ) -> Path:
-    """Write `tiny_model(name)` as a local model folder that `resolve` and `load_model` take; returns the folder."""
+    """Write `tiny_model(name)` as a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model(name, dtype, seed).save_pretrained(folder)
-    _rename(folder / "model.safetensors", SAVED_OTHERWISE.get(name, ()))
+    if change := SAVED_OTHERWISE.get(name):
+        path = folder / "model.safetensors"
+        save_file({key.replace(*change): weight for key, weight in load_file(path).items()}, path, {"format": "pt"})
     if tokenizer:
         tiny_tokenizer(chat).save_pretrained(folder)
     return folder
 
 
-def _rename(path: Path, change: tuple[str, ...]) -> None:
-    """Put the second word for the first in the names of a file's weights."""
-    if change:
-        weights = load_file(path)
-        save_file({name.replace(*change): weight for name, weight in weights.items()}, path, {"format": "pt"})
-
-
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change settings in a saved model's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

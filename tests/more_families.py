@@ -13,21 +13,10 @@ import transformers
 
 # Routers and experts by the names that configurations have for them.
 _EXPERTS: dict[str, int] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_intermediate_size": 64,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "shared_expert_intermediate_size": 64,
-    "shared_intermediate_size": 64,
-    "n_group": 1,
-    "topk_group": 1,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64),
 }
 _WINDOWED: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
@@ -90,33 +79,12 @@ MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 # Which of them have experts.
 ROUTED = (
-    "afmoe",
-    "aria",
-    "axk1",
-    "cohere2-moe",
-    "dots1",
-    "ernie4.5-moe",
-    "exaone-moe",
-    "flex-olmo",
-    "flint",
-    "glm4-moe",
-    "granite-moe",
-    "granite-moe-shared",
-    "granite-moe-swa",
-    "hy3",
-    "kolibri1",
-    "laguna",
-    "mellum",
-    "minimax-m2",
-    "olmoe",
-    "phimoe",
-    "qwen2-moe",
-    "solar-open",
-)
+    "afmoe aria axk1 cohere2-moe dots1 ernie4.5-moe exaone-moe flex-olmo flint glm4-moe granite-moe "
+    "granite-moe-shared granite-moe-swa hy3 kolibri1 laguna mellum minimax-m2 olmoe phimoe qwen2-moe solar-open"
+).split()
 
 
 def made(name: str, shape: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes the configuration of one of `MORE`, of the shape that all tiny models have."""
     kind, more = MORE[name]
 
     def make() -> Any:

@@ -30,8 +30,6 @@ SHAPE = torch.Size([2, LAYERS, TOKENS, HEADS * DIM])
 
 @dataclass
 class Chunk:
-    """A substitute for LMCache's memory object and for its layout."""
-
     tensor: torch.Tensor
 
     @property
@@ -68,7 +66,6 @@ def loaded(serde: LevelSerde, data: torch.Tensor, dtype: torch.dtype = torch.bfl
 
 
 def header(data: torch.Tensor) -> tuple[int, int]:
-    """Read level and position of the first token."""
     _, _, level, _, start, _ = struct.unpack_from("<Q4sHHII", bytes(data.tolist()))
     return level, start
 
@@ -157,7 +154,6 @@ def test_wrong_settings_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of what lmcache imports
 def test_lmcache_stores_and_loads_chunks(tmp_path: Path) -> None:
-    """LMCache's storage manager, its memory as L1 and a folder as L2; nothing of it is imitated."""
     pytest.importorskip("lmcache", reason="needs the package lmcache")
     from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
     from lmcache.v1.distributed.config import (

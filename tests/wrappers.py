@@ -15,14 +15,8 @@ from tests.families import HYBRIDS, KINDS, SHAPE, save_tiny
 
 _WINDOWED = {"sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
-_PARTLY = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-        "mrope_section": [1, 1, 2],
-        "partial_rotary_factor": 0.5,
-    }
-}
+_PARTS = {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0} | _PARTS}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SEES = _TOWER | {"image_size": 28, "patch_size": 14}
@@ -106,5 +100,4 @@ def loaded_text(name: str, dtype: str = "float32", device: str = "cpu") -> Loade
 
 
 def text_model(name: str) -> Any:
-    """Return the text model only."""
     return loaded_text(name).model

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 _MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
-_SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
+_SINCE = {"changed": " (changed since ingest)", "deleted": " (gone since ingest)"}
 
 
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
@@ -53,7 +53,6 @@ def end_answer(out: Out, facts: Facts) -> None:
 
 
 def source_line(chunks: Sequence[ReplyChunk]) -> str:
-    """Return the sources of an answer on one line."""
     return "sources: " + (", ".join(dict.fromkeys(map(cited, _best_first(chunks)))) or "what was said before")
 
 
@@ -65,7 +64,7 @@ def cited(chunk: ReplyChunk) -> str:
     """Return the place of a chunk on one line, relative to the working folder if it is below it, and whether its file
     has changed. No name of a file or an origin can look like several places."""
     made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
-    return _unmistakable(chunk.cite(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
+    return _unmistakable(chunk.cite(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.staleness, "")
 
 
 def _unmistakable(name: str) -> str:
@@ -81,7 +80,7 @@ _OTHER = 34
 def show_explained(out: Out, reply: Reply) -> None:
     """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why; then
     the attention backends."""
-    for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
+    for chunk, runs in zip(reply.chunks, reply.explanations, strict=True):
         out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
     shifted = reply.fused.shifted
@@ -104,7 +103,6 @@ def _counts(runs: ChunkSpans, tokens: int) -> str:
 
 
 def show_verified(out: Out, facts: Facts) -> None:
-    """Say what full prefill made of an answer, with `--verify`."""
     if not (verified := facts.get("verified")):
         return
     times = verified["timing_ms"]
@@ -119,7 +117,6 @@ def show_verified(out: Out, facts: Facts) -> None:
 
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
-    """Show the chosen mode, the loaded and computed tokens, and the times."""
     show_end(out, facts)
     show_verified(out, facts)
     show_decision(out, facts)
@@ -130,7 +127,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
-    if cut := facts.get("cut"):
+    if cut := facts.get("chunks_omitted"):
         say = out.status if "shift" in facts else out.detail
         say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best (search.min_score)")
     if forward := facts.get("resolved", {}).get("forward"):
@@ -140,7 +137,6 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
 
 
 def show_corrections(out: Out, corrections: Sequence[Mapping[str, str]]) -> None:
-    """Say which words were searched for instead of words of the question."""
     for one in corrections:
         out.status(f"searched for {one['to']} (no chunk has {one['from']!r})")
 
@@ -155,7 +151,6 @@ def show_end(out: Out, facts: Facts) -> None:
 
 
 def show_decision(out: Out, facts: Facts) -> None:
-    """Show the choice of `auto`; with -v, its reasons."""
     if not (chosen := facts.get("controller")):
         return
     ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
@@ -167,16 +162,14 @@ def show_decision(out: Out, facts: Facts) -> None:
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:
-    """Show the chunks that each round of --defer loaded, and why."""
     for number, one in enumerate(facts.get("rounds", ()), 1):
         loaded = f"{counted(len(one['chunks']), 'chunk')}, {one['bytes_read'] / 1e6:.1f} MB"
         out.status(f"round {number}: {loaded}; {one['reason']}")
-    if left := facts.get("left"):
+    if left := facts.get("chunks_remaining"):
         out.status(f"{counted(left, 'chunk')} not loaded")
 
 
 def _show_stream(out: Out, facts: Facts) -> None:
-    """Show whether the target time was met; with -v or --explain, the decisions for it."""
     if not (slo := facts.get("slo")):
         return
     out.status(f"objective: {slo['slo_ms']:.0f} ms, {'met' if slo['met'] else 'missed'}")
@@ -192,7 +185,6 @@ def _show_stream(out: Out, facts: Facts) -> None:
 
 
 def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
-    """Show the answers of several modes, next to that of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
         (

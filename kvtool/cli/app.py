@@ -68,7 +68,7 @@ SHOWN = {  # what the overview lists, by heading
         "stop": "End that of a store, or all.",
     },
     "This installation": {
-        "inspect": "Show the store, a chunk, or a report such as `quality`.",
+        "inspect": "Show the store, a chunk, or a report such as `codec`.",
         "doctor": "Check that libraries, model, store and disk work.",
         "config": "Show the settings and where each value comes from.",
         "help": "Show a page of the documentation.",
@@ -107,22 +107,18 @@ _LEFT = {
 
 
 class Root(LazyGroup):
-    """All commands."""
-
     lines: ClassVar[Mapping[str, str]] = COMMANDS
 
     def load(self, name: str) -> Any:
         return load_command(name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands that most people need, by heading."""
         width = max(len(name) for rows in SHOWN.values() for name in rows)
         for heading, rows in SHOWN.items():
             with formatter.section(heading):
                 formatter.write_dl([(f"{name:{width}}", line) for name, line in rows.items()])
 
     def format_end(self, ctx: Any, formatter: Any) -> None:
-        """Describe the flags of every command once."""
         with formatter.section("Options of every command"):
             formatter.write_dl(everywhere())
         formatter.write_paragraph()
@@ -139,12 +135,10 @@ class Root(LazyGroup):
 
 
 def group_of(name: str) -> str | None:
-    """Return the group of a command; None: no group has it."""
     return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 
 def load_command(name: str) -> Any:
-    """Import `kvtool.cli.<name>` and build its command."""
     command = _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
     command.name = name
     return command
@@ -181,17 +175,8 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None, commands: typer.Typer = app, program: str = "kvtool") -> int:
-    """Run kvtool.
-
-    Parameters
-    ----------
-    argv : the arguments without the program's name; the process's own when None.
-    commands, program : commands of another program, and its name in messages.
-
-    Returns
-    -------
-    The exit code, one of those in `kvtool.core.errors` (docs: troubleshooting).
-    """
+    """Run kvtool; returns the exit code. `argv`: None for the process's own; `commands`, `program`: of another
+    program."""
     with kept_collection():
         return _run(argv, commands, program)
 
@@ -234,7 +219,6 @@ def run() -> NoReturn:
 
 
 def _guarded(args: list[str], out: Out, invoke: Callable[[], int]) -> int:
-    """Run, and report whatever is raised."""
     try:
         code = invoke()
         out.flush()
@@ -244,7 +228,7 @@ def _guarded(args: list[str], out: Out, invoke: Callable[[], int]) -> int:
         if shown is None:
             raise
         error, code = shown
-        if _debugging():
+        if os.environ.get("KVTOOL_DEBUG", "") not in ("", "0"):
             import traceback
 
             sys.stderr.write(scrubbed(traceback.format_exc()))
@@ -269,7 +253,9 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
     if isinstance(raised, KvtoolError):
         return raised, raised.exit_code
     if isinstance(raised, typer.TyperException):
-        return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
+        context = getattr(raised, "ctx", None)
+        hint = f"`{context.command_path if context else 'kvtool'} --help` shows what is possible"
+        return UsageError(raised.format_message(), hint), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
         if sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write("\n")  # after the terminal's own ^C, which no wrapping of lines knows of
@@ -280,13 +266,10 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
         return (KvtoolError(raised.code), EXIT_FAILED) if isinstance(raised.code, str) else None
     if is_out_of_memory(raised):
         return KvtoolError("out of memory", "use fewer or shorter chunks, a smaller model, or --dtype bfloat16"), 1
-    error = _of_the_system(raised) if isinstance(raised, OSError) else None
-    return (error, error.exit_code) if error else (_unexpected(raised), EXIT_FAILED)
-
-
-def _usage_hint(error: typer.TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    return f"`{context.command_path if context else 'kvtool'} --help` shows what is possible"
+    if isinstance(raised, OSError) and (error := _of_the_system(raised)):
+        return error, error.exit_code
+    what = f"{type(raised).__name__}: {raised}".rstrip(": ")
+    return KvtoolError(f"unexpected {what}", "this is a bug in kvtool; KVTOOL_DEBUG=1 shows the traceback"), EXIT_FAILED
 
 
 def _of_the_system(error: OSError) -> KvtoolError | None:
@@ -304,15 +287,6 @@ def _of_the_system(error: OSError) -> KvtoolError | None:
 
 def _on(error: OSError) -> str:
     return f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
-
-
-def _unexpected(raised: BaseException) -> KvtoolError:
-    what = f"{type(raised).__name__}: {raised}".rstrip(": ")
-    return KvtoolError(f"unexpected {what}", "this is a bug in kvtool; KVTOOL_DEBUG=1 shows the traceback")
-
-
-def _debugging() -> bool:
-    return os.environ.get("KVTOOL_DEBUG", "") not in ("", "0")
 
 
 # Signals.

@@ -31,12 +31,8 @@ _MODEL = ("model", "device", "dtype")
 
 
 def answered_beside(run: Run, request: Request) -> bool:
-    """Have a question answered by another process of this store and user; False: none does.
-
-    Raises
-    ------
-    KvtoolError : as the question would have raised it here.
-    """
+    """Have a question answered by another process of this store and user; False: none does. Raises as the question
+    would."""
     place, options = run.get(StoreOptions).place, run.get(QueryOptions)
     if not isinstance(place, Path) or _is_looked_into(options):
         return False
@@ -60,7 +56,6 @@ def answered_beside(run: Run, request: Request) -> bool:
 
 
 def _is_looked_into(options: QueryOptions) -> bool:
-    """Return True if only the asking process shows what is wanted."""
     return options.explain or options.token_ids or options.audit > 0
 
 
@@ -90,7 +85,6 @@ def _show(run: Run, answer: Mapping[str, Any]) -> None:
 
 
 def is_kept_asked(run: Run) -> bool:
-    """Return True if `--keep-alive` itself is given, and not a setting."""
     return run.resolved.origin("keep_alive").layer == "flag" and run.get(KeepOptions).keep_alive > 0
 
 
@@ -149,12 +143,10 @@ def _connected(run: Run, place: Path, request: Request, keep_alive: float) -> so
 
 
 def _say_why_not(run: Run, text: str) -> None:
-    """Say why no other process answers to those who have asked for one."""
     (run.out.status if is_kept_asked(run) else run.out.detail)(text)
 
 
 def _tell_of_keeping(run: Run, place: Path, keep_alive: float) -> None:
-    """Tell a person once, with this home, that the model stays loaded."""
     if run.out.verbosity < 0 or kept_engine(place) is None:
         return
     with suppress(OSError):  # it is there: it was said

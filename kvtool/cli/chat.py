@@ -19,7 +19,6 @@ from kvtool.cli.answers import cited, end_answer, show_end, show_explained, show
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
 from kvtool.cli.out import Out, error_json
-from kvtool.cli.progress import hide_activity
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import data_dir, make_folder
@@ -75,13 +74,6 @@ _PRIVATE = 0o600
 
 
 class Lines(Protocol):
-    """Gives what is typed.
-
-    Attributes
-    ----------
-    is_terminal : a person types it.
-    """
-
     is_terminal: bool
 
     def next(self) -> str | None:
@@ -89,12 +81,7 @@ class Lines(Protocol):
 
 
 def lines_for(out: Out) -> Lines:
-    """A terminal's lines where there is one, else those of stdin.
-
-    Raises
-    ------
-    UsageError : stdin is closed.
-    """
+    """A terminal's lines where there is one, else those of stdin. Raises UsageError: stdin is closed."""
     if out.is_interactive:
         return TerminalLines(out)
     if sys.stdin is None:
@@ -124,9 +111,7 @@ class PipedLines:
 class TerminalLines:
     """Lines typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
 
-    Parameters
-    ----------
-    console : `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
+    `console`: `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
     """
 
     is_terminal = True
@@ -136,8 +121,7 @@ class TerminalLines:
         self._session = _prompt_session(out, **console)
 
     def next(self) -> str | None:
-        with hide_activity(until_new_words=True):
-            pass
+        self._out.idle()
         while True:
             try:
                 text: str = self._session.prompt(_PROMPT)
@@ -192,18 +176,14 @@ def _history(out: Out) -> Any:
                 super().store_string(string)
 
     try:
-        return PrivateHistory(str(_private_file(data_dir() / HISTORY)))
+        path = data_dir() / HISTORY
+        make_folder(path.parent)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE))
+        path.chmod(_PRIVATE)
+        return PrivateHistory(str(path))
     except (OSError, KvtoolError) as error:
         out.detail(f"no history is kept: {error}")
         return InMemoryHistory()
-
-
-def _private_file(path: Path) -> Path:
-    make_folder(path.parent)
-    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE)
-    os.close(file)
-    path.chmod(_PRIVATE)
-    return path
 
 
 COMMANDS = {
@@ -221,7 +201,6 @@ _KEYS = "Enter asks, Alt-Enter begins another line, Ctrl-C ends an answer, Ctrl-
 
 
 def completions(typed: str) -> list[str]:
-    """Words that what is typed may become."""
     command, space, rest = typed.partition(" ")
     if not space:
         return [name for name in COMMANDS if typed and name.startswith(typed)]
@@ -229,16 +208,7 @@ def completions(typed: str) -> list[str]:
 
 
 class Chat:
-    """A conversation with its commands; it writes to `out`.
-
-    Parameters
-    ----------
-    aloud : say how it is used, and confirm what was set: a person reads it.
-
-    Attributes
-    ----------
-    answered, failed : how many questions were.
-    """
+    """A conversation with its commands. `aloud`: confirm what was set, since a person reads it."""
 
     def __init__(self, out: Out, session: Session, talk: Conversation, *, aloud: bool = False) -> None:
         self._out, self._session, self._talk, self._aloud = out, session, talk, aloud
@@ -255,7 +225,6 @@ class Chat:
         }
 
     def greet(self, place: Path | str) -> None:
-        """Name the store at `place` and the keys on a terminal."""
         self._out.idle()
         if self._aloud:
             documents = counted(len(self._session.store.sources()), "document")
@@ -263,12 +232,7 @@ class Chat:
             self._out.status(f"{_KEYS}; /help lists what else there is")
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False: it ends the chat.
-
-        Raises
-        ------
-        GateError : the gate refuses the model, as it would for every question.
-        """
+        """Do what a line says; False: it ends the chat. Raises GateError: the gate refuses the model."""
         line = _WORDS.get(line.removeprefix("/").casefold(), line)
         name, _, rest = line.partition(" ")
         if name == "/quit":
@@ -334,15 +298,14 @@ class Chat:
         return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)
 
     def _tell(self, reply: Reply) -> None:
-        """The answer's end, what it cost, and where it is from."""
-        if not self._out.human:
-            self._out.json(reply.to_json())
-            return
         facts = reply.to_json()
+        if not self._out.human:
+            self._out.json(facts)
+            return
         end_answer(self._out, facts)
         show_end(self._out, facts)
         show_verified(self._out, facts)
-        counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
+        counts, kept = reply.tokens, f"{reply.tokens['resident']:,} tokens kept, " if reply.tokens["resident"] else ""
         computed = counts["recomputed"] + counts["fresh"]
         self._out.status(
             f"{reply.fusion}: first token after {reply.timing_ms['ttft']:.0f} ms; {kept}{counts['reused']:,} reused, "
@@ -385,13 +348,13 @@ class Chat:
         from kvtool.core.query.explain import explain, explain_attention
 
         reply = self._answered_last()
-        reply.explained = explain(reply.fused, self._session.tokenizer)
+        reply.explanations = explain(reply.fused, self._session.tokenizer)
         reply.backends = explain_attention(self._session.decoder, reply.fused)
         show_explained(self._out, reply)
         if reply.turn["search"] != reply.question:
             self._out.status(f"searched by: {reply.turn['search']}")
-        if reply.again:
-            places = ", ".join(dict.fromkeys(map(cited, reply.again)))
+        if reply.resident_chunks:
+            places = ", ".join(dict.fromkeys(map(cited, reply.resident_chunks)))
             self._out.status(f"found, and kept from earlier turns: {places}")
 
     def _reset(self, _: str) -> None:
@@ -427,15 +390,7 @@ class Chat:
 class _Interrupts:
     """Ctrl-C while a question is answered: before the first word it drops the question, then it ends the answer.
 
-    A second one is raised in any case.
-
-    Parameters
-    ----------
-    wanted : a person may press it; else the present handler keeps it.
-
-    Attributes
-    ----------
-    ends_answer : it ends the answer. `is_asked`: it did.
+    A second one is raised in any case. `wanted`: a person may press it; else the present handler keeps it.
     """
 
     def __init__(self, wanted: bool) -> None:
@@ -479,7 +434,6 @@ def chat(run: Run) -> int | None:
 
 
 def hold(run: Run) -> int | None:
-    """Answer questions until the user ends the chat; return an exit code."""
     # options of single questions, which a configuration file may set
     options = replace(run.get(QueryOptions), defer=False, slo_ms=None, audit=0.0, explain=False)
     with open_any_store(run) as store:
@@ -492,14 +446,9 @@ def hold(run: Run) -> int | None:
             session = open_session(run, store)
         lines = lines_for(run.out)
         chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
-        _talk(chat, lines, run.get(StoreOptions).place)
+        chat.greet(run.get(StoreOptions).place)
+        while (line := lines.next()) is not None and chat.take(line):
+            pass
     if chat.failed and not lines.is_terminal:
         return EXIT_PARTIAL if chat.answered else EXIT_FAILED
     return None
-
-
-def _talk(chat: Chat, lines: Lines, place: Path | str) -> None:
-    chat.greet(place)
-    while (line := lines.next()) is not None:
-        if not chat.take(line):
-            return

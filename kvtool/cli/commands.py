@@ -53,12 +53,9 @@ HELP_ALL = _flag(
 
 
 class App(typer.Typer):
-    """A command module's commands."""
-
     def command(
         self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
     ) -> Callable[[F], F]:
-        """Register a command as typer does, with our `Command` for its class."""
         return super().command(name, cls=cls or Command, **more)
 
 
@@ -115,12 +112,10 @@ class _Described:
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """Return the options of its flags, by typer's names."""
         return getattr(self.callback, "options", {})
 
     @property
     def examples(self) -> tuple[str, ...]:
-        """Command lines for the help, without the word `kvtool`."""
         return getattr(self.callback, "examples", ())
 
     @property
@@ -129,7 +124,6 @@ class _Described:
         return getattr(self.callback, "common", ())
 
     def get_help(self, ctx: Any) -> str:
-        """The help; it is what the terminal waited for."""
         text: str = super().get_help(ctx)  # type: ignore[misc]
         with hide_activity(until_new_words=True):
             return text
@@ -151,7 +145,6 @@ class _Described:
         self.format_end(ctx, formatter)
 
     def format_end(self, ctx: Any, formatter: Any) -> None:
-        """Write what else can be given, and where that is described."""
         lines = [_ALSO] if hasattr(self.callback, "options") else []
         lines += [_RULE] if any(option.setting for option in self.options.values()) else []
         if self.common and not ctx.meta.get(_EVERY_OPTION):
@@ -182,13 +175,8 @@ class Group(_Described, typer.core.TyperGroup):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parameter of a command, as its help describes it.
-
-    Parameters
-    ----------
-    record : its flags with what they take, and the sentence on it with its default.
-    option : its declaration; None for an argument and for the flags that every command has.
-    """
+    """A parameter of a command, as its help describes it; `option` is None for arguments and the flags of every
+    command."""
 
     record: tuple[str, str]
     option: Option | None = None
@@ -204,26 +192,22 @@ def described(command: Any, context: Any) -> dict[str, list[Described]]:
         option = getattr(command, "options", {}).get(param.name)
         record = _record(param, context, option.synonyms if option else ())
         if record is not None:
-            sections.setdefault(_heading(param), []).append(Described(record, option))
+            is_argument = param.param_type_name == "argument"
+            heading = ARGUMENTS if is_argument else getattr(param, "rich_help_panel", None) or COMMON
+            sections.setdefault(heading, []).append(Described(record, option))
     return sections
 
 
 def _of_common(sections: dict[str, list[Described]], names: Sequence[str]) -> dict[str, list[Described]]:
-    """Return the arguments, and the options of these names in this order under one heading."""
     rows = {row.option.name: row for rows in sections.values() for row in rows if row.option}
     arguments = {ARGUMENTS: sections[ARGUMENTS]} if ARGUMENTS in sections else {}
     return arguments | {COMMON: [rows[name] for name in names]}
 
 
 def everywhere() -> list[tuple[str, str]]:
-    """Return the flags of every command with their help, and `--help`."""
     declared = [get_args(annotation)[1] for annotation, _ in EVERYWHERE.values()]
     rows = [(", ".join([*each.param_decls, each.default]) + f" {each.metavar or ''}", each.help) for each in declared]
     return [(flags.rstrip(), help) for flags, help in rows] + [("-h, --help", "Show the help of a command.")]
-
-
-def _heading(param: Any) -> str:
-    return ARGUMENTS if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None) or COMMON
 
 
 def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
@@ -238,12 +222,7 @@ def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, s
 
 
 class LazyGroup(Group):
-    """A group that lists placeholders with a name and a line of help, and loads only the invoked or completed command.
-
-    Attributes
-    ----------
-    lines : a line of help by name.
-    """
+    """A group that lists placeholders, and loads only the invoked or completed command. `lines`: help by name."""
 
     lines: ClassVar[Mapping[str, str]] = {}
 
@@ -253,7 +232,6 @@ class LazyGroup(Group):
             self.add_command(typer.core.TyperCommand(name, help=line, rich_markup_mode=None))
 
     def load(self, name: str) -> Any:
-        """Import a command and build it."""
         raise NotImplementedError
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:

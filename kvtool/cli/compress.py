@@ -88,7 +88,6 @@ def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:
 
 
 def _result(report: CompressReport) -> str:
-    """Word the last line: before, after, loss, limit."""
     sizes = [f"was {shown_size(report.file_before)}"]
     if report.file_without_exact is not None:
         way = ": --drop-raw" if _is_offered(report) else ""
@@ -105,7 +104,6 @@ def _is_offered(report: CompressReport) -> bool:
 
 
 def _why_they_stay(report: CompressReport) -> str:
-    """Say why dropping the exact records is not proposed."""
     if _lacks_rows(report):
         return "exact records stay: --drop-raw would give them up, and for good the rows that were left out here"
     if report.loss is None:
@@ -114,7 +112,6 @@ def _why_they_stay(report: CompressReport) -> str:
 
 
 def _tell_of_profile(run: Run, report: CompressReport) -> None:
-    """Say where a profile takes more than the records that it was fitted for."""
     size, level = (report.profile or {}).get("bytes", 0), max(report.levels, key=lambda level: level.bytes)
     if level.chunks and level_of(level.level).profiled and size > level.bytes > 0:
         run.out.status(
@@ -132,7 +129,6 @@ def _loss(level: LevelReport) -> float:
 
 
 def _tell_of_losses(run: Run, report: CompressReport) -> None:
-    """Report the levels that lose too much for a question to read unasked."""
     allowed = run.max_loss
     for level in report.levels:
         if (loss := _loss(level)) > allowed:

@@ -42,7 +42,6 @@ def config(
 
 
 def _show_plugins(run: Run) -> None:
-    """List what other packages add, by kind, and import it to see whether it can be used."""
     from kvtool.reports.doctor import all_plugins
 
     rows = [
@@ -58,12 +57,9 @@ def _row(run: Run, name: str) -> dict[str, Any]:
     value = run.resolved.values.get(name, settings_of(SETTINGS)[name].default)
     if name == "store":
         value = str(run.get(StoreOptions).place)
-    return {"value": _shown(value), "origin": origin.layer, "where": origin.where}
-
-
-def _shown(value: Any) -> Any:
-    """A shared store's URL without its password."""
-    return for_people(value) if isinstance(value, str) and is_url(value) else value
+    if isinstance(value, str) and is_url(value):
+        value = for_people(value)  # without its password
+    return {"value": value, "origin": origin.layer, "location": origin.where}
 
 
 def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
@@ -74,4 +70,4 @@ def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
     if value is None or value == ():
         instead = settings_of(SETTINGS)[name].instead
         text = f"({instead})" if instead else ""
-    return name, text, f"{row['origin']} {row['where']}".rstrip()
+    return name, text, f"{row['origin']} {row['location']}".rstrip()

@@ -72,10 +72,9 @@ def show_help(
     """Show a page of the documentation, or the options of a command."""
     out = Out("json" if json else "human")
     if not topic:
-        rows = list(TOPICS.items())
-        out.result({"topics": [{"name": name, "about": line} for name, line in rows]}, lambda: _overview(out))
+        out.result({"topics": [{"name": name, "about": line} for name, line in TOPICS.items()]}, lambda: _list(out))
         return
-    from kvtool.cli.app import COMMANDS
+    from kvtool.cli.app import COMMANDS, group_of
 
     if topic[0] in COMMANDS:
         text = _command_help(topic)
@@ -84,21 +83,25 @@ def show_help(
     name = " ".join(topic).strip().lower().removesuffix(".md")
     name = _ALSO_CALLED.get(name, name)
     if name not in TOPICS:
-        raise UsageError(f"there is no page {' '.join(topic)!r}", _in_a_group(topic[0]) or _near(name))
+        near = difflib.get_close_matches(name, TOPICS, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}?" if near else "`kvtool help` lists them"
+        if group := group_of(topic[0]):
+            hint = f"did you mean `kvtool help {group} {topic[0]}`?"
+        raise UsageError(f"there is no page {' '.join(topic)!r}", hint)
     text = page(name)
-    out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=_PAGE_LINK.sub(_as_topic, text)))
+    for_terminal = _PAGE_LINK.sub(r"\1 (`kvtool help \2`)", text)
+    out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=for_terminal))
 
 
 show_help.examples = ("help concepts", "help store ls", "help cron --json")  # type: ignore[attr-defined]
 
 
 def page(name: str) -> str:
-    """The text of a page, in Markdown."""
     folder = next(folder for folder, pages in PAGES.items() if name in pages)
     return files("kvtool").joinpath("docs", folder, f"{name}.md").read_text(encoding="utf-8")
 
 
-def _overview(out: Out) -> None:
+def _list(out: Out) -> None:
     out.table(("page", "about"), list(TOPICS.items()))
     out.print("\n`kvtool help PAGE` shows one; `kvtool COMMAND --help` says what a command takes.")
 
@@ -115,21 +118,3 @@ def _command_help(words: list[str]) -> str:
         name, command, _ = command.resolve_command(context, [word])
         context = command.context_class(command, info_name=name, parent=context, **command.context_settings)
     return str(command.get_help(context))
-
-
-def _in_a_group(name: str) -> str:
-    """A hint for a command that was named without its group."""
-    from kvtool.cli.app import group_of
-
-    group = group_of(name)
-    return f"did you mean `kvtool help {group} {name}`?" if group else ""
-
-
-def _near(name: str) -> str:
-    near = difflib.get_close_matches(name, TOPICS, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else "`kvtool help` lists them"
-
-
-def _as_topic(link: re.Match[str]) -> str:
-    """A link to another page as the command that shows it."""
-    return f"{link[1]} (`kvtool help {link[2]}`)"

@@ -30,7 +30,7 @@ app = new_app()
     IngestOptions,
     StoreOptions,
     examples=("ingest docs --sync", "ingest docs notes.md --chunk-tokens 128 --level lossless"),
-    common="include exclude sync dry_run split chunk_tokens level system embedder max_size ray store model device",
+    common="include exclude sync dry_run split chunk_tokens level system embedder max_size store model device",
 )
 def ingest(
     run: Run,
@@ -66,7 +66,6 @@ def _what_is_lost(level: str, loss: float | None, allowed: float) -> tuple[str, 
 
 
 def _ingest(run: Run, options: IngestOptions) -> IngestReport:
-    """Do it, shown on the terminal and written to the log."""
     from kvtool.core.ingest.job import ingest as run_ingest
 
     log = options.log
@@ -84,21 +83,16 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         return report
     except BaseException as raised:
         if book:
-            _log_end(book, raised)
+            from kvtool.cli.app import explain
+
+            error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
+            book.event("error", error=error_json(error, code))
         raise
     finally:
         if book:
             book.close()
             if book.error:
                 run.out.warning(f"the log {log} is not complete: {book.error}")
-
-
-def _log_end(book: EventLog, raised: BaseException) -> None:
-    """The last event of a run that ends in an error: the same error as on the terminal."""
-    from kvtool.cli.app import explain
-
-    error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
-    book.event("error", error=error_json(error, code))
 
 
 def _show(run: Run, report: IngestReport) -> None:
@@ -108,8 +102,8 @@ def _show(run: Run, report: IngestReport) -> None:
         f"documents: {documents.added} {would}added, {documents.changed} changed, {documents.unchanged} unchanged, "
         f"{documents.removed} removed, {documents.failed} failed"
     )
-    if report.still_failing:
-        run.out.print(still_failing(report))
+    if report.known_failures:
+        run.out.print(known_failures(report))
     if any(report.skipped.values()):
         kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
         listed = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
@@ -131,12 +125,11 @@ def _show(run: Run, report: IngestReport) -> None:
         run.out.print(time_of(report))
 
 
-def still_failing(report: IngestReport) -> str:
-    """Word in one line which documents could not be read before either."""
-    first, *others = report.still_failing
+def known_failures(report: IngestReport) -> str:
+    first, *others = report.known_failures
     more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
     are, them = ("are", "them") if others else ("is", "it")
-    documents = counted(len(report.still_failing), "document")
+    documents = counted(len(report.known_failures), "document")
     ways = f"--retry tries {them}, --strict counts {them}"
     return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
 
@@ -151,7 +144,6 @@ def is_mostly_beside(report: IngestReport) -> bool:
 
 
 def time_of(report: IngestReport) -> str:
-    """Return the time of each phase of a run."""
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"

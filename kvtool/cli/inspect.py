@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import typer
+import typer.core
 import typer.main
 
 from kvtool.cli.commands import LazyGroup, new_app
@@ -15,19 +16,21 @@ from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.reports import REPORTS, load_report
+from kvtool.reports import OTHER_NAMES, REPORTS, load_report
 from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
 
 class Reports(LazyGroup):
-    """A command for each report."""
-
     lines: ClassVar[Mapping[str, str]] = REPORTS
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name in OTHER_NAMES:
+            self.add_command(typer.core.TyperCommand(name, hidden=True, rich_markup_mode=None))
+
     def load(self, name: str) -> Any:
-        """Build the command of a report."""
         command = typer.main.get_command(report_app(load_report(name)))
         command.name = name
         return command
@@ -41,7 +44,7 @@ class Reports(LazyGroup):
         at = 0
         while at < len(args) and args[at] in options:
             at += 1 if is_flag(options[args[at]]) else 2
-        return [args[at], *args[:at], *args[at + 1 :]] if at < len(args) and args[at] in REPORTS else args
+        return [args[at], *args[:at], *args[at + 1 :]] if at < len(args) and args[at] in self.commands else args
 
 
 app = new_app(
@@ -59,8 +62,6 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """Make the command of a report: its options and its argument."""
-
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
 
@@ -82,7 +83,6 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
     with open_any_store(run) as store, JobView(run.out) as view:
         result = report.find(ReportContext(store, run.resolved, view.events, about))
@@ -103,7 +103,6 @@ def _show(run: Run, summary: Sequence[Shown]) -> None:
 
 
 def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
-    """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
     from kvtool.reports.page import figure_files, page
 
     title, sections = result.title, result.page_sections

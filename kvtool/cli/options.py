@@ -72,46 +72,30 @@ _OLD_CPU = "no AVX2: the model and kvtool's own kernels run at about a quarter o
 
 
 def _warn_of_old_cpu(out: Out) -> None:
-    if os.environ.get(FEATURES):
-        out.warning(
-            f"{FEATURES} names {_OLD_CPU}", f"answers are the same; unset {FEATURES} for all that the CPU can do"
-        )
-    else:
-        out.warning(
-            f"this CPU has {_OLD_CPU}", "answers are the same; a CPU from after 2013 or `--device cuda` is faster"
-        )
+    subject, remedy = f"{FEATURES} names", f"unset {FEATURES} for all that the CPU can do"
+    if not os.environ.get(FEATURES):
+        subject, remedy = "this CPU has", "a CPU from after 2013 or `--device cuda` is faster"
+    out.warning(f"{subject} {_OLD_CPU}", f"answers are the same; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The resolved options and the output of a command.
-
-    Parameters
-    ----------
-    resolved : what flags, variables and files say.
-    out : where it writes.
-    """
-
     resolved: Resolved
     out: Out
 
     def get(self, source: type[O]) -> O:
-        """A room's options with the values in force."""
         return self.resolved.get(source)
 
     @property
     def folder(self) -> Path:
-        """The store's folder. Raises UsageError for a URL."""
         return self.get(StoreOptions).folder
 
     @property
     def max_loss(self) -> float:
-        """Nats a token that questions may lose."""
         return self.resolved.get(QueryOptions, "set").max_loss
 
     @property
     def lock_wait(self) -> float:
-        """Seconds to wait for another process that writes to the store."""
         return self.get(LockOptions).lock_wait
 
 
@@ -120,11 +104,8 @@ def takes(
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command the flags of these options, and those of every command.
 
-    Parameters
-    ----------
-    wanted : rooms' options, or some of them (`QueryOptions.some("top_k")`), in the order of the help.
-    examples : command lines for the help, without the word `kvtool`.
-    common : names of the options that `--help` shows, in its order; `--help-all` shows all. Empty: `--help` does.
+    `wanted`: rooms' options, or some of them, in the order of the help. `examples`: without the word `kvtool`.
+    `common`: names of the options that `--help` shows, in its order; empty: all.
     """
     chosen = _chosen(wanted)
 
@@ -137,7 +118,8 @@ def takes(
             config, _ = values.pop("config"), values.pop("help_all", None)
             out = _out(**{name: values.pop(name) for name in EVERYWHERE if name in values})
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
-            run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
+            sources = (each.source if isinstance(each, Part) else each for each in wanted)
+            run = Run(resolve((*SETTINGS, *sources), flags, config=config), out)
             for trouble, hint in (*run.resolved.warnings, *troubles()):
                 out.warning(trouble, hint)
             if _DEVICE in chosen:
@@ -152,13 +134,13 @@ def takes(
         command.examples, command.options, command.common = examples, chosen, common.split()  # type: ignore[attr-defined]
         shared = EVERYWHERE | ({"help_all": (HELP_ALL, False)} if common else {})
         keywords = [_keyword(name, *each) for name, each in shared.items()]
-        return _with_parameters(command, [*mine, *options, *keywords])
+        parameters = [*mine, *options, *keywords]  # for typer, which reads the signature and the annotations
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        del command.__wrapped__
+        return command
 
     return decorate
-
-
-def _sources(wanted: tuple[type[Options] | Part, ...]) -> list[type[Options]]:
-    return [each.source if isinstance(each, Part) else each for each in wanted]
 
 
 def _chosen(wanted: tuple[type[Options] | Part, ...]) -> dict[str, Option]:
@@ -170,14 +152,6 @@ def _chosen(wanted: tuple[type[Options] | Part, ...]) -> dict[str, Option]:
             if known[name].flag and chosen.setdefault(name, known[name]).key != known[name].key:
                 raise ValueError(f"two options are called {name}")
     return chosen
-
-
-def _with_parameters(command: Callable[..., R], parameters: list[inspect.Parameter]) -> Callable[..., R]:
-    """Show these parameters to typer, which reads the signature and the annotations."""
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    del command.__wrapped__  # type: ignore[attr-defined]
-    return command
 
 
 def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Parameter:
@@ -201,7 +175,6 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def described_option(option: Option) -> str:
-    """Return an option's line in the help, with its default, and whether it can be repeated."""
     default = option.default_text
     facts = [f"default: {default}"] if default else []
     facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it is obvious
@@ -273,12 +246,10 @@ class Question(ManyValues):
 
 
 def is_flag(option: Any) -> bool:
-    """Return True if an option takes no value."""
     return bool(getattr(option, "is_flag", False) or getattr(option, "count", False))
 
 
 def open_any_store(run: Run) -> Store:
-    """The store of `--store`, a folder or a URL; its warnings are shown."""
     from kvtool.core.cache.store import Store
 
     place = run.get(StoreOptions).place
@@ -298,7 +269,6 @@ def new_session(run: Run, store: Store) -> Session:
 
 
 def open_session(run: Run, store: Store) -> Session:
-    """A session of the store with its model loaded. Raises ModelError."""
     session = new_session(run, store)
     run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder

@@ -66,14 +66,7 @@ class OutputClosed(SystemExit):
 
 
 class Out:
-    """Everything a command says.
-
-    Parameters
-    ----------
-    mode : `human`, `json` (one object on stdout) or `jsonl` (one event a line on stdout).
-    verbosity : -1 errors only, 0 as usual, 1 and more for details.
-    stdout, stderr : the streams; the process's own when None.
-    """
+    """All output of a command. `verbosity`: -1 errors only, 0 as usual, 1 and more for details."""
 
     def __init__(
         self, mode: Mode = "human", verbosity: int = 0, stdout: IO[str] | None = None, stderr: IO[str] | None = None
@@ -96,12 +89,10 @@ class Out:
 
     @property
     def human(self) -> bool:
-        """Return True if a person reads stdout."""
         return self.mode == "human"
 
     @property
     def on_terminal(self) -> bool:
-        """Return True if a person reads stdout on a terminal."""
         return self.human and self._stdout.isatty()
 
     @property
@@ -122,21 +113,17 @@ class Out:
             self._put(clean(text) + end)
 
     def prose(self, text: str) -> None:
-        """Put a whole text for a person on stdout; on a terminal its lines break between words."""
         self.print(wrapped(clean(text), self._stdout.columns))
 
     def end_line(self) -> None:
-        """End the line that `print` has begun; nothing where it has ended already."""
         if self._in_line:
             self.print()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-        """Put a table for a person on stdout; nothing in the machine modes. Numbers are aligned to the right."""
         if self.human:
             self._put(render_table(columns, [list(row) for row in rows], title, self._stdout))
 
     def markdown(self, text: str, for_terminal: str = "") -> None:
-        """Put a page on stdout: drawn on a terminal (`for_terminal`, if the text differs), otherwise unchanged."""
         if self.human:
             terminal = self._stdout.isatty()
             self._put(render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
@@ -146,13 +133,7 @@ class Out:
         self._put(to_json({"schema": SCHEMA} | plain(value), encoding=self._stdout.encoding) + "\n")
 
     def result(self, value: Any, human: Callable[[], None]) -> None:
-        """End a command: its result as JSON, as the `summary` event, or as `human` draws it.
-
-        Parameters
-        ----------
-        value : a mapping or a dataclass.
-        human : draws the result with `print` and `table`.
-        """
+        """End a command: its result as JSON, as the `summary` event, or as `human` draws it."""
         if self.mode == "human":
             human()
         elif self.mode == "json":
@@ -166,14 +147,12 @@ class Out:
             self.result(value, human)
 
     def event(self, type: Literal["status", "warning", "error", "summary"], **facts: Any) -> None:
-        """Put one event on stdout in the jsonl mode; nothing in the others."""
         if self.mode == "jsonl":
             self.json({"type": type} | facts)
 
     # stderr
 
     def status(self, text: str, **facts: Any) -> None:
-        """Say what is being done."""
         text = scrubbed(text)
         self.event("status", message=text, **facts)
         if self.verbosity >= 0 and self.mode != "jsonl":
@@ -186,7 +165,6 @@ class Out:
             show_activity(scrubbed(text), self._report)
 
     def idle(self) -> None:
-        """Take the spinner away until there is something to do again."""
         with hide_activity(until_new_words=True):
             pass
 
@@ -197,7 +175,6 @@ class Out:
         return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr, put)
 
     def detail(self, text: str) -> None:
-        """Say what only -v wants to know."""
         if self.verbosity >= 1:
             self.status(text)
 
@@ -212,7 +189,6 @@ class Out:
             self._stderr.flush()
 
     def quote(self, text: str) -> None:
-        """Put a foreign text for a person on stdout, each line after a bar; nothing in the machine modes."""
         if self.human:
             self._put(render_quote([(text, "{}")], self._stdout.columns))
 
@@ -252,15 +228,12 @@ class Out:
         """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in
         the jsonl mode.
 
-        Parameters
-        ----------
-        aloud : without a terminal lines come every two seconds, whether -v is given or not.
-        report : says how far it is in the line of every half minute; None: as the bar would.
+        `aloud`: without a terminal, lines come every two seconds. `report`: the text of those lines.
         """
         label = one_line(label)
-        if self._draws_bars():
-            with hide_activity(until_new_words=True):
-                pass
+        dumb = os.environ.get("TERM") == "dumb"
+        if self.verbosity >= 0 and self._bars is None and not dumb and self._stderr.isatty():
+            self.idle()
             with rich_bars(self._stderr) as self._bars:
                 try:
                     yield Bar(self._bars, label, total, unit)
@@ -269,8 +242,7 @@ class Out:
         elif self.mode == "jsonl":
             yield Lines(lambda text, facts: self.status(text, **facts), label, total, unit, EVENT_EVERY_S)
         elif aloud or self.verbosity >= 1:
-            with hide_activity(until_new_words=True):
-                pass
+            self.idle()
             every = ALOUD_EVERY_S if aloud else STATUS_EVERY_S
             yield Lines(lambda text, facts: self.status(text), label, total, unit, every)
         elif self._bars is not None:
@@ -290,10 +262,6 @@ class Out:
         self._put("")
 
     # below
-
-    def _draws_bars(self) -> bool:
-        dumb = os.environ.get("TERM") == "dumb"
-        return self.verbosity >= 0 and self._bars is None and not dumb and self._stderr.isatty()
 
     @property
     def _columns(self) -> int:
@@ -340,25 +308,22 @@ class Out:
         if label != "hint" and (columns := self._stderr.columns):  # a hint's command is copied in one piece
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
-        line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
+        if label and not self._isplain():
+            text = f"\x1b[1;{colour}m{label}\x1b[0m{text.removeprefix(label)}"
         with suppress(OSError, ValueError), hide_activity():  # if stderr is closed, too, no warning can be shown
             if self._bars is not None:
-                self._above(self._bars, line)
+                self._above(self._bars, text + "\n")
             else:
-                self._stderr.write(line)
+                self._stderr.write(text + "\n")
                 self._stderr.flush()
 
     def _marked(self, text: str, colour: int) -> tuple[str, str]:
-        """A piece of a text, and the format that colours it."""
         if colour and self._isplain():
             return f"[{text}]", "{}"
         return text, f"\x1b[1;{colour}m{{}}\x1b[0m" if colour else "{}"
 
     def _isplain(self) -> bool:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
-
-    def _coloured(self, label: str, colour: int) -> str:
-        return label if self._isplain() or not label else f"\x1b[1;{colour}m{label}\x1b[0m"
 
 
 class JobView:
@@ -388,7 +353,6 @@ class JobView:
         self._close(*error)
 
     def _activity(self) -> str:
-        """Return the progress of a step, or its present activity if that has no count."""
         if self._doing:
             return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
         bar = self._bar

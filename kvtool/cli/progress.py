@@ -93,12 +93,7 @@ class Pace:
 
 
 class Lines:
-    """A status now and then, where no bar can be drawn; silent when `say` is None.
-
-    Parameters
-    ----------
-    stepped : called with each step.
-    """
+    """A status now and then, where no bar can be drawn; silent when `say` is None."""
 
     def __init__(
         self,
@@ -140,8 +135,6 @@ class Lines:
 
 
 class Bar:
-    """A bar with speed and the time that is left, drawn by rich."""
-
     def __init__(self, bars: RichProgress, label: str, total: float | None, unit: str) -> None:
         self._bars, self._pace = bars, Pace(total, unit)
         self._task = bars.add_task(label, total=total, pace=self._pace)
@@ -158,7 +151,6 @@ class Bar:
         self._bars.update(self._task, description=one_line(label))
 
     def show_pace(self, shown: bool) -> None:
-        """Show the progress, or nothing during an activity without a count."""
         self._bars.update(self._task, pace=self._pace if shown else None)
 
     def text(self) -> str:
@@ -215,7 +207,6 @@ class Spinner:
         self._thread: threading.Thread | None = None
 
     def say(self, words: str, report: Callable[[], str] | None = None) -> None:
-        """Show these words from now on; `report` is of no use on a line that says what is done."""
         if os.environ.get("TERM") == "dumb" or not self._stream.isatty() or self._over.is_set():
             return
         with self._lock:
@@ -236,7 +227,6 @@ class Spinner:
             yield
 
     def stop(self) -> None:
-        """Clear the line and show it no more."""
         self._over.set()
         with self.aside(until_new_words=True):
             pass
@@ -264,12 +254,7 @@ class Spinner:
 
 class Ticker:
     """Lines about what takes long, in place of a spinner where nothing can be drawn: one when an activity has taken
-    `PLAIN_AFTER_S`, and one every `PLAIN_EVERY_S`, however short the activities are.
-
-    Parameters
-    ----------
-    put : puts a line.
-    """
+    `PLAIN_AFTER_S`, and one every `PLAIN_EVERY_S`, however short the activities are."""
 
     def __init__(self, put: Callable[[str], None]) -> None:
         self._put = put
@@ -281,7 +266,6 @@ class Ticker:
         self._thread.start()
 
     def say(self, words: str, report: Callable[[], str] | None = None) -> None:
-        """Begin an activity, or go on with it. `report`: says how far it is; None: only for how long it lasts."""
         now = time.monotonic()
         if not self._words:
             self._last += now - self._ended  # nothing was done meanwhile
@@ -297,12 +281,10 @@ class Ticker:
         yield
 
     def stop(self) -> None:
-        """Say no more."""
         self._over.set()
         self._thread.join()
 
     def tick(self) -> None:
-        """Put a line if it is time."""
         now = time.monotonic()
         is_due = now - self._last >= PLAIN_EVERY_S or (self._is_new and now - self._began >= PLAIN_AFTER_S)
         if is_due and (text := self._report()):
@@ -341,7 +323,6 @@ def spinning(words: str, stream: SafeStream, put: Callable[[str], None] | None =
 
 
 def show_activity(words: str, report: Callable[[], str] | None = None) -> None:
-    """Show these words from now on, where anything is shown; `report` says how far it is."""
     for spinner in _running[-1:]:
         spinner.say(words, report)
 

@@ -11,14 +11,13 @@ from kvtool.core.common.sizes import shown_size
 from kvtool.serve.kept_engine import KeptEngine, kept_engines
 
 app = new_app()
-_HEAD = ("process", "memory", "since", "ends", "questions", "model", "store", "log")
+_HEAD = ("process", "memory", "since", "expires", "questions", "model", "store", "log")
 
 
 def row(engine: KeptEngine) -> dict[str, Any]:
-    """Return an engine as JSON has it."""
     return {
         **{name: getattr(engine, name) for name in ("store", "pid", "log", "started", "requests")},
-        **{"model": engine.model or None, "ends": engine.ends or None, "memory_bytes": engine.memory},
+        **{"model": engine.model or None, "expires": engine.ends or None, "memory_bytes": engine.memory},
     }
 
 

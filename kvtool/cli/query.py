@@ -54,12 +54,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Answers a file of questions and sums up at the end: one JSON object a line, or on a terminal to be read.
-
-    Parameters
-    ----------
-    modes : those to compare with full recompute; None: answer in the mode of `options`.
-    """
+    """Answers a file of questions and sums up at the end: one JSON object a line, or on a terminal to be read."""
 
     def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
@@ -118,7 +113,6 @@ class Batch:
 
     @property
     def _reads(self) -> bool:
-        """Return True if a person reads the answers as they come."""
         return self._run.out.on_terminal
 
     def _tell(self, replies: list[Reply]) -> None:
@@ -130,16 +124,15 @@ class Batch:
         self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
 
     def _sum_up(self, count: int, rows: list[dict[str, Any]]) -> None:
-        """Say how many questions were answered, and in each mode how well and how fast."""
         failed = f", {self._failed} without an answer" if self._failed else ""
         audited = f", {self._audited} audited" if self._audits else ""
         self._run.out.print(f"{counted(count, 'question')}{failed}{audited}")
         names = [name for name in MEASURES if any(name in row for row in rows)]
         head = ("mode", *(name.replace("_", " ") for name in names), "TTFT ms", "answer ms")
+        times = ("ttft_ms_median", "generate_ms_median")
+        cells = [(row["fusion"], *map(row.get, names), *(round(row[name]) for name in times)) for row in rows]
         if rows:
-            self._run.out.table(
-                head, [(row["fusion"], *(row.get(name) for name in names), *_times(row)) for row in rows]
-            )
+            self._run.out.table(head, cells)
 
     # ---- audits ----
 
@@ -168,19 +161,12 @@ class Batch:
         return compare(self._session, request, self._options, self._modes)
 
 
-def _times(row: dict[str, Any]) -> tuple[int, int]:
-    """Medians of the milliseconds to the first token and of those after it."""
-    return round(row["ttft_ms_median"]), round(row["generate_ms_median"])
-
-
 app = new_app()
 TIMELINE = "KVTOOL_TIMELINE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryFlags(Options, settings=False):
-    """Options that only the command line has."""
-
     batch: Path | None = option(
         None, 'Answer a file of questions, one {"question": …} a line.', group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
@@ -215,12 +201,13 @@ def query(
 
         return hold(run)
     modes = _modes(flags.compare)
-    if question is None and flags.batch is None and _is_piped():
+    is_piped = sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+    if question is None and flags.batch is None and is_piped:
         question = _piped(run)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     profile = _timeline_file()
     if modes is not None:
-        _check_comparable(options)
+        options.check_comparable()
     is_plain = run.get(KeepOptions).server and flags.batch is None and modes is None and profile is None
     check_kept(run, is_plain)
     if is_plain and answered_beside(run, requests[0]):
@@ -249,15 +236,7 @@ def query(
     return None
 
 
-def _check_comparable(options: QueryOptions) -> None:
-    if options.defer:
-        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    if options.verify:
-        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
-
-
 def _timeline_file() -> Path | None:
-    """Return the file of `KVTOOL_TIMELINE`, into which the times of a question are written. Raises UsageError."""
     named = os.environ.get(TIMELINE)
     if not named:
         return None
@@ -291,7 +270,6 @@ def _timed(profile: Path | None) -> Iterator[Timeline | None]:
 
 
 def _modes(compare: str | None) -> list[str] | None:
-    """The modes of `--compare`; checked before anything is loaded."""
     if compare is None:
         return None
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
@@ -320,11 +298,6 @@ def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> 
     return [Request(question, choice.chunks, choice.documents)]
 
 
-def _is_piped() -> bool:
-    """Return True if stdin is a pipe or a file, which may hold the question."""
-    return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
-
-
 def _piped(run: Run) -> str | None:
     run.out.doing("reading the question from stdin")
     question = _from_stdin()
@@ -345,11 +318,8 @@ def _from_stdin() -> str:
 def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
     """Return True if any question finds a chunk; known before the model is loaded, which takes seconds.
 
-    Raises
-    ------
-    KvtoolError : nothing is found for the question, which is asked `alone`.
+    Raises KvtoolError if nothing is found for a question that is asked `alone`.
     """
-
     for request in requests:
         try:
             options.find(finder, request)
@@ -392,7 +362,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     facts = reply.to_json()
     run.out.result(facts, human=lambda: end_answer(run.out, facts))
     show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
-    if reply.explained:
+    if reply.explanations:
         show_explained(run.out, reply)
     show_sources(run.out, reply.chunks)
     if options.audit:
@@ -412,7 +382,6 @@ def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> N
 
 
 def audited(audit: Audit) -> str:
-    """Return a line about an audit."""
     first, answer = (
         f"{'same' if same else 'another'} {what}"
         for same, what in ((audit.top1_agrees, "first token"), (audit.answer_equal, "answer"))

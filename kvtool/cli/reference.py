@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +23,73 @@ underscores), the default. Terms: [concepts](../guide/concepts.md); what `--json
 """
 
 
+_JOINED = (  # commands with almost the same options, in one section
+    ("kvtool ps", "kvtool stop"),
+    ("kvtool inspect", "kvtool inspect audit", "kvtool inspect gate"),
+    ("kvtool inspect deviation", "kvtool inspect sparsity"),
+    ("kvtool store push", "kvtool store pull"),
+)
+
+
 def reference() -> str:
-    """The whole page, in Markdown."""
     shared = [each for source in ANYWHERE for each in options_of(source).values() if each.flag]
     rows = [
         Described((f"{each.flag.replace('/', ' / ')} {each.metavar}".rstrip(), described_option(each)), each)
         for each in shared
     ]
     pieces = [_HEAD, *_table("Options of every command", [*(Described(row) for row in everywhere()), *rows])]
-    for path, command, context in each_command():
-        pieces += [f"## {path}\n", *_body(command, path, context)]
+    commands: dict[str, tuple[Any, Any]] = {}
+    for name in COMMANDS:
+        commands.update(_commands(load_command(name), f"kvtool {name}"))
+    first_of = {path: group[0] for group in _JOINED for path in group}
+    for path in commands:
+        if first_of.get(path, path) == path:
+            group = next((group for group in _JOINED if group[0] == path), (path,))
+            pieces += _section({each: commands[each] for each in group})
     return "\n".join(pieces)
 
 
-def each_command() -> Iterator[tuple[str, Any, Any]]:
-    """All commands as they are typed, with what they are and a context of each to ask for their options."""
-    for name in COMMANDS:
-        yield from _commands(load_command(name), f"kvtool {name}")
-
-
-def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a command, and after a group its commands, which inherit its flags for help (`group`: its context)."""
+def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield a command and its context, and after a group its commands, which inherit its flags for help."""
     context = command.make_context(path, [], parent=group, resilient_parsing=True)
-    yield path, command, context
-    for name, child in getattr(command, "commands", {}).items():
+    children = getattr(command, "commands", {})
+    if not children or described(command, context):
+        yield path, (command, context)
+    for name, child in children.items():
         if child.hidden:
             continue
         known = command.load(name) if isinstance(command, LazyGroup) else child
         yield from _commands(known, f"{path} {name}", context)
 
 
-def _body(command: Any, path: str, context: Any) -> Iterator[str]:
-    if command.help:
+def _section(commands: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """Describe commands under one heading; an option that some of them lack names those that take it."""
+    yield f"## {', '.join(commands)}\n"
+    takers: dict[str, dict[tuple[str, str], list[str]]] = {}
+    rows: dict[tuple[str, str], Described] = {}
+    for path, (command, context) in commands.items():
         yield f"{_without_marks(command.help)}\n"
-    usage = " ".join(piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]")
-    examples = [f"kvtool {line}" for line in getattr(command, "examples", ())]
-    yield "\n".join(f"    {line}".rstrip() for line in (f"{path} {usage}", *examples)) + "\n"
-    for heading, rows in described(command, context).items():
-        own = [row for row in rows if row.option is None or not _is_shared(row.option)]
-        if own:
-            yield from _table(heading, own)
+        usage = " ".join(piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]")
+        lines = dict.fromkeys(
+            [f"{path} {usage}".rstrip(), *(f"kvtool {line}" for line in getattr(command, "examples", ()))]
+        )
+        yield "\n".join(f"    {line}" for line in lines) + "\n"
+        for heading, described_rows in described(command, context).items():
+            for row in described_rows:
+                if row.option is None or not _is_shared(row.option):
+                    rows[row.record] = row
+                    takers.setdefault(heading, {}).setdefault(row.record, []).append(path)
+    for heading, records in takers.items():
+        yield from _table(heading, [_limited(rows[each], who, len(commands)) for each, who in records.items()])
+
+
+def _limited(row: Described, takers: Sequence[str], count: int) -> Described:
+    if len(takers) == count:
+        return row
+    return Described((row.record[0], f"`{takers[0].rpartition(' ')[2]}`: {row.record[1]}"), row.option)
 
 
 def _is_shared(option: Option) -> bool:
-    """Return True for an option that every command takes, such as `--store`: it is described once."""
     return any(option == each for source in ANYWHERE for each in options_of(source).values())
 
 

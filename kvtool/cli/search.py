@@ -49,7 +49,7 @@ def search(
             run.out.prose(f"      {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}\n")
 
     show_corrections(run.out, found.corrections)
-    facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": found.cut}
+    facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "chunks_omitted": found.cut}
     run.out.result(facts | ({"corrections": [*found.corrections]} if found.corrections else {}), human=show)
     if found.cut:
         run.out.status(

@@ -113,13 +113,13 @@ def _check_store(run: Run, options: ServeOptions) -> None:
     StoreNotFoundError : there is none, and they may not.
     ModelError : there is no model to make one with.
     """
-    from kvtool.core.cache.layout import read_store_file
+    from kvtool.core.cache.layout import read_uuid
 
     place = run.get(StoreOptions).place
     if isinstance(place, str):
         return  # the engine opens a shared store
     try:
-        read_store_file(place)
+        read_uuid(place)
     except StoreNotFoundError:
         if not (options.learn or options.uploads or options.root):
             raise

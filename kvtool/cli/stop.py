@@ -18,8 +18,6 @@ app = new_app()
 
 @dataclass(frozen=True, kw_only=True)
 class StopFlags(Options, settings=False):
-    """Options that only the command line has."""
-
     all: bool = option(False, "End those of all stores.", group=STORE)
 
 
@@ -45,4 +43,4 @@ def stop(run: Run) -> None:
             others = f"; {counted(len(every), 'other')} (`kvtool ps`)" if every else ""
             run.out.status(f"no model stays loaded for this store{others}" if wanted else "no model stays loaded")
 
-    run.out.report({"ended": ended}, human=show)
+    run.out.report({"stopped": ended}, human=show)

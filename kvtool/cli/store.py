@@ -120,12 +120,12 @@ def stats(run: Run) -> None:
     with Store.open(run.folder) as store:
         sizes = {"path": str(store.path)} | sizes_of(store)
     value = sizes | {"levels": level_rows(sizes["levels"])}
-    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["beginning"]))))
+    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["prefix"]))))
 
 
 def _in_short(beginning: dict[str, Any] | None) -> dict[str, Any]:
     tokens = 0 if beginning is None else beginning["tokens"]
-    return {"beginning": {"tokens": tokens}}
+    return {"prefix": {"tokens": tokens}}
 
 
 def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
@@ -159,7 +159,7 @@ def verify(run: Run) -> int | None:
         run.out.warning(concern)
     rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
-    value["texts"] = texts
+    value["texts_checked"] = texts
     if sample is not None:  # the counts above are the store's; of its KV only this part was read
         value["sample"] = str(sample)
 
@@ -199,7 +199,7 @@ def rm(run: Run, targets: Targets) -> None:
     dry_run = options.dry_run
     done = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
     value = {"dry_run": dry_run, "sources": list(done.sources), "chunks": done.chunks, "bytes": done.size}
-    value["refused"] = None if done.refusal is None else done.refusal.message
+    value["refusal"] = None if done.refusal is None else done.refusal.message
     _warn_of(run, done.refusal)
 
     def show() -> None:
@@ -219,8 +219,6 @@ def _warn_of(run: Run, refusal: KvtoolError | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions(Options, settings=False, group=WHICH):
-    """The size that the store keeps to."""
-
     budget: str | None = option(
         None, "Keep the store within this size from now on, and prune to it; none lifts the limit.", metavar="SIZE|none"
     )
@@ -248,14 +246,13 @@ def prune(run: Run) -> int | None:
         run.out.warning(report.shortfall.message, report.shortfall.hint, even_quiet=True)
     if report.refusal is not report.shortfall:
         _warn_of(run, report.refusal)
-    if report.spared:
-        run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
+    if report.exact_retained:
+        run.out.warning(f"{report.exact_retained} chunks keep their exact records: their coarser ones are damaged", "")
     run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
-    return None if report.reached else EXIT_NO_SPACE
+    return None if report.within_budget else EXIT_NO_SPACE
 
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
-    """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
     from kvtool.core.upkeep.budget import budget_of, keep_budget
 
     if options.max_size is not None:
@@ -300,35 +297,31 @@ def compact(run: Run) -> None:
     run.out.report(done.to_json(), human=show)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PinOptions(Options, settings=False, group=WHICH):
+    remove: bool = option(False, "Let `store prune` remove these again.")
+
+
 @app.command()
-@takes(StoreOptions, LockOptions, examples=("store pin handbook.md", "store pin"))
+@takes(PinOptions, StoreOptions, LockOptions, examples=("store pin handbook.md", 'store pin --remove "drafts/*.md"'))
 def pin(run: Run, targets: Optional = None) -> None:
     """Protect documents from `store prune`, or list the protected ones.
 
     Chunks can be protected, too.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.forget import pin as run_pin
+    from kvtool.core.upkeep import forget
 
-    path = run.folder
+    remove = run.get(PinOptions).remove
     if targets:
-        pins = run_pin(path, targets, lock_wait=run.lock_wait)
+        change = forget.unpin if remove else forget.pin
+        pins = change(run.folder, targets, lock_wait=run.lock_wait)
+    elif remove:
+        raise UsageError("--remove needs a document or a chunk", "`kvtool store pin` lists what is pinned")
     else:
-        with Store.open(path) as store:
+        with Store.open(run.folder) as store:
             pins = store.pins()
-    _show_pins(run, pins)
 
-
-@app.command()
-@takes(StoreOptions, LockOptions, examples=("store unpin handbook.md", 'store unpin "drafts/*.md"'))
-def unpin(run: Run, targets: Targets) -> None:
-    """Let `store prune` remove documents again."""
-    from kvtool.core.upkeep.forget import unpin as run_unpin
-
-    _show_pins(run, run_unpin(run.folder, targets, lock_wait=run.lock_wait))
-
-
-def _show_pins(run: Run, pins: dict[str, Any]) -> None:
     def show() -> None:
         for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
             run.out.print(name.replace("\n", "\\n"))

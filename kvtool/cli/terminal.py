@@ -46,7 +46,6 @@ def one_line(text: str) -> str:
 
 
 def degrade(text: str, encoding: str) -> str:
-    """The text with what `encoding` cannot show put as look-alikes, else as `?`."""
     try:
         text.encode(encoding)
         return text
@@ -90,7 +89,6 @@ class SafeStream(io.TextIOBase):
         return False
 
     def fileno(self) -> int:
-        """The stream's own number. Raises OSError where it has none."""
         if self.stream is None:
             raise OSError("the stream is closed")
         return self.stream.fileno()
@@ -236,7 +234,9 @@ class _Column:
 
         self.name = name
         self.cells = [_cell(value) for value in values]
-        self.numbers = bool(values) and all(_is_number(value) for value in values)
+        self.numbers = bool(values) and all(
+            value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+        )
         texts = [name, *self.cells]
         self.natural = max(map(cell_len, texts))
         word = max((cell_len(word) for text in texts for word in text.split()), default=0)
@@ -283,7 +283,6 @@ def _fitted(columns: Sequence[_Column], width: int) -> list[int]:
 
 
 def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> Table:
-    """A table for a terminal, or squeezed into `width` cells of one."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -306,10 +305,7 @@ def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> 
 def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
     """Draw a foreign text so that no line of it can be taken for one of the program's: each begins with a bar.
 
-    Parameters
-    ----------
-    pieces : parts of the text, each with a format such as `<b>{}</b>`.
-    columns : cells of the terminal, which would go on with a wider line in its first column; None: it is none.
+    `pieces`: parts of the text, each with a format such as `<b>{}</b>`. `columns`: cells of the terminal, if it is one.
     """
     known = [(clean(text).expandtabs(4), form) for text, form in pieces]
     ends = set() if columns is None else _line_ends("".join(text for text, _ in known), max(2, columns - len(_BAR)))
@@ -354,7 +350,6 @@ def _most_cells(letter: str) -> int:
 
 
 def render_markdown(text: str) -> str:
-    """Draw a page of the documentation for a terminal, no wider than is good to read."""
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.theme import Theme
@@ -364,10 +359,6 @@ def render_markdown(text: str) -> str:
     page = Markdown(text, hyperlinks=False, code_theme="ansi_dark")
     console.print(page, width=min(console.width, 120))
     return canvas.getvalue()
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _cell(value: Any) -> str:

@@ -58,7 +58,7 @@ def pull(run: Run, url: Url) -> int | None:
 def show_transfers(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
     for report in reports:
         for row in report.damaged:
-            run.out.warning(f"left out: {row['what']}: {row['reason']}")
+            run.out.warning(f"left out: {row['subject']}: {row['reason']}")
         tell_origin(run, report)
 
     def show() -> None:
@@ -70,13 +70,14 @@ def show_transfers(run: Run, reports: list[TransferReport], value: dict[str, Any
 
 
 def tell_origin(run: Run, report: TransferReport) -> None:
-    """Report data of untrusted origin, and the consequence."""
-    if report.kept:
-        some = ", ".join(report.kept[:3]) + (" …" if len(report.kept) > 3 else "")
-        run.out.warning(f"{counted(len(report.kept), 'file')} of another origin stayed as they are: {some}", _REPLACE)
-    if report.made_with and report.origin:
-        run.out.status(f"made with the model {report.made_with}, as {report.origin} says")
-    if not report.trusted and (report.files.moved or report.chunks.moved) and not report.dry_run:
+    if report.conflicting_files:
+        some = ", ".join(report.conflicting_files[:3]) + (" …" if len(report.conflicting_files) > 3 else "")
+        run.out.warning(
+            f"{counted(len(report.conflicting_files), 'file')} of another origin stayed as they are: {some}", _REPLACE
+        )
+    if report.model and report.origin:
+        run.out.status(f"made with the model {report.model}, as {report.origin} says")
+    if not report.trusted and (report.files.transferred or report.chunks.transferred) and not report.dry_run:
         if report.signer is not None:
             tell_signer(run, report.origin, report.signer)
         run.out.status(f"noted to be from {report.origin}: your own documents use none of its KV; {_AS_OWN}")
@@ -100,8 +101,8 @@ def _in_words(report: TransferReport) -> str:
     removed = f"{report.removed} {would}removed" + (
         f" ({report.bytes_freed / 1e6:,.1f} MB)" if report.bytes_freed else ""
     )
-    forgotten = f", {counted(report.forgotten, 'document')} {would}removed" if report.forgotten else ""
-    moved = f"{counted(report.files.moved, 'file')} and {counted(report.chunks.moved, 'chunk')} at a level"
+    forgotten = f", {counted(report.documents_removed, 'document')} {would}removed" if report.documents_removed else ""
+    moved = f"{counted(report.files.transferred, 'file')} and {counted(report.chunks.transferred, 'chunk')} at a level"
     return (
         f"{what} {report.url}: {moved} {would}moved "
         f"({report.bytes / 1e6:,.1f} MB), {report.files.unchanged} and {report.chunks.unchanged} there already, "
@@ -139,7 +140,7 @@ def export(run: Run, pack: Pack) -> int | None:
             events=view.events,
         )
     for row in report.damaged:
-        run.out.warning(f"left out: {row['what']}: {row['reason']}")
+        run.out.warning(f"left out: {row['subject']}: {row['reason']}")
 
     def show() -> None:
         what = f"{counted(report.documents, 'document')} and {counted(report.chunks, 'chunk')} at a level"

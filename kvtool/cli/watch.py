@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.ingest import still_failing
+from kvtool.cli.ingest import known_failures
 from kvtool.cli.options import Run, takes, tell_budget
 from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
@@ -73,12 +73,7 @@ def _watch(run: Run, options: WatchOptions) -> NoReturn:
 
 
 def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = False) -> IngestReport | None:
-    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts.
-
-    Parameters
-    ----------
-    done : is added to.
-    """
+    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts."""
     with JobView(run.out) as view:
         report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
     if report is not None:
@@ -115,6 +110,6 @@ def _tell_start(run: Run, options: WatchOptions, report: IngestReport | None) ->
             f"up to date: {done.added} documents added, {done.changed} changed, {done.unchanged} unchanged, "
             f"{done.removed} removed"
         )
-        if report.still_failing:
-            run.out.status(still_failing(report))
+        if report.known_failures:
+            run.out.status(known_failures(report))
     run.out.status(f"watching {', '.join(map(str, options.paths))} (Ctrl-C ends it)")

@@ -23,13 +23,7 @@ _FLAG = re.compile(r"`[^`]*`|(?<!\w)'[^']*'|(?<![\w-])--(no-)?([a-z]+(?:-[a-z]+)
 
 
 class KvtoolError(Exception):
-    """Base of all errors that are shown as `error: …` and `hint: …` instead of a traceback.
-
-    Parameters
-    ----------
-    message : what happened, and on what.
-    hint : what to do next; empty when there is nothing sensible to say.
-    """
+    """Base of all errors that are shown as `error: …` and `hint: …` instead of a traceback."""
 
     exit_code: ClassVar[int] = EXIT_FAILED
 
@@ -46,21 +40,15 @@ class UsageError(KvtoolError):
 
 
 class StoreNotFoundError(KvtoolError):
-    """There is no store at the given place."""
-
     exit_code = EXIT_NO_STORE
 
 
 class NoDocumentsError(KvtoolError):
-    """The store holds no documents."""
-
     def __init__(self) -> None:
         super().__init__("the store holds no documents", "run `kvtool ingest PATH` first")
 
 
 class StoreLockedError(KvtoolError):
-    """Another process is writing to the store."""
-
     exit_code = EXIT_LOCKED
 
 
@@ -85,8 +73,6 @@ class ContextFullError(UsageError):
 
 
 class GateError(KvtoolError):
-    """The model failed the gate: its fused caches are not what full recompute gives."""
-
     exit_code = EXIT_MISFIT
 
 
@@ -97,8 +83,6 @@ class UntrustedError(KvtoolError):
 
 
 class DamagedError(KvtoolError):
-    """Stored bytes do not match their digest."""
-
     exit_code = EXIT_DAMAGED
 
 
@@ -113,7 +97,7 @@ class NoSpaceError(KvtoolError):
 
 
 class KvtoolWarning(UserWarning):
-    """A warning that comes with an answer; the hint, if there is one, follows the text."""
+    """A warning that comes with an answer."""
 
     def __init__(self, text: str, hint: str = "") -> None:
         super().__init__(f"{text} ({hint})" if hint else text)
@@ -122,7 +106,6 @@ class KvtoolWarning(UserWarning):
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """A hint: `did you mean …?`, or nothing where no known word is near."""
     import difflib
 
     words, typed = list(known), word[:_COMPARED].strip().lower()

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 REPORTS = {
     "plan": "Cached part of a question's prompt, and the time that it saves.",
     "chunk": "One chunk of the store.",
-    "quality": "Fusion modes compared with full recompute, over a file of questions.",
     "audit": "Distance of answers from full prefill's (`query --audit`).",
     "codec": "Size and loss of each codec level.",
     "deviation": "Distance of reused keys and values from full prefill's.",
     "sparsity": "Attention by class of key, and how few keys take most of it.",
     "gate": "The laws that the gate has checked on this model.",
 }
+OTHER_NAMES = {"quality": "eval"}  # reports that are commands of their own, as `kvtool inspect` has them, too
 
 
 def load_report(name: str) -> Report:
     """Import the report of this name; `glance` is what is shown where none is named."""
-    report: Report = importlib.import_module(f"kvtool.reports.{name}").REPORT
+    report: Report = importlib.import_module(f"kvtool.reports.{OTHER_NAMES.get(name, name)}").REPORT
     return report

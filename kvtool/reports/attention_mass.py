@@ -21,7 +21,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.reports.reused_prompt import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
-START_TOKENS = 4  # of every chunk, if nothing else is asked for
+START_TOKENS = 4  # of every chunk
 MASS = 0.9
 HEAVY = 0.05  # share of the context that counts as heavy
 _STEP = 256  # keys; every other shape of a product costs oneDNN new code, which it keeps
@@ -30,32 +30,25 @@ _BLOCK_BYTES = 2**21  # of the weights of rows that exist at a time: they stay i
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Classes of all keys.
+    """Classes of all keys."""
 
-    Attributes
-    ----------
-    fixed : int64 `[length]`, an index into CLASSES; a chunk's keys after its start are `own chunk`.
-    chunk : int64 `[length]`, the chunk's number, -1 outside of chunks.
-    """
-
-    fixed: torch.Tensor
-    chunk: torch.Tensor
+    fixed: torch.Tensor  # int64 `[length]`, an index into CLASSES; a chunk's keys after its start are `own chunk`
+    chunk: torch.Tensor  # int64 `[length]`, the chunk's number, -1 outside of chunks
 
     @classmethod
-    def of(cls, plan: Plan, start_tokens: int = START_TOKENS) -> Classes:
+    def of(cls, plan: Plan) -> Classes:
         """Classify a prompt's keys; the sink is its first token."""
         fixed = torch.full((plan.length,), CLASSES.index("question"))
         chunk = torch.full((plan.length,), -1)
         fixed[: plan.segments[0].stop] = CLASSES.index("instruction")
         for number, segment in enumerate(plan.chunks):
             fixed[segment.start : segment.stop] = CLASSES.index("own chunk")
-            fixed[segment.start : min(segment.start + start_tokens, segment.stop)] = CLASSES.index("chunk starts")
+            fixed[segment.start : min(segment.start + START_TOKENS, segment.stop)] = CLASSES.index("chunk starts")
             chunk[segment.start : segment.stop] = number
         fixed[0] = CLASSES.index("sink")
         return cls(fixed, chunk)
 
     def mass(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Sum the mass of each class over rows: float64 `[heads, classes]`; `weights` are `[heads, rows, keys]`."""
         fixed = self.fixed[: weights.shape[2]]
         one_hot = torch.nn.functional.one_hot(fixed, len(CLASSES)).to(weights.dtype)
         mass = (weights @ one_hot).sum(1).double()
@@ -69,13 +62,7 @@ class Classes:
 
 
 def keys_needed(weights: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Compute the share of the keys that a row sees that holds `MASS` of its attention: float64 `[heads, rows]`.
-
-    Parameters
-    ----------
-    weights : `[heads, rows, keys]`; of what a row leaves to a sink, nothing is asked.
-    visible : how many keys each row sees, `[rows]`.
-    """
+    """Compute the share of visible keys that holds `MASS` of a row's attention: float64 `[heads, rows]`."""
     rising = torch.from_numpy(np.sort(weights.numpy(), axis=-1))  # twenty times as fast as torch's sort
     falling = rising.flip(-1).cumsum(-1)
     enough = MASS * falling[..., -1:] - 1e-6
@@ -83,20 +70,12 @@ def keys_needed(weights: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
 
 
 class Tally:
-    """Attention of some rows, summed up layer by layer as a pass shows it; memory is that of a block of rows.
-
-    Parameters
-    ----------
-    rows : prompt positions of the pass's rows that are counted.
-    """
-
     def __init__(self, classes: Classes, rows: torch.Tensor) -> None:
         self._classes, self._rows = classes, rows
         self.mass: list[torch.Tensor] = []  # of each layer: `[heads, classes]`, the mean over rows
         self.needed: list[torch.Tensor] = []  # of each layer: `[heads]`, the mean over rows
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
-        """Count a layer; `query` are the rows of the pass, of which ours are the last."""
         query = query[0, :, query.shape[2] - len(self._rows) :]
         mass = torch.zeros(query.shape[0], len(CLASSES), dtype=torch.float64)
         needed = torch.zeros(query.shape[0], dtype=torch.float64)
@@ -113,7 +92,6 @@ class Tally:
         self.needed.append(needed / len(self._rows))
 
     def to_json(self) -> dict[str, Any]:
-        """Return `mass` by class and `keys_for_mass`, as means over layers and heads, and of each layer and head."""
         mass, needed = torch.stack(self.mass), torch.stack(self.needed)
         layers = [
             {"layer": layer, **_facts(mass[layer].mean(0), needed[layer].mean())}
@@ -146,7 +124,7 @@ def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor) -
 
 
 def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
-    """Return by layer the share of chosen positions that another choice has, too. Both: bool `[layers, length]`."""
+    """Return by layer the share of chosen positions (bool `[layers, length]`) that another choice has, too."""
     shares: list[float] = ((chosen & other).sum(1).double() / chosen.sum(1).clamp_min(1)).tolist()
     return shares
 
@@ -154,23 +132,10 @@ def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
-def sparsity_report(
-    prompt: ReusedPrompt, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
-) -> dict[str, Any]:
-    """Make the JSON of `inspect sparsity` for one prompt.
-
-    Parameters
-    ----------
-    others : token ids of other questions, asked over the same chunks: do they look at the same positions?
-
-    Returns
-    -------
-    `chunks_over`: rows of the chunks over the cache `full`. `question_over`: the question's rows over the
-    caches `full`, `reuse`, `epic`, `union`. Each as `Tally.to_json`. `stability`: see `_stability`; None without
-    other questions.
-    """
+def sparsity_report(prompt: ReusedPrompt, others: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """Make the JSON of `inspect sparsity`; `others`: token ids of other questions over the same chunks."""
     plan, decoder = prompt.plan, prompt.decoder
-    classes, cache = Classes.of(plan, start_tokens), cache_of(decoder, plan.length)
+    classes, cache = Classes.of(plan), cache_of(decoder, plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start
     chunks, question = Tally(classes, torch.arange(first, last)), torch.arange(last, plan.length)
 
@@ -184,12 +149,12 @@ def sparsity_report(
         prompt.watch_question(cache if selector is None else prompt.fused(selector).cache, tallies[name])
     return {
         "classes": list(CLASSES),
-        "start_tokens": start_tokens,
+        "start_tokens": START_TOKENS,
         "tokens": {"chunks": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
-        "mass_held": MASS,
-        "chunks_over": {"full": chunks.to_json()},
-        "question_over": {name: tally.to_json() for name, tally in tallies.items()},
+        "mass_threshold": MASS,
+        "chunk_attention": {"full": chunks.to_json()},
+        "question_attention": {name: tally.to_json() for name, tally in tallies.items()},
         "stability": _stability(prompt, cache, others) if others else None,
     }
 
@@ -209,15 +174,14 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
         "questions": len(heavy),
         "share": HEAVY,
         "by_layer": by_layer,
-        "mean": sum(by_layer) / len(by_layer),
-        "chance": share_of(HEAVY, len(context)) / len(context),
-        "starts": sum(int((positions & starts).sum()) for positions in heavy) / total,
-        "starts_chance": float(starts.sum()) / len(context),
+        "mean_share": sum(by_layer) / len(by_layer),
+        "chance_share": share_of(HEAVY, len(context)) / len(context),
+        "start_share": sum(int((positions & starts).sum()) for positions in heavy) / total,
+        "start_chance": float(starts.sum()) / len(context),
     }
 
 
 def _heavy_of(prompt: ReusedPrompt, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
-    """Find the heavy positions of another question over the same context: bool `[layers, length of the prompt]`."""
     start, decoder = prompt.plan.segments[-1].start, prompt.decoder
     other = cache_of(decoder, start + len(ids))
     for source, target in zip(cache.buffers, other.buffers, strict=True):

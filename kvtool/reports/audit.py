@@ -43,13 +43,7 @@ def audit(context: ReportContext) -> ReportResult:
 
 
 def audit_overview(audits: Sequence[Audit]) -> dict[str, Any]:
-    """Make the JSON of `inspect audit`.
-
-    Returns
-    -------
-    `questions`; `since`, `until`: the first audit and the last, in seconds since 1970; `runs`: a row for each run,
-    level and lead-in, the most audited first.
-    """
+    """Make the JSON of `inspect audit`: a row for each run, level and lead-in, the most audited first."""
     groups: dict[tuple[str, str, str], list[Audit]] = {}
     for audit in audits:
         groups.setdefault((audit.run, ", ".join(audit.levels), audit.lead_in), []).append(audit)
@@ -73,14 +67,14 @@ def _row(group: Sequence[Audit]) -> dict[str, Any]:
         **means([asdict(audit) for audit in group], DISTANCES),
         "spread": {name: quantiles([getattr(audit, name) for audit in group]) for name in ("kl_first", "kl_answer")},
         "sampled": sum(audit.sampled for audit in group),
-        "with_holes": sum(audit.holes > 0 for audit in group),
+        "incomplete": sum(audit.holes > 0 for audit in group),
         "recomputed_share": statistics.fmean(shares) if shares else 0.0,
-        "worst": {name: getattr(worst, name) for name in ("question", "at", *DISTANCES)},
+        "worst": {"question": worst.question, "time": worst.at} | {name: getattr(worst, name) for name in DISTANCES},
     }
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, 90 % and 99 % of the values and the largest, each of them one of the values."""
+    """Return the median, 90 %, 99 % and maximum, each of them one of the values."""
     import numpy as np
 
     points = np.percentile(values, [50, 90, 99, 100], method="inverted_cdf")
@@ -90,7 +84,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     yield _table(value)
     yield _when(value)
-    sampled, holes = (sum(run[name] for run in value["runs"]) for name in ("sampled", "with_holes"))
+    sampled, holes = (sum(run[name] for run in value["runs"]) for name in ("sampled", "incomplete"))
     if sampled:
         yield f"sampled answers: {sampled}; `same answer` compares their greedy answers"
     if holes:

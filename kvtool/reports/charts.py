@@ -35,30 +35,17 @@ text { font: 12px system-ui, sans-serif; fill: #24292f }
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series of points.
-
-    Attributes
-    ----------
-    points : (x, y), ascending in x.
-    bounds : of each point, its interval in y; empty: no intervals.
-    variant_of : the series that this one is a variant of: drawn in its colour, with its mark, hollow and dashed.
-    """
+    """A named series of points."""
 
     name: str
-    points: tuple[tuple[float, float], ...]
-    bounds: tuple[tuple[float, float], ...] = ()
-    variant_of: str = ""
+    points: tuple[tuple[float, float], ...]  # (x, y), ascending in x
+    bounds: tuple[tuple[float, float], ...] = ()  # of each point, its interval in y; empty: no intervals
+    variant_of: str = ""  # a series in whose colour and mark this one is drawn, hollow and dashed
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A plot.
-
-    Attributes
-    ----------
-    logarithmic : the vertical axis, which then needs numbers above 0.
-    levels : name and y of reference lines across the whole plot.
-    """
+    """A plot; `levels`: name and y of reference lines across the whole plot."""
 
     title: str
     lines: tuple[Line, ...]
@@ -67,22 +54,11 @@ class Panel:
 
 
 def series(name: str, rows: Iterable[Mapping[str, Any]], x: str, y: str) -> Line:
-    """Make a line of two numbers of each row."""
     return Line(name, tuple((row[x], row[y]) for row in rows))
 
 
 def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "", axis: Axis = "even") -> str:
-    """Draw panels side by side over the same values of x; a name has one colour in all of them.
-
-    Parameters
-    ----------
-    axis : of x. `even` is for what has no distances, or equal ones; `linear` begins at 0 and wants numbers of at
-        least 0; `logarithmic` wants numbers above 0.
-
-    Returns
-    -------
-    The SVG document's text.
-    """
+    """Draw panels side by side over the same values of x, as SVG; a name has one colour in all of them."""
     values = sorted({x for panel in panels for line in panel.lines for x, _ in line.points})
     wide = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
     across = _AXES[axis](values, wide)
@@ -98,7 +74,6 @@ def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "
 
 
 def opening(title: str, width: int, height: int) -> Iterator[str]:
-    """Yield the beginning of every figure: its size, its style, its background, its title."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">'
@@ -109,7 +84,6 @@ def opening(title: str, width: int, height: int) -> Iterator[str]:
 
 
 def closing(parts: Sequence[str], note: str, height: int) -> str:
-    """Join a figure's parts, and a note at the bottom, to its text."""
     bottom = [f'<text class="note" x="16" y="{height - 10}">{escape(note)}</text>'] if note else []
     return "\n".join([*parts, *bottom, "</svg>"]) + "\n"
 
@@ -159,7 +133,6 @@ def _series(name: str, look: _Look, spots: Sequence[tuple[float, float, float]])
 
 
 def _whisker(look: _Look, x: float, low: float, high: float) -> str:
-    """A point's interval: a line with short ends."""
     ends = "".join(f"M{x - 3:.1f} {y:.1f}h6" for y in (low, high))
     return f'<path class="interval" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" fill="none" stroke="{look.colour}"/>'
 
@@ -181,8 +154,6 @@ def _legend(looks: Mapping[str, _Look], top: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The colour and the mark of a series; `hollow`: it is a variant of the one that has them, too."""
-
     number: int
     hollow: bool
 
@@ -204,8 +175,7 @@ class _Look:
 
 
 def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
-    """The looks of series, by name, in their order; no two are alike: a second variant has a colour of its own, and a
-    fusion mode has that of its own in every figure."""
+    """No two looks are alike: a second variant has a colour of its own, and a mode the same in every figure."""
     series = {line.name: line.variant_of or line.name for line in lines}
     numbers = _of_modes([*series.values()])
     others = (number for number in itertools.count() if number not in {*numbers.values()})
@@ -219,8 +189,7 @@ def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
 
 
 def _of_modes(names: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of the series of a fusion mode, such as `union:0.15` or `full prefill`, also after the tool's
-    name: the first of each mode has its number, and the others are numbered as any series."""
+    """Return the numbers of series named after a mode, such as `union:0.15`: one of each mode has its number."""
     numbers: dict[str, int] = {}
     for name in names:
         words = re.split(r"[ :,+]", name.removeprefix("kvtool "))
@@ -234,8 +203,6 @@ def _of_modes(names: Sequence[str]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Across:
-    """The horizontal axis of a panel `wide` pixels wide: `places` of its values, and the `ticks` that are named."""
-
     wide: float
     places: Mapping[float, float]
     ticks: tuple[float, ...]
@@ -266,7 +233,6 @@ class _Across:
         return cls(wide, places, tuple(ticks))
 
     def place(self, value: float) -> float:
-        """Distance from the left."""
         return self.places[value]
 
 
@@ -279,8 +245,6 @@ _AXES: dict[Axis, Callable[[Sequence[float], float], _Across]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """A vertical axis from `low` to `high`."""
-
     low: float
     high: float
     logarithmic: bool
@@ -288,7 +252,6 @@ class _Scale:
 
     @classmethod
     def over(cls, values: Sequence[float], logarithmic: bool) -> _Scale:
-        """An axis that holds these values, with round numbers at its ticks."""
         if logarithmic:
             low, high = min(values) / 1.2, max(values) * 1.2
             ticks = [tick for tick in _decades(low, high) if low <= tick <= high]
@@ -301,7 +264,6 @@ class _Scale:
         return cls(0.0, high, False, tuple(step * number for number in range(int(high / step) + 1)))
 
     def place(self, value: float) -> float:
-        """Distance from the top."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log(low), math.log(high), math.log(value)

@@ -29,25 +29,14 @@ def chunk(context: ReportContext) -> ReportResult:
         named, more = chunk_named(context.about, context.store.chunk_ids()), []
     else:
         named, *more = (passage.chunk_id for passage in Places(context.store).of_chunks(context.about))
-    value = chunk_facts(context.store, named) | {"same_place": [other.hex() for other in more]}
+    value = chunk_facts(context.store, named) | {"other_chunks": [other.hex() for other in more]}
     return ReportResult(
         "Chunk", value, [*_summary(value)], _sections(context, value), shown_elsewhere=frozenset({"text"})
     )
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
-    """Make the JSON of `inspect chunk`.
-
-    Returns
-    -------
-    `id, tokens, layers, lead_in_digest`, `origin` ("" of KV made here), `levels[{level, bytes}]`, `last_used` (seconds
-    since 1970, or None), `places[{source, start, end, line, label}]`, `text` of the first place, `sensitivity` by token
-    (empty if none was kept).
-
-    Raises
-    ------
-    UsageError : the chunk's description is lost.
-    """
+    """Make the JSON of `inspect chunk`. Raises UsageError if the chunk's description is lost."""
     import numpy as np
 
     info = store.chunk_info(chunk)
@@ -85,7 +74,7 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     for row in value["levels"]:
         yield f"level    {row['level']}: {row['bytes']:,} bytes"
     yield f"used     {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(used)) if used else 'not yet'}"
-    for other in value["same_place"]:
+    for other in value["other_chunks"]:
         yield f"also     chunk {other} holds something of that place"
     yield Quote(value["text"])
 

@@ -44,8 +44,6 @@ _FINEST = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")  # the line
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOptions(Options, settings=False):
-    """The schemes to measure."""
-
     scheme: tuple[str, ...] = option(
         (), "Measure only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME"
     )
@@ -56,7 +54,7 @@ def codec(context: ReportContext) -> ReportResult:
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
     from kvtool.core.compress.loss import HeavyRows
-    from kvtool.reports.evaluation import Evaluation, Journal, evaluation_facts
+    from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
 
     context.identity.check_movable("inspect codec")
     session = context.session
@@ -65,8 +63,8 @@ def codec(context: ReportContext) -> ReportResult:
     facts = evaluation_facts(session.store, identity, requests, options)
     facts["profile"] = None if profile is None else profile.digest.hex()
     journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect codec")
-    evaluation = Evaluation(requests[: batch.limit], list(wanted), journal, context.events, strict=True)
-    evaluation.work_off(lambda: codec_rows(session, wanted, options))
+    asked = requests[: batch.limit]
+    answer_open(asked, list(wanted), journal, context.events, lambda: codec_rows(session, wanted, options), strict=True)
     resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.arithmetic.dtype}
     value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
     return ReportResult("Codec levels", value, [*_summary(value)], codec_sections(value))
@@ -81,11 +79,9 @@ class Integers:
 
     bits: int
 
-    def rows(self, segment: Segment) -> None:
-        """Keep all rows."""
+    def rows(self, segment: Segment) -> None: ...
 
     def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
-        """Round all layers of one chunk. Returns the rounded layers and the bytes of each."""
         return [(self._rounded(keys), self._rounded(values)) for keys, values in kvs], [self._size(kv) for kv in kvs]
 
     def _size(self, kv: LayerKV) -> int:
@@ -99,12 +95,7 @@ class Integers:
 
 
 def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
-    """Choose the named schemes: 8 and 4 bits, and lossy levels; without names all that store every row.
-
-    Raises
-    ------
-    UsageError : no such scheme, or it needs a profile that the store lacks.
-    """
+    """Choose the named schemes; without names all that store every row. Raises UsageError."""
     from kvtool.core.compress.loss import LevelScheme
 
     levels = [level for level in lossy() if profile is not None or not level_of(level).profiled]
@@ -118,10 +109,7 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
-    """Return a function that measures the loss of schemes on a question; see `measure_one`.
-
-    The function raises KvtoolError if a chunk that the question needs is not stored exactly.
-    """
+    """Return a function that measures schemes on a question; it raises KvtoolError if a chunk is not stored exactly."""
     from kvtool.core.compress.loss import Question, measure_one
     from kvtool.core.query.prompt import lay_out
 
@@ -141,15 +129,7 @@ def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOp
 
 
 def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) -> dict[str, Any]:
-    """Make the JSON of `inspect codec`.
-
-    Returns
-    -------
-    `questions`, `exact` (F1 where answers are known) and `schemes[{scheme, bits_per_element, ratio_vs_16bit, kl_first,
-    kl_answer, top1_agrees, f1, layers}]`, `layers[{layer, bits_per_element, k_relative_error,
-    v_relative_error}]`: the norm of the error over that of the exact keys and values. Bits count records with headers,
-    digests, states and side information; a profile is stored once.
-    """
+    """Make the JSON of `inspect codec`. Bits count headers, digests, states and side information, but no profile."""
     from kvtool.core.compress.loss import EXACT, Toll, mean_loss, tolls_of
     from kvtool.reports.evaluation import by_run
 
@@ -193,7 +173,6 @@ def _table(value: Mapping[str, Any]) -> Table:
 
 
 def codec_sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    """Make the page's sections from the JSON."""
     schemes = value["schemes"]
     panel = Panel("KL of the answer, nats", _losses(schemes), logarithmic=True)
     chart = line_charts("What fewer bits lose", [panel], "bits per element", axis="logarithmic")
@@ -213,7 +192,6 @@ def codec_sections(value: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def _losses(schemes: Sequence[Mapping[str, Any]]) -> tuple[Line, ...]:
-    """Draw a line for each kind of scheme: the levels, `int4` and `int8`, `mean-1` to `mean-4`, a share of the rows."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for row in schemes:
         level = level_of(row["scheme"])

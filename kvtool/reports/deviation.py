@@ -44,10 +44,7 @@ def deviation(context: ReportContext) -> ReportResult:
 
 
 def _chunks(asked: PromptLayout, worth: Sequence[float], tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reused chunks of a prompt, each with its place and the deviation of each piece of its text.
-
-    Several tokens that make one character are one piece.
-    """
+    """Yield the reused chunks of a prompt with the deviation of each piece of text, of whole characters."""
     from kvtool.core.model.tokens import whole_characters
 
     reused = [pair for pair in zip(asked.hits, asked.plan.chunks, strict=True) if pair[1].status == "hit"]
@@ -64,10 +61,7 @@ def _chunks(asked: PromptLayout, worth: Sequence[float], tokenizer: Any) -> Iter
 
 
 def mean_of(values: Sequence[Any]) -> Any:
-    """Average reports of one form number by number, in lists and objects too.
-
-    None is a missing number: the mean is of the others. A value that is no number is that of the first report.
-    """
+    """Average reports of one form number by number; None is missing, and what is no number is the first report's."""
     first = next((value for value in values if value is not None), None)
     if isinstance(first, bool) or first is None or isinstance(first, str):
         return first

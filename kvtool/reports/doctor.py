@@ -64,16 +64,7 @@ _SLOW_DISK = 50e6  # bytes a second: a chunk of a small model takes longer to re
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the doctor's report.
-
-    Attributes
-    ----------
-    subject : the thing that was checked.
-    state : "failed": something that is needed does not work; "warning": it works, though worse than it could.
-    message : the result.
-    hint : what to do about it; never empty unless the state is "ok".
-    details : lines that are shown with `-v`.
-    """
+    """A line of the doctor's report; `details` are shown with `-v`."""
 
     subject: str
     state: State
@@ -105,16 +96,7 @@ def failing(name: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable[
 
 
 def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Callable[[str], None]) -> list[Finding]:
-    """Run all checks, in the order in which a question needs what they check.
-
-    Nothing is changed or downloaded, but a GGUF file's model is converted as at its first use.
-
-    Parameters
-    ----------
-    place : the store's folder, or the URL of a shared store.
-    timeout : seconds to wait for that.
-    doing : called with the name of each step.
-    """
+    """Run all checks of a store's folder or URL; `doing` is called with the name of each step. Nothing is changed."""
     doing("looking at the libraries")
     found = [*check_kvtool(), *(libraries := check_libraries())]
     if any(finding.state == "failed" for finding in libraries):
@@ -145,8 +127,6 @@ def _identity(folder: Path) -> StoreIdentity | None:
 
 @failing("model")
 def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterator[Finding]:
-    """Look for the model that is asked for, the store's own, or that of a new store; whether its kind is supported, and
-    its number format."""
     try:
         files = _files(identity, replace(wanted, offline=True))
     except ModelError:
@@ -172,7 +152,6 @@ def _files(identity: StoreIdentity | None, wanted: ModelOptions) -> ModelFiles:
 
 @failing("kvtool")
 def check_kvtool() -> Iterator[Finding]:
-    """Say which kvtool runs, and in which Python."""
     place = Path(__file__).resolve().parents[2]
     python = f"Python {platform.python_version()} at {sys.prefix}"
     yield Finding("kvtool", "ok", f"{__version__} at {place}, {python}, {platform.system()} {platform.machine()}")
@@ -180,7 +159,6 @@ def check_kvtool() -> Iterator[Finding]:
 
 @failing("libraries")
 def check_libraries() -> Iterator[Finding]:
-    """Look for every library that kvtool needs, in a version that it was tested with."""
     bad = [finding for wanted in _wanted() if (finding := _judged(wanted)) is not None]
     yield from bad
     if not bad:
@@ -190,7 +168,6 @@ def check_libraries() -> Iterator[Finding]:
 
 @failing("extras")
 def check_extras() -> Iterator[Finding]:
-    """Report which extras are installed; a missing one is fine, too."""
     for extra in sorted(set(metadata.metadata("kvtool").get_all("Provides-Extra") or ()) - {*_NOT_OFFERED}):
         wanted = _wanted(extra)
         if missing := [each.name for each in wanted if _installed(each.name) is None]:
@@ -221,7 +198,6 @@ def _installed(name: str) -> str | None:
 
 
 def _judged(wanted: Requirement) -> Finding | None:
-    """Return the finding about a missing or untested library, or None."""
     version, install = _installed(wanted.name), install_line(f"'{wanted.name}{wanted.specifier}'")
     if version is None:
         return Finding(wanted.name, "failed", f"{wanted.name} is not installed", install)
@@ -232,7 +208,6 @@ def _judged(wanted: Requirement) -> Finding | None:
 
 
 def all_plugins() -> list[tuple[Plugin, str]]:
-    """All plugins, by kind, each with what is wrong with it, or nothing; all of them are imported."""
     for registry in _REGISTRIES:
         importlib.import_module(registry)
     return listed()
@@ -254,7 +229,6 @@ def check_plugins() -> Iterator[Finding]:
 
 @failing("CPU")
 def check_cpu() -> Iterator[Finding]:
-    """Say what the CPU can do, and whether it is free."""
     features = [name for name in _TELLING if name in cpu_features()]
     text = f"{cpu_name()}, {counted(cores(), 'core')}: {' '.join(features) or 'nothing known of what it can do'}"
     text += f"; kernels for {best_isa()}"
@@ -268,7 +242,6 @@ def check_cpu() -> Iterator[Finding]:
 
 @failing("memory")
 def check_memory() -> Iterator[Finding]:
-    """Report how much memory is free; nothing if the system does not report it."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         whole, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
@@ -285,7 +258,6 @@ def check_memory() -> Iterator[Finding]:
 
 @failing("device")
 def check_device(wanted: ModelOptions) -> Iterator[Finding]:
-    """Say where a model would run."""
     device = resolve_device(wanted.device)
     if device != "cpu":
         import torch
@@ -349,7 +321,6 @@ def check_disk(folder: Path, name: str) -> Iterator[Finding]:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
 
 
@@ -373,14 +344,13 @@ def _speeds(place: Path) -> tuple[float, float]:
 
 @failing("store")
 def check_store(folder: Path) -> Iterator[Finding]:
-    """Open the store and count its contents; a missing store is fine, too."""
     try:
         with Store.open(folder) as store:
             sizes, concerns = sizes_of(store), store.concerns()
     except StoreNotFoundError as error:
         yield Finding("store", "ok", error.message, error.hint)
         return
-    chunks = counted(sizes["chunks"], "chunk") + " and the prompt's own beginning" * bool(sizes["beginning"])
+    chunks = counted(sizes["chunks"], "chunk") + " and the prompt's own beginning" * bool(sizes["prefix"])
     text = f"{folder}: {counted(sizes['documents'], 'document')}, {chunks}"
     yield Finding("store", "ok", f"{text}, {shown_size(sizes['bytes'])}")
     for concern in concerns:
@@ -389,14 +359,13 @@ def check_store(folder: Path) -> Iterator[Finding]:
 
 @failing("gate")
 def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
-    """Report the gate's result for the store's model."""
     with Store.open(folder) as store:
         verdict = known_result(store, identity.fingerprint)
     if verdict is None:
         yield Finding("gate", "ok", f"{identity.model} has not met this store", "the first question runs the gate")
         return
     verdict.enforce()
-    worst = max((check.difference / check.allowed for check in verdict.checks if check.allowed), default=0.0)
+    worst = max((check.difference / check.tolerance for check in verdict.checks if check.tolerance), default=0.0)
     others = "".join(
         f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.cross_dtype_loss.items()
     )
@@ -405,7 +374,6 @@ def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
 
 @failing("shared store")
 def check_tier(url: str, timeout: float) -> Iterator[Finding]:
-    """Ask the shared store at a URL for an entry."""
     started = time.perf_counter()
     blobs = open_blobs(url, timeout)
     try:

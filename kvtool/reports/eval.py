@@ -14,25 +14,48 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
+from kvtool.reports.evaluation_page import evaluation_sections, evidence, read_at, with_interval
 from kvtool.reports.page import Section, Table
-from kvtool.reports.quality import ASKED, RunOptions, compare_runs, quality_sections, read_at, with_interval
-from kvtool.reports.report import QUESTIONS, BatchOptions, Report, ReportContext, ReportResult, ResumeOptions, Shown
+from kvtool.reports.report import (
+    NO_CONTEXT,
+    QUESTIONS,
+    RETRIEVAL,
+    BatchOptions,
+    Report,
+    ReportContext,
+    ReportResult,
+    ResumeOptions,
+    Shown,
+)
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import Request
+    from kvtool.reports.evaluation import RowsOf
 
 _WHY = 'one object a line: {"question", "answers"?, "sources"?}; or --make N writes some from the store\'s chunks'
 _FEWER = (
     "fewer than asked for: passages of less than a few sentences are passed over, and questions that are not about "
     "their passage; more documents, or a larger model, give more"
 )
+_ASKED = (*RETRIEVAL, "level")
 _FEW = 20  # questions, below which the bootstrap's intervals are known to be too narrow
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakeOptions(Options, settings=False, group=QUESTIONS):
-    """Questions that the model writes."""
+class RunOptions(Options, settings=False, group="Runs"):
+    runs: tuple[str, ...] = option(
+        (), "Modes, each with how much it recomputes: reuse, epic:16, union:5% …", metavar="a,b:AMOUNT,c"
+    )
+    max_tokens: int = option(20, "Maximum length of an answer, in tokens.", lowest=1)
+    force: bool = option(False, "Measure even if this model failed the self-check.")
+    no_context: bool = option(False, "Also answer without chunks, and report what share of the gap a run recovers.")
+    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the second.")
+    max_kl: float = option(
+        0.05, "Maximum KL divergence of a mode that is recommended, in nats per token.", metavar="NATS", lowest=0
+    )
 
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions(Options, settings=False, group=QUESTIONS):
     make: int | None = option(
         None,
         "Let the model write N questions about stored chunks to the file, and measure nothing.",
@@ -61,17 +84,42 @@ def evaluate_own(context: ReportContext) -> ReportResult:
 def _measure(context: ReportContext, path: Path) -> ReportResult:
     flags, requests = context.get(RunOptions), read_batch(path)  # before torch is imported
     from kvtool.core.retrieval.finder import Places
-    from kvtool.reports.paired_run import parse_runs, usual_runs
-    from kvtool.reports.summary import best, check_sources
+    from kvtool.reports.evaluation import Journal, answer_open, evaluation_facts
+    from kvtool.reports.paired_run import RunSpec, paired_rows, parse_run, parse_runs
+    from kvtool.reports.summary import best, check_sources, holdout, overview
 
+    identity = context.identity
     check_sources(Places(context.store), requests)
-    value, rows, exit_code = compare_runs(context, requests, parse_runs(flags.runs) if flags.runs else usual_runs())
+    identity.check_movable("a comparison of fusion modes")
+    options = context.query_options(*_ASKED, max_tokens=flags.max_tokens, force=flags.force)
+    runs = parse_runs(flags.runs)
+    by_name = {spec.name: spec for spec in (*([RunSpec(NO_CONTEXT)] if flags.no_context else []), *runs)}
+    facts = evaluation_facts(context.store, identity, requests, options)
+    journal = Journal(context.get(ResumeOptions).resume, facts)
+
+    def begin() -> RowsOf:
+        if by_name and not flags.force:
+            context.session.check_gate()
+        return paired_rows(context.session, by_name, options, context.events.warn)
+
+    asked = requests[: context.get(BatchOptions).limit]
+    failed = answer_open(asked, list(by_name), journal, context.events, begin)
+    rows = journal.rows
+    base = runs[0] if flags.runs and runs else parse_run(QueryOptions().mode())  # with which others' KL is compared
+    value: dict[str, Any] = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
+    value |= overview(rows, base.name)
     value |= {"max_kl": flags.max_kl, "best": best(value["runs"], flags.max_kl)}
-    value["made"] = sum(bool(requests[at].made_by) for at in rows)
-    table, words = _table(value), [*_words(value)]
-    shown: list[Shown] = [table, f"{counted(value['questions'], 'question')}, {read_at(value)}", *words]
-    sections = [Section("Which mode", tuple(words), tables=(table,))]
-    sections += quality_sections(value, f"{context.identity.model}, {path.name}")
+    value["synthetic"] = sum(bool(requests[at].generator) for at in rows)
+    if flags.holdout:
+        value["holdout"] = holdout(rows, flags.max_kl)
+    words = [*_words(value)]
+    shown: list[Shown] = [_table(value), f"{counted(value['questions'], 'question')}, {read_at(value)}", *words]
+    if flags.no_context or flags.holdout:
+        for section in evidence(value):
+            shown += [*section.tables, *section.text]
+    sections = [Section("Which mode", tuple(words))]
+    sections += evaluation_sections(value, f"{identity.model}, {path.name}")
+    exit_code = EXIT_DONE if not failed else EXIT_PARTIAL if rows else EXIT_FAILED
     return ReportResult("Evaluation", value, shown, sections, path.name, exit_code)
 
 
@@ -90,7 +138,6 @@ def _table(value: Mapping[str, Any]) -> Table:
 
 
 def _words(value: Mapping[str, Any]) -> Iterator[str]:
-    """Describe retrieval's results, the mode to use, and the reservations about both."""
     found = value.get("retrieval")
     if found:
         yield (
@@ -103,21 +150,23 @@ def _words(value: Mapping[str, Any]) -> Iterator[str]:
         yield "1 question says nothing about others"
     elif value["questions"] < _FEW:
         yield f"{counted(value['questions'], 'question')}: the intervals of fewer than {_FEW} are too narrow"
-    if value["made"]:
+    if value["synthetic"]:
         yield (
-            f"{counted(value['made'], 'question')} of {value['questions']} were written by a model from the passages "
-            "that answer them: people's questions are found less well"
+            f"{counted(value['synthetic'], 'question')} of {value['questions']} were written by a model from the "
+            "passages that answer them: people's questions are found less well"
         )
-    if value["with_holes"]:
-        lacking = counted(value["with_holes"], "question")
+    if value["incomplete"]:
+        lacking = counted(value["incomplete"], "question")
         yield f"{lacking} lacked chunks of the store: what they say of reuse is too good"
+    if "holdout" in value and not value["holdout"]:
+        yield "--holdout needs two questions at least"
 
 
 def _advice(best: Mapping[str, Any], max_kl: float) -> str:
     if best["run"] is None:
         return "no mode but full prefill was asked for"
     near = f"the answer's KL is at most {max_kl:g} nats by the upper end of its interval"
-    if best["near"]:
+    if best["within_limit"]:
         return f"take {best['run']}: it recomputes the least of the modes for which {near}"
     return f"no mode is so near to full prefill that {near}; the nearest is {best['run']} (--max-kl accepts more)"
 
@@ -138,11 +187,12 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     for request in generate_questions(context.session, wanted):
         read += 1
         if request is not None:
-            written.append(_line(request))
+            row = {name: getattr(request, name) for name in ("question", "answers", "sources", "generator")}
+            written.append(row)
             with path.open("a", encoding="utf-8") as file:  # an interrupted run leaves what it has written
-                file.write(json.dumps(written[-1], ensure_ascii=False) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
             context.events.advance(1)
-    value = {"resolved": {"model": context.identity.model}, "file": str(path), "wanted": wanted, "passages": read}
+    value = {"resolved": {"model": context.identity.model}, "file": str(path), "requested": wanted, "passages": read}
     passages = counted(read, "passage")
     if not written:
         words: list[Shown] = [f"the model made no question of {passages}: nothing was written"]
@@ -156,27 +206,18 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     return ReportResult("Questions", value | {"written": written}, words, exit_code=code)
 
 
-def _line(request: Request) -> dict[str, Any]:
-    """Make a line of the file; it says that a model wrote the question."""
-    return {
-        "question": request.question,
-        "answers": [*request.answers],
-        "sources": [*request.sources],
-        "made_by": request.made_by,
-    }
-
-
 REPORT = Report(
     evaluate_own,
     takes=(
         *(BatchOptions.some("limit"), ResumeOptions, MakeOptions, RunOptions),
-        *(QueryOptions.some(*ASKED), ModelOptions),
+        *(QueryOptions.some(*_ASKED), ModelOptions),
     ),
     about="QUESTIONS.jsonl",
     about_help="A file of questions: one object a line, with `question`, and `answers`, `sources` or both.",
     examples=(
         "eval questions.jsonl",
         "eval questions.jsonl --runs reuse,union:5% --html eval.html",
+        "eval questions.jsonl --no-context --holdout --resume results.jsonl",
         "eval made.jsonl --make 20",
     ),
 )

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,70 +28,52 @@ if TYPE_CHECKING:
 RowsOf = Callable[["Request", Sequence[str]], Mapping[str, Row]]  # of a question and the runs that it still needs
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Questions and the runs that answer them.
+def answer_open(
+    requests: Sequence[Request],
+    names: Sequence[str],
+    journal: Journal,
+    events: Events,
+    begin: Callable[[], RowsOf],
+    strict: bool = False,
+) -> int:
+    """Add the missing rows of the runs of these names to the journal, and return how many questions failed.
 
-    Attributes
-    ----------
-    names : of the runs.
-    strict : True if the first question that fails ends the evaluation; else a warning names the question, which stays
-        open.
+    `begin` loads the model if a row is missing. An error is raised if `strict`, or if the gate refuses the model.
     """
+    if not _open_work(requests, names, journal):
+        return 0
+    failed = 0
+    with journal.writing():
+        work, rows_of = _open_work(requests, names, journal), begin()  # another process may have gone on meanwhile
+        events.step("questions", len(work), "questions")
+        for at, missing in work:
+            request = requests[at]
+            try:
+                journal.add(at, request.id, rows_of(request, missing))
+            except KvtoolError as error:
+                if strict or isinstance(error, GateError):  # the next question would meet it, too
+                    raise
+                events.warn(f"{name_of(request)}: {error.message}", error.hint)
+                failed += 1
+            finally:
+                events.advance(1)
+    return failed
 
-    requests: Sequence[Request]
-    names: Sequence[str]
-    journal: Journal
-    events: Events
-    strict: bool = False
 
-    def open_work(self) -> list[tuple[int, list[str]]]:
-        """List the questions that are not finished, by place, and the runs that each still needs."""
-        rows, places = self.journal.rows, range(len(self.requests))
-        missing = [(at, [name for name in self.names if name not in rows.get(at, {})]) for at in places]
-        return [(at, names) for at, names in missing if names or at not in rows]
-
-    def work_off(self, begin: Callable[[], RowsOf]) -> int:
-        """Add what is open to the journal, a question at a time, and return how many questions failed.
-
-        Parameters
-        ----------
-        begin : prepares the first question, such as by loading the model; not called if no question is open.
-
-        Raises
-        ------
-        GateError : the gate refuses the model.
-        """
-        if not self.open_work():
-            return 0
-        with self.journal.writing():
-            work, rows_of = self.open_work(), begin()  # another process may have gone on meanwhile
-            self.events.step("questions", len(work), "questions")
-            return sum(not self._finish(at, names, rows_of) for at, names in work)
-
-    def _finish(self, at: int, names: Sequence[str], rows_of: RowsOf) -> bool:
-        request = self.requests[at]
-        try:
-            self.journal.add(at, request.id, rows_of(request, names))
-        except KvtoolError as error:
-            if self.strict or isinstance(error, GateError):  # the next question would meet it, too
-                raise
-            self.events.warn(f"{name_of(request)}: {error.message}", error.hint)
-            return False
-        finally:
-            self.events.advance(1)
-        return True
+def _open_work(requests: Sequence[Request], names: Sequence[str], journal: Journal) -> list[tuple[int, list[str]]]:
+    rows = journal.rows
+    missing = ((at, [name for name in names if name not in rows.get(at, {})]) for at in range(len(requests)))
+    return [(at, some) for at, some in missing if some or at not in rows]
 
 
 def name_of(request: Request) -> str:
-    """Name a question in a warning: by its id, else by its words."""
     return f"question {request.id or repr(request.question)}"
 
 
 def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
-    """Return what results depend on in addition to the runs. Results under equal facts can be compared."""
+    """Return what results depend on in addition to the runs."""
     batch = json.dumps([asdict(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,
@@ -126,18 +108,10 @@ class Journal:
     Line 1 holds the facts under which all others were measured. A question's runs may be in several lines; the first
     row of a run counts. A torn last line is ignored, and overwritten.
 
-    Parameters
-    ----------
-    path : None keeps results only in memory.
-    facts : JSON values; a file with others is refused.
-    kind : the command that writes it; a file of another one is refused.
-
-    Raises
-    ------
-    UsageError : the file holds something else, or was made under other facts.
+    A file of another `kind` (the command that writes it), or with other `facts`, raises UsageError.
     """
 
-    def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool inspect quality") -> None:
+    def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool eval") -> None:
         self.rows: dict[int, dict[str, Row]] = {}
         self._path = path
         self._kind = kind
@@ -147,12 +121,7 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the file for `add`; what another process has written meanwhile is read first.
-
-        Raises
-        ------
-        KvtoolError : another process writes it, or it cannot be written.
-        """
+        """Hold the file for `add`; what another process has written meanwhile is read first. Raises KvtoolError."""
         if self._path is None:
             yield
             return
@@ -187,7 +156,6 @@ class Journal:
         self._sound += len(line)
 
     def _repair(self, path: Path) -> None:
-        """Cut a torn line off; begin a new file."""
         make_folder(path.parent)
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             file.truncate(self._sound)

@@ -20,12 +20,12 @@ def gate(context: ReportContext) -> ReportResult:
             c.name,
             c.arithmetic,
             f"{c.difference:.3g}",
-            f"{c.allowed:.3g}",
+            f"{c.tolerance:.3g}",
             "passed" if c.passed else "FAILED",
         )
         for c in verdict.checks
     ]
-    tables = [Table(("law", "check", "computed", "difference", "allowed", ""), tuple(rows))]
+    tables = [Table(("law", "check", "computed", "difference", "tolerance", ""), tuple(rows))]
     if others := verdict.cross_dtype_loss.items():
         tables.append(Table(("made in", "nats a token lost"), tuple((made, f"{loss:.3g}") for made, loss in others)))
     return ReportResult("Gate", verdict.to_json(), tables, exit_code=0 if verdict.passed else EXIT_MISFIT)

@@ -38,14 +38,13 @@ def glance(context: ReportContext) -> ReportResult:
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
         "gate": None if verdict is None else verdict.to_json(),
-        "served": asdict(served) | {"hit_rate": served.hit_rate},
+        "usage": asdict(served) | {"hit_rate": served.hit_rate},
     }
     return ReportResult("Store", value, [*_summary(value)], _sections(value))
 
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
-    """Count by what computed the documents' chunks, or the state checkpoints of a recurrent model: `dtype`, `device`,
-    both None for chunks without KV, and `chunks`; most first."""
+    """Count chunks, or state checkpoints of a recurrent model, by the arithmetic that computed them; most first."""
     made: Mapping[Arithmetic | None, int] = Counter(info.arithmetic for info in store.stretches().values())
     made = made or store.arithmetics(chunk for chunk in store.chunk_ids() if chunk != identity.prefix_id)
     counts = sorted(made.items(), key=lambda item: (-item[1], str(item[0])))
@@ -56,12 +55,12 @@ def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
 
 
 def makers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say how many chunks each arithmetic has computed, from the rows of `computed_by`; unknown ones are left out."""
+    """Format the rows of `computed_by`; unknown ones are left out."""
     return [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in rows if row["dtype"]]
 
 
 def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
-    beginning, verdict = value["beginning"] or {"tokens": 0, "levels": []}, value["gate"]
+    beginning, verdict = value["prefix"] or {"tokens": 0, "levels": []}, value["gate"]
     gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
     yield f"store    {value['path']}"
     made = makers(value["computed_by"])
@@ -71,7 +70,7 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
     documents, chunks = (counted(value[f"{what}s"], what) for what in ("document", "chunk"))
     yield f"content  {documents}, {chunks}; KV of {value['tokens']:,} tokens"
-    if value["beginning"]:
+    if value["prefix"]:
         yield f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more"
     of_beginning = {row["level"] for row in beginning["levels"]}
     for row in value["levels"]:
@@ -79,13 +78,13 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         first = row["level"] in of_beginning
         what = f"{counted(row['chunks'] - first, 'chunk')}{' and the beginning' if first else ''}"
         yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
-    if (kept := value["stretches"])["count"]:
+    if (kept := value["checkpoints"])["count"]:
         what = counted(kept["count"], "state checkpoint")
         yield f"prompts  {what} of answered prompts, {kept['bytes'] / 1e6:,.1f} MB"
     if (kept := value["unfinished"])["files"]:
         what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
         yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest continues from there"
-    served = value["served"]
+    served = value["usage"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]
         questions = counted(served["questions"], "question")
@@ -107,7 +106,7 @@ def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
     ]
     head = ("level", "chunks", "tokens", "bytes", "nats a token lost at most")
     yield Section("Levels", tables=(Table(head, tuple(levels)),))
-    served = value["served"]
+    served = value["usage"]
     found = "" if served["hit_rate"] is None else f"{served['hit_rate']:.1%}"
     row = (served["questions"], served["hits"], served["misses"], found)
     yield Section("Served", tables=(Table(("questions", "chunks found", "not found", "share found"), (row,)),))

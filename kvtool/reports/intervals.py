@@ -31,12 +31,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A function of the means of some columns; NaN if it is undefined.
-
-    Attributes
-    ----------
-    of_means : called with an array of means for each column, and returns an array of the same length.
-    """
+    """A function of the means of some columns (an array of means for each); NaN if it is undefined."""
 
     columns: tuple[Column, ...]
     of_means: Callable[..., Floats]
@@ -44,10 +39,7 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of the questions, and its 95 % interval; None without data.
-
-    A single question has a value, and no interval: every resample is the same.
-    """
+    """A statistic of the questions with its 95 % interval; None without data. A single question has no interval."""
 
     value: float | None
     interval: Interval | None
@@ -57,7 +49,6 @@ class Estimate:
 
 
 def mean(values: Column) -> Statistic:
-    """Take the mean over questions."""
     return Statistic((values,), lambda means: means)
 
 
@@ -88,7 +79,6 @@ def recovered(own: Column, none: Column, full: Column) -> Statistic:
 
 
 def _of_all(*columns: Column) -> tuple[Column, ...]:
-    """Return the columns with only the questions that all of them have."""
     rows = [row if None not in row else (None,) * len(row) for row in zip(*columns, strict=True)]
     return tuple([row[at] for row in rows] for at in range(len(columns)))
 
@@ -97,7 +87,6 @@ def _of_all(*columns: Column) -> tuple[Column, ...]:
 
 
 def estimates(statistics: Mapping[K, Statistic]) -> dict[K, Estimate]:
-    """Estimate statistics whose columns are of the same questions, all drawn together."""
     columns = {id(column): column for statistic in statistics.values() for column in statistic.columns}
     if not columns or not len(next(iter(columns.values()))):
         return {key: Estimate(None, None) for key in statistics}
@@ -115,12 +104,10 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def _count(statistic: Statistic) -> int:
-    """Return the number of questions that have a number in all of its columns."""
     return sum(None not in row for row in zip(*statistic.columns, strict=True))
 
 
 def _estimate(resampled: Floats, count: int) -> Estimate:
-    """Bound a statistic, of the questions as they are and then of every resample."""
     value, known = resampled[0], resampled[1:][np.isfinite(resampled[1:])]
     if not np.isfinite(value):
         return Estimate(None, None)
@@ -131,10 +118,7 @@ def _estimate(resampled: Floats, count: int) -> Estimate:
 
 
 def _resampled_means(columns: Sequence[Column]) -> Floats:
-    """Average columns over the questions as they are and over every resample, `[1 + RESAMPLES, columns]`.
-
-    NaN where a resample has no question with a number.
-    """
+    """Return means over the questions and over every resample, `[1 + RESAMPLES, columns]`; NaN without a number."""
     values = np.array([[np.nan if value is None else value for value in column] for column in columns], np.float64).T
     known = np.isfinite(values)
     masks, which = np.unique(known, axis=1, return_inverse=True)  # most columns lack the same questions

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +28,10 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """KV deviation of one prompt's reused rows from full prefill's.
+    """KV deviation of one prompt's reused rows from full prefill's."""
 
-    Attributes
-    ----------
-    by_metric : float32 `[layers, hits]` for each of METRICS.
-    size : sum of squares of full prefill's keys and of its values over these rows, float32 `[2, layers]`.
-    """
-
-    by_metric: Mapping[str, torch.Tensor]
-    size: torch.Tensor
+    by_metric: Mapping[str, torch.Tensor]  # float32 `[layers, hits]` for each of METRICS
+    size: torch.Tensor  # sum of squares of full prefill's keys and of its values over these rows, float32 `[2, layers]`
 
     @property
     def worth(self) -> torch.Tensor:
@@ -47,7 +41,6 @@ class Deviation:
 
 
 def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> Deviation:
-    """Compare two caches of one prompt, layer by layer."""
     by_metric: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
     sizes = []
     at = prompt.hits.to(full.buffers[0].keys.device)
@@ -66,7 +59,6 @@ def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> D
 
 
 def top_share(values: torch.Tensor, share: float) -> float:
-    """Return the part of the sum that the highest `share` of the values holds; 0 if the sum is 0."""
     total = float(values.sum())
     return float(values.topk(share_of(share, len(values))).values.sum()) / total if total else 0.0
 
@@ -80,7 +72,6 @@ def spearman(values: torch.Tensor, others: torch.Tensor) -> float:
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Rank each value, from 0, as float64."""
     _, which, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     middle: torch.Tensor = (last - counts + last - 1).double() / 2
@@ -98,8 +89,7 @@ def attention_deviation(cache: PromptCache, asked: Queries, full: PromptCache, a
 
 
 def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
-    """Choose `ratio` of the reused rows: those that deviate most, random ones, or the first of every chunk, as
-    bool `[length]`."""
+    """Choose `ratio` of the reused rows, the most deviating, random or first of every chunk: bool `[length]`."""
     chosen = torch.zeros(prompt.plan.length, dtype=torch.bool)
     count = share_of(ratio, len(prompt.hits))
     if choice == "hkvd":
@@ -116,13 +106,7 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
 
 
 def shift_report(prompt: ReusedPrompt, full: PromptCache) -> dict[str, Any]:
-    """Compare what `union` leaves of a prompt's reused rows with full prefill's, without a shift and with it.
-
-    Returns
-    -------
-    `ratio`; `tokens_shifted`: how many; `common`: what the probes of a chunk have in common of their change;
-    `layers[{layer, k_before, k_after, v_before, v_after}]`: ‖Δ‖ / ‖full‖ over the shifted rows.
-    """
+    """Compare what `union` leaves of a prompt's reused rows with full prefill's, without a shift and with it."""
     union = Union()
     plain, fused = prompt.fused(Union(shift=False)).cache, prompt.fused(union)
     rows = fused.shifted.rows.nonzero()[:, 0].to(prompt.decoder.device)
@@ -148,17 +132,8 @@ def _relative(difference: float, size: float) -> float:
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
-def deviation_report(prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS) -> dict[str, Any]:
-    """Make the JSON of `inspect deviation` for one prompt.
-
-    Returns
-    -------
-    `tokens{prompt, reused}`, `layers[{layer, v_sse, k_sse, kv_sse, k_l1, v_relative, k_relative, quantiles, top_share,
-    spearman_next}]`: means over rows of each metric, ‖ΔV‖ / ‖V‖ over all rows, quantiles of ‖ΔV‖ over rows, the share
-    of the squared V deviation in the top rows, the rank correlation with the layer after it;
-    `attention[{choice, ratio, tokens_recomputed, deviation, by_layer}]`; `shift` (see `shift_report`);
-    `token_deviation` by row: `Deviation.worth`.
-    """
+def deviation_report(prompt: ReusedPrompt) -> dict[str, Any]:
+    """Make the JSON of `inspect deviation` for one prompt, and `token_deviation` by row: `Deviation.worth`."""
     full = prompt.full()  # and one other cache at a time
     asked = prompt.queries(full)
 
@@ -169,7 +144,7 @@ def deviation_report(prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS) -> 
     reuse, untouched, rows = deviation(prompt, reused, full), attention(reused), []
     del reused
     for choice in CHOICES:
-        for ratio in ratios:
+        for ratio in RATIOS:
             chosen = chosen_rows(prompt, choice, ratio, reuse.worth)
             by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
             row: dict[str, Any] = {"choice": choice, "ratio": ratio, "tokens_recomputed": int(chosen.sum())}

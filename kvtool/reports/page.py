@@ -49,7 +49,7 @@ th:first-child, td:first-child, .words { text-align: left }
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a head, and perhaps a title on a terminal; cells are shown as they are."""
+    """Rows under a head; `title` is shown on a terminal only."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
@@ -58,7 +58,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk's text in pieces, each with a number that shades it, under a line that names its place."""
+    """A chunk's text in pieces, each with the number that shades it."""
 
     label: str
     pieces: tuple[tuple[str, float], ...]
@@ -66,12 +66,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Texts whose tokens are shaded by a number, under a scale.
-
-    Attributes
-    ----------
-    measure : what the number is, with its unit.
-    """
+    """Texts whose tokens are shaded by a number; `measure` names it with its unit."""
 
     measure: str
     passages: tuple[Passage, ...]
@@ -85,13 +80,6 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, then its contents, in this order.
-
-    Attributes
-    ----------
-    figures : SVG documents, trusted: they are ours.
-    """
-
     title: str
     text: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
@@ -100,12 +88,6 @@ class Section:
 
 
 def page(title: str, facts: Mapping[str, object], sections: Sequence[Section]) -> str:
-    """The page's HTML.
-
-    Parameters
-    ----------
-    facts : what was measured, on what: shown under the title.
-    """
     body = [f"<h1>{escape(title)}</h1>", "<dl>"]
     body += [f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()]
     body.append("</dl>")
@@ -121,7 +103,7 @@ def page(title: str, facts: Mapping[str, object], sections: Sequence[Section]) -
 
 
 def figure_files(title: str, sections: Sequence[Section]) -> Iterator[tuple[str, str]]:
-    """Every figure with the name of a file for it: page, section, number."""
+    """Yield every figure with a file name: page, section, number."""
     for section in sections:
         for number, figure in enumerate(section.figures, 1):
             words = f"{title} {section.title}" + (f" {number}" if len(section.figures) > 1 else "")

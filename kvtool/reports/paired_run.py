@@ -32,32 +32,23 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
 
-RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
 _HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%; MODE+OPTION=VALUE changes a mode"
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A fusion mode, how much it recomputes, and its other options that are not the defaults.
-
-    Attributes
-    ----------
-    name : the same for every way to write the same run; results are kept under it.
-    knob : the option that `amount` sets, such as `ratio`; "" if the mode has none.
-    changes : other options of the mode and their values, by name.
-    """
+    """A fusion mode, how much it recomputes, and its other options that are not the defaults."""
 
     mode: str
-    knob: str = ""
+    knob: str = ""  # the option that `amount` sets, such as `ratio`; "" if the mode has none
     amount: float | None = None
-    changes: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()  # other options of the mode and their values, by name
 
     @property
     def name(self) -> str:
         return run_name(self.mode, self.changes, self.amount)
 
     def options(self, base: QueryOptions) -> QueryOptions:
-        """Put this run's mode, amount and changes into the options `base`."""
         own = options_of(QueryOptions)
         changed = {name: value for name, value in self.changes if name in own}
         if self.amount is not None:
@@ -67,35 +58,20 @@ class RunSpec:
 
 
 def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
-    """Read runs, in the order given and each once; commas separate, too. Nothing given: `default_runs`.
+    """Read runs, in the order given and each once; commas separate, too. The reference always runs, and is left out.
 
-    The reference is left out: it always runs.
-
-    Raises
-    ------
-    UsageError : no such mode, or an amount that the mode does not take.
+    Nothing given: every mode with its defaults, except those that give what full prefill does. Raises UsageError.
     """
     given = list(texts)
     words = [word.strip() for text in given for word in text.split(",") if word.strip()]
     if given and not words:
         raise UsageError("--runs names no run", _HINT)
-    runs = dict.fromkeys(parse_run(word) for word in (words or default_runs()))
+    runs = dict.fromkeys(map(parse_run, words or (mode for mode, kind in SELECTORS.items() if not kind.lossless)))
     return [run for run in runs if run.mode != REFERENCE]
 
 
-def usual_runs() -> list[RunSpec]:
-    """List every mode that reuses what full prefill would not give, as it is by default."""
-    return [parse_run(mode) for mode, kind in SELECTORS.items() if not kind.lossless]
-
-
 def parse_run(text: str) -> RunSpec:
-    """Read one run: `mode` or `mode:amount`; `mode+option=value` changes an option of the mode. The amount is a ratio
-    (0 … 1, or in percent) or a number of tokens.
-
-    Raises
-    ------
-    UsageError : no such mode, or an amount or an option that the mode does not take.
-    """
+    """Read `mode` or `mode:amount`; `mode+option=value` changes an option. Raises UsageError."""
     variant, colon, amount = (part.strip() for part in text.partition(":"))
     mode, *changes = (part.strip() for part in variant.split("+"))
     if mode not in SELECTORS:
@@ -111,24 +87,12 @@ def parse_run(text: str) -> RunSpec:
     return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default, changed)
 
 
-def default_runs() -> Iterator[str]:
-    """List every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
-    for mode, kind in SELECTORS.items():
-        knob = _knob(mode)
-        if knob is not None and knob.unit == "percentage":
-            yield from (f"{mode}:{ratio}" for ratio in RATIOS)
-        elif not kind.lossless:
-            yield parse_run(mode).name
-
-
 def _knob(mode: str) -> Option | None:
-    """Find the option of a query that says how much a mode recomputes."""
     knob = SELECTORS[mode].knob
     return options_of(QueryOptions)[knob] if knob else None
 
 
 def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
-    """Read `option=value`: a parameter of the mode, other than its knob."""
     name, _, value = (part.strip() for part in text.partition("="))
     known = {each: option for each, option in parameters_of_mode(mode).items() if each != SELECTORS[mode].knob}
     if name not in known:
@@ -140,11 +104,8 @@ def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
 # ---- one question ----
 
 
-def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
-    """Return a function that answers a question in full, then by each run.
-
-    The store does not change: holes are computed in place, for every run anew, and a warning names them.
-    """
+def paired_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
+    """Return a function that answers a question in full, then by each run, and stores no missing chunks."""
     decoder, source = session.decoder, session.source
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
@@ -164,13 +125,7 @@ def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryO
 
 @dataclass(frozen=True, slots=True)
 class PairedRun:
-    """Runs of one question, its prompt laid out.
-
-    Attributes
-    ----------
-    source : of the records.
-    options : their `max_tokens` bounds every answer; answers are greedy.
-    """
+    """Runs of one question, its prompt laid out; answers are greedy, of at most `options.max_tokens`."""
 
     decoder: Decoder
     source: KVSource
@@ -178,10 +133,7 @@ class PairedRun:
     options: QueryOptions
 
     def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:
-        """Answer in full, then by each run, and name the rows; one cache is held at a time.
-
-        The run `NO_CONTEXT` answers in full over the prompt's beginning and the question, without any chunk.
-        """
+        """Yield named rows: in full, then of each run. `NO_CONTEXT` answers in full without any chunk."""
         fused, full_ms = self._fuse(RunSpec(REFERENCE))
         reference = Reference.answered(self.decoder, fused, self.options.max_tokens)
         row = self._row(fused, full_ms, full_ms, reference.answer, reference.answer, SAME)
@@ -202,7 +154,7 @@ class PairedRun:
         return self._row(fused, milliseconds, full_ms, answer, reference.answer, forced.distance)
 
     def _fuse(self, spec: RunSpec) -> tuple[Fused, float]:
-        """Fuse as a run does, and time it in ms: from the question's text to the first token's id."""
+        """Fuse, and time it in ms: from the question's text to the first token's id."""
         whole = RunSpec(REFERENCE) if spec.mode == NO_CONTEXT else spec
         selector = selector_for(whole.options(self.options), whole.mode)
         started = time.perf_counter()
@@ -231,6 +183,5 @@ class PairedRun:
 
 
 def without_chunks(plan: Plan) -> Plan:
-    """Build the plan of the same prompt's beginning and question, in the same form, with nothing between them."""
     prefix, *_, question = plan.segments
     return build_plan(prefix.source, [], question.ids)

@@ -43,26 +43,13 @@ def plan(context: ReportContext) -> ReportResult:
 
 
 def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
-    """Make the JSON of `inspect plan` for one prompt; no model runs.
-
-    Parameters
-    ----------
-    speeds : of this machine; None: no times are expected.
-
-    Returns
-    -------
-    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level[, reason], bytes[, round]}]` (`round`:
-    the one of a deferred query that would load it, if it came to that), `cut` (chunks that were found and left out),
-    `tokens{prompt, reused, fresh, exact, miss, dropped}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms,
-    reuses, bytes}`: how many such questions pay for the prefill of these chunks, by `union`'s saving; the last two None
-    without speeds.
-    """
+    """Make the JSON of `inspect plan`; without `speeds` of this machine, no times are expected."""
     plan, chunks = asked.plan, _chunk_rows(session, asked)
     if options.defer:
         for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
             for chunk in chunks[start:stop]:
                 chunk["round"] = number
-    value: dict[str, Any] = {"chunks": chunks, "cut": asked.cut, "tokens": _tokens(plan)}
+    value: dict[str, Any] = {"chunks": chunks, "chunks_omitted": asked.cut, "tokens": _tokens(plan)}
     if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
         return value | {"expected_ms": None, "break_even": None}
     expected = expected_ms(session, plan, speeds, options)
@@ -80,7 +67,6 @@ def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, spe
 
 
 def _chunk_rows(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
-    """Describe each chunk as a reply does, with the words that matched and what is stored of it."""
     from kvtool.core.query.answer import reply_chunks
 
     rows = []
@@ -98,8 +84,7 @@ def _chunk_rows(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
 
 
 def _tokens(plan: Plan) -> dict[str, int]:
-    """Count tokens before a mode recomputes any: `prompt = reused + fresh`, reused with `exact`, fresh with `miss`;
-    those whose rows are not stored are in none of these but in `dropped`."""
+    """Count tokens before a mode recomputes any; `exact` ones are among the reused, `miss` among the fresh."""
     exact, hit, miss, fresh = (
         sum(len(segment.source.rows) for segment in plan.segments if segment.status == status)
         for status in ("exact", "hit", "miss", "fresh")
@@ -115,7 +100,6 @@ def _tokens(plan: Plan) -> dict[str, int]:
 
 
 def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
-    """Expect the TTFT of every mode, without retrieval, as the controller of `--fusion auto` does."""
     from kvtool.core.fusion.cost import PromptRows
     from kvtool.core.query.auto import spans_of
 

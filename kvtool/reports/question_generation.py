@@ -46,13 +46,7 @@ _ABOUT = 0.5  # of a question's search terms occur in its passage, and two of th
 
 
 def generate_questions(session: Session, count: int) -> Iterator[Request | None]:
-    """Write up to `count` questions, each from a passage of another document as long as there are any.
-
-    Yields
-    ------
-    A question and its document for each passage that the question's words are about. The question has an answer if the
-    model, asked with only the passage, gives a short one that occurs in it. None for a passage without a question.
-    """
+    """Write up to `count` questions, of as many documents as possible; None for a passage without a question."""
     made, asked = 0, set[str]()
     for passage, text in _worth_asking(session.store, count * TRIES):
         if made == count:
@@ -68,7 +62,7 @@ def generate_questions(session: Session, count: int) -> Iterator[Request | None]
             question,
             answers=(answer,) if _is_answer(question, answer, text) else (),
             sources=(passage.source,),
-            made_by=session.identity.model,
+            generator=session.identity.model,
         )
 
 
@@ -90,7 +84,6 @@ def _answer(session: Session, question: str, text: str) -> str:
 
 
 def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> Generated:
-    """Answer a prompt greedily, with at most so many tokens."""
     ids = [token for piece in pieces for token in piece]
     session.decoder.check_length(len(ids) + most, "the store's chunks are too long for questions about them")
     logits, cache = session.decoder.prefill(ids, reserve=most)
@@ -99,27 +92,24 @@ def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> Gener
 
 
 def _first_question(said: str) -> str | None:
-    """Return the first question of a model's text; None if it has none."""
     line = next((line for line in said.splitlines() if line.strip()), "")
     ends = [at for at in map(line.find, _ENDS) if at >= 0]
     return line[: min(ends) + 1].strip(" \"'*") if ends else None
 
 
 def _is_about(question: str, text: str) -> bool:
-    """Return True if the passage holds enough of the terms that retrieval would look for."""
     wanted, there = set(asked_terms(question)), set(itertools.chain(*terms(text)))
     return sum(not there.isdisjoint(forms) for forms in wanted) >= max(2, _ABOUT * len(wanted))
 
 
 def _is_answer(question: str, answer: str, text: str) -> bool:
-    """Return True if an answer is short and occurs in the passage, but not in the question."""
     wanted = normalise(answer)
     short = 0 < len(wanted.split()) <= _ANSWER_WORDS
     return short and wanted in normalise(text) and wanted not in normalise(question)
 
 
 def _worth_asking(store: Store, most: int) -> Iterator[tuple[Passage, str]]:
-    """Yield passages with enough text, one of each document in turn, in an order that depends only on the store."""
+    """Yield long passages, one of each document in turn, in an order that depends only on the store."""
     dice = random.Random(0)
     sources = sorted(store.sources())
     dice.shuffle(sources)

@@ -32,21 +32,12 @@ _LONG = 500  # characters of a fact that would hide the others
 
 @dataclass(frozen=True)
 class ReportContext:
-    """The inputs of a report.
-
-    Attributes
-    ----------
-    events : callbacks for progress, and for warnings that do not stop the report.
-    about : the argument after the report's name, such as a question.
-    """
-
     store: Store
     options: Resolved
     events: Events
     about: str | None = None
 
     def get(self, source: type[O]) -> O:
-        """Return a room's options with the values in force."""
         return self.options.get(source)
 
     def query_options(self, *names: str, **others: Any) -> QueryOptions:
@@ -55,21 +46,19 @@ class ReportContext:
 
     @cached_property
     def identity(self) -> StoreIdentity:
-        """Return the store's identity. Raises StoreNotFoundError if nothing was ever ingested into it."""
+        """Raises StoreNotFoundError if nothing was ever ingested."""
         from kvtool.core.session.identity import store_identity
 
         return store_identity(self.store)
 
     @cached_property
     def session(self) -> Session:
-        """Open the store with its model, which is loaded when it is first needed."""
         from kvtool.core.session.session import Session
 
         self.events.status(f"loading the model {self.identity.model}")
         return Session(self.store, self.get(ModelOptions), warn=self.events.warn)
 
     def question(self, report: str) -> Request:
-        """Return the question after the report's name. Raises UsageError if no question is given."""
         if self.about is None:
             raise UsageError(
                 f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded the observatory?"'
@@ -78,12 +67,7 @@ class ReportContext:
         return Request(self.about, choice.chunks, choice.documents)
 
     def questions(self, report: str) -> list[Request]:
-        """Return the question after the report's name, or the first `--limit` questions of `--batch`.
-
-        Raises
-        ------
-        UsageError : neither is given, or both; or chunks next to a file of questions, which brings its own.
-        """
+        """Return the question after the report's name, or the first `--limit` questions of `--batch`."""
         given, choice = self.get(BatchOptions), self.get(ChunkChoice)
         if (self.about is None) == (given.batch is None):
             raise UsageError(
@@ -99,7 +83,7 @@ class ReportContext:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A document's text. The terminal marks its lines, so that none looks like the report's own."""
+    """A document's text, with every line marked so that none looks like the report's own."""
 
     text: str
 
@@ -109,34 +93,23 @@ Shown = str | Quote | Table  # a part of a report on a terminal
 
 @dataclass(frozen=True, slots=True)
 class ReportResult:
-    """The result of a report.
+    """The result of a report."""
 
-    Attributes
-    ----------
-    title : of the page; `subtitle` follows it, and is in no figure's file name.
-    value : the JSON; what was measured, and on what, is in `resolved` and in values that are no lists.
-    summary : lines, quotes and tables for a terminal.
-    sections : the page, made on demand; empty: the tables of `summary`.
-    shown_elsewhere : names in `value` that a section of the page shows, too.
-    """
-
-    title: str
-    value: Mapping[str, Any]
-    summary: Sequence[Shown]
-    sections: Iterable[Section] = ()
+    title: str  # of the page; `subtitle` follows it, and is in no figure's file name
+    value: Mapping[str, Any]  # the JSON; `resolved` and values that are no lists say what was measured
+    summary: Sequence[Shown]  # lines, quotes and tables for a terminal
+    sections: Iterable[Section] = ()  # the page, made on demand; empty: the tables of `summary`
     subtitle: str = ""
     exit_code: int = 0
-    shown_elsewhere: frozenset[str] = frozenset()
+    shown_elsewhere: frozenset[str] = frozenset()  # names in `value` that a section of the page shows, too
 
     @property
     def page_sections(self) -> list[Section]:
-        """Return the page's sections."""
         tables = tuple(part for part in self.summary if isinstance(part, Table))
         return list(self.sections) or [Section(self.title, tables=tables)]
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return the facts under the page's title."""
         facts: dict[str, object] = dict(self.value.get("resolved", {}))
         for name, value in self.value.items():
             if name == "tokens" and isinstance(value, dict):
@@ -159,21 +132,13 @@ def _for_people(name: str, fact: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report of `kvtool inspect`.
+    """A report of `kvtool inspect`."""
 
-    Attributes
-    ----------
-    find : makes the result; its docstring is the report's help.
-    takes : the options that it has flags for, in addition to those of every report.
-    about : the argument after its name, such as QUESTION; `about_help` explains it.
-    examples : command lines for the help, without the word `kvtool`.
-    """
-
-    find: Callable[[ReportContext], ReportResult]
-    takes: tuple[type[Options] | Part, ...] = ()
-    about: str = ""
+    find: Callable[[ReportContext], ReportResult]  # makes the result; its docstring is the report's help
+    takes: tuple[type[Options] | Part, ...] = ()  # options that are flags, in addition to those of every report
+    about: str = ""  # the argument after its name, such as QUESTION; `about_help` explains it
     about_help: str = ""
-    examples: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()  # command lines for the help, without the word `kvtool`
 
 
 # ---- options of several reports ----
@@ -181,18 +146,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions(Options, settings=False, group="Page"):
-    """Files that a report is written to in addition to the terminal."""
-
     html: Path | None = option(None, "Also write an HTML page with plots.", metavar="FILE", unit="path")
     figures: Path | None = option(None, "Write the plots as SVG files.", metavar="FOLDER", unit="path")
 
     @property
     def wanted(self) -> bool:
-        """Return True if a page or figures are to be written."""
         return self.html is not None or self.figures is not None
 
     def check(self) -> None:
-        """Refuse a page, or figures, that cannot be written, before anything is computed."""
         if self.figures is not None and not self.figures.is_dir():
             raise UsageError(f"there is no folder {str(self.figures)!r} for the figures", "name a folder that exists")
         if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):
@@ -201,27 +162,17 @@ class PageOptions(Options, settings=False, group="Page"):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Options, settings=False, group=QUESTIONS):
-    """A file of questions."""
-
     batch: Path | None = option(None, "A file of questions.", metavar="FILE.jsonl", unit="path")
     limit: int | None = option(None, "Use only the first N questions.", metavar="N", lowest=1)
 
     def requests(self, report: str) -> list[Request]:
-        """Read all questions of the file. Raises UsageError if none is named, or it cannot be read."""
         if self.batch is None:
             raise UsageError(f"inspect {report} needs questions", "--batch FILE.jsonl, as for `kvtool query`")
         return read_batch(self.batch)
 
-    @property
-    def set_name(self) -> str:
-        """Return the file with its folder, for a figure's title: `hotpotqa/batch.jsonl`."""
-        return "/".join(self.batch.absolute().parts[-2:]) if self.batch else ""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(Options, settings=False, group=QUESTIONS):
-    """The file that keeps an evaluation's results, so that hours of work can be interrupted."""
-
     resume: Path | None = option(
         None, "Save results to this file, and resume from it.", metavar="FILE.jsonl", unit="path"
     )

@@ -35,8 +35,6 @@ EXACT = "exact"  # raw or lossless records; computed where only lossy ones are s
 
 @dataclass(frozen=True, slots=True)
 class Chosen(Selector):
-    """Recomputes the rows that it was given, bool `[plan.length]`."""
-
     name: ClassVar[str] = "chosen"
     rows_chosen: torch.Tensor
 
@@ -46,17 +44,12 @@ class Chosen(Selector):
 
 @dataclass(frozen=True, slots=True)
 class ReusedPrompt:
-    """A prompt whose records are all there, some of them not what full prefill gives.
-
-    Attributes
-    ----------
-    hits : positions, ascending, of rows that are reused and not exact: int64 `[hits]`.
-    """
+    """A prompt whose records are all there, some of them not what full prefill gives."""
 
     decoder: Decoder
     plan: Plan
     source: KVSource
-    hits: torch.Tensor
+    hits: torch.Tensor  # positions, ascending, of rows that are reused and not exact: int64 `[hits]`
 
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
@@ -73,51 +66,36 @@ class ReusedPrompt:
         return cls(decoder, plan, source, hits)
 
     def full(self) -> PromptCache:
-        """Prefill the prompt in full."""
         return self.decoder.prefill(self.plan.ids)[1]
 
     def fused(self, selector: Selector) -> Fused:
-        """Fuse the prompt in a mode."""
         return fuse(self.decoder, self.plan, selector, self.source)
 
     def recomputing(self, rows: torch.Tensor) -> PromptCache:
-        """Fuse the prompt with these rows (bool `[length]`) recomputed."""
         return self.fused(Chosen(rows)).cache
 
     def watch_question(self, cache: PromptCache, watch: Watch) -> None:
-        """Show every layer's queries and keys of the question's rows."""
         question = self.plan.segments[-1]
         watch_rows(self.decoder, question.ids, question.start, cache, watch)
 
     def queries(self, cache: PromptCache) -> Queries:
-        """Compute what the question asks a cache with."""
         question = self.plan.segments[-1]
         return queries_of(self.decoder, question.ids, question.start, cache)
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Rotated queries of some rows.
-
-    Attributes
-    ----------
-    layers : `[heads, rows, head_dim]` and the scoring of each layer.
-    sources : the layer whose keys each attends to.
-    """
-
     rows: QueryRows
     layers: list[tuple[torch.Tensor, AttentionParams]]
     sources: list[int]
 
     def attention(self, cache: PromptCache) -> Iterator[torch.Tensor]:
-        """Compute the weights of each layer over a cache: `[heads, rows, keys]`."""
         for (query, scoring), source in zip(self.layers, self.sources, strict=True):
             keys = cache.buffers[source].view()[0][0]
             yield attention_weights(query, keys, self.rows.seen(scoring.window), scoring)
 
 
 def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
-    """Compute what some rows ask a cache with."""
     layers: list[tuple[torch.Tensor, AttentionParams]] = []
     watch_rows(
         decoder, ids, start, cache, lambda layer, query, key, scoring: layers.append((query[0].clone(), scoring))
@@ -127,14 +105,12 @@ def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCa
 
 
 def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache, watch: Watch) -> None:
-    """Compute the rows of a prompt from `start` on, into their places in the cache, and show each layer's queries and
-    keys."""
+    """Compute a prompt's rows from `start` into their places in the cache, and show each layer's queries and keys."""
     rows = QueryRows.of(torch.arange(start, start + len(ids)), decoder.device)
     decoder.fill_cache(ids, replace(rows, watch=watch), cache)
 
 
 def cache_of(decoder: Decoder, length: int) -> PromptCache:
-    """Make a cache for a prompt of this length, all of whose rows are still to be computed."""
     cache = decoder.new_cache(length)
     cache.set_length(length)
     return cache
@@ -145,13 +121,10 @@ def cache_of(decoder: Decoder, length: int) -> PromptCache:
 
 @dataclass(frozen=True, slots=True)
 class ExactSource:
-    """Source that reads chunks from memory if nothing exact is stored of them, else from the store."""
-
     stored: KVSource
     computed: dict[bytes, ChunkKV] = field(default_factory=dict)
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """Read as :class:`KVSource` does."""
         found: dict[int, LayerKV] = {}
         for source, inside in ((MemorySource(self.computed), True), (self.stored, False)):
             if own := [segment for segment in segments if (segment.source.chunk_id in self.computed) is inside]:
@@ -161,13 +134,7 @@ class ExactSource:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of questions, for a report on fusion.
-
-    Attributes
-    ----------
-    facts : first facts of a report's JSON: the first `question`, `resolved{model, dtype, lead_in}`, and the `level` at
-        which chunks are read: EXACT if no other was asked for.
-    """
+    """The prompts of questions; `level` is the one at which chunks are read, EXACT by default."""
 
     asked: list[PromptLayout]
     source: KVSource
@@ -175,7 +142,6 @@ class PromptSet:
 
     @property
     def read_at(self) -> str:
-        """Return the words for the level in a report's title."""
         level = self.facts["level"]
         return "from exact records" if level == EXACT else f"chunks read at level {level}"
 
@@ -185,10 +151,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
 
     If a level is asked for, they are read at that level. A chunk that is stored only at lossy levels is computed as
     ingest would, after the chunk's own lead-in. A chunk that is not stored is a hole, as it is to a question.
-
-    Raises
-    ------
-    KvtoolError : the store has lost the lead-in of a chunk that has to be computed.
+    KvtoolError: the lead-in of such a chunk is lost.
     """
     for request in requests:  # a chunk that cannot be found is reported before the model is loaded
         options.find(session.finder, request)

@@ -32,21 +32,20 @@ def sparsity(context: ReportContext) -> ReportResult:
 def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
     yield f"Attention sparsity, {read_at}"
     yield _masses(value)
-    yield f"keys for {value['mass_held']:.0%}: the share of the keys that a row sees that hold so much of its attention"
+    yield f"keys for {value['mass_threshold']:.0%}: the share of the visible keys that hold so much of its attention"
     for name, tally in _tallies(value).items():
         starts = [_starts(row) for row in tally["layers"]]
         yield f"sink and starts by layer, {name:<16} {sparkline(starts)}"
     if (stability := value["stability"]) is not None:
         yield (
-            f"two of {stability['questions']} questions share {stability['mean']:.0%} of their heaviest "
-            f"{stability['share']:.0%} of positions (by chance {stability['chance']:.0%}); {stability['starts']:.0%} "
-            f"of these are starts of chunks ({stability['starts_chance']:.0%} of all positions are)"
+            f"two of {stability['questions']} questions share {stability['mean_share']:.0%} of their heaviest "
+            f"{stability['share']:.0%} of positions (by chance {stability['chance_share']:.0%}); "
+            f"{stability['start_share']:.0%} of these are starts of chunks ({stability['start_chance']:.0%} of all are)"
         )
 
 
 def _tallies(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return every tally by the rows that attend and the cache that they attend to."""
-    both = (("chunks", value["chunks_over"]), ("question", value["question_over"]))
+    both = (("chunks", value["chunk_attention"]), ("question", value["question_attention"]))
     return {f"{rows}, {cache}": tally for rows, over in both for cache, tally in over.items()}
 
 
@@ -56,12 +55,11 @@ def _starts(row: Mapping[str, Any]) -> float:
 
 
 def _masses(value: Mapping[str, Any]) -> Table:
-    """Tabulate the attention by class of key, and how few keys hold most of it."""
     rows = [("share of the keys", *_percent(value["class_share"]), "")]
     rows += [
         (name, *_percent(tally["mass"]), f"{tally['keys_for_mass']:.1%}") for name, tally in _tallies(value).items()
     ]
-    return Table(("attention of", *value["classes"], f"keys for {value['mass_held']:.0%}"), tuple(rows))
+    return Table(("attention of", *value["classes"], f"keys for {value['mass_threshold']:.0%}"), tuple(rows))
 
 
 def _percent(parts: Mapping[str, float]) -> list[str]:
@@ -85,9 +83,9 @@ def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
     ]
     yield Section("By layer", figures=(line_charts("Attention mass by class of key", panels, "layer"),))
     lines = tuple(series(name, tally["layers"], "layer", "keys_for_mass") for name, tally in tallies.items())
-    title = f"Share of the keys that holds {value['mass_held']:.0%} of the attention"
+    title = f"Share of the keys that holds {value['mass_threshold']:.0%} of the attention"
     yield Section("How few keys", figures=(line_charts(title, [Panel("share of keys", lines)], "layer"),))
-    yield _heads(value["question_over"]["full"]["layers"])
+    yield _heads(value["question_attention"]["full"]["layers"])
     if value["stability"]:
         yield _stability(value["stability"])
 
@@ -106,13 +104,13 @@ def _heads(layers: list[dict[str, Any]]) -> Section:
 def _stability(value: Mapping[str, Any]) -> Section:
     lines = (
         Line("shared", tuple(enumerate(value["by_layer"]))),
-        Line("by chance", tuple((layer, value["chance"]) for layer in range(len(value["by_layer"])))),
+        Line("by chance", tuple((layer, value["chance_share"]) for layer in range(len(value["by_layer"])))),
     )
     text = (
         f"EPIC's premise: the positions that matter do not hang on the question. {value['questions']} questions over "
         f"the same chunks, each with the {value['share']:.0%} of the positions that it looks at most: two questions "
-        f"share {value['mean']:.0%} of them (by chance {value['chance']:.0%}). {value['starts']:.0%} of them are first "
-        f"tokens of a chunk, which {value['starts_chance']:.0%} of the positions are."
+        f"share {value['mean_share']:.0%} of them (by chance {value['chance_share']:.0%}). "
+        f"{value['start_share']:.0%} of them are first tokens of a chunk ({value['start_chance']:.0%} of all are)."
     )
     chart = line_charts("Heavy positions that two questions share", [Panel("share", lines)], "layer")
     return Section("Static sparsity", (text,), (chart,))

@@ -46,18 +46,7 @@ Rule = Callable[[Sequence[Summary], float], Summary | None]
 
 
 def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
-    """Sum up each run: the reference first, then by mode and amount.
-
-    Parameters
-    ----------
-    base : the run with which other runs' KL is compared.
-
-    Returns
-    -------
-    `run`, `count`; means (`f1`, `exact_match`, `contains` over questions with answers), `recomputed_share` of the
-    cached rows, medians `ttft_ms_median` and `speedup`, results of :func:`compared` and :func:`by_full`, `intervals`
-    (95 %) of the former, `pareto`: no other run recomputes less and is nearer to full.
-    """
+    """Sum up each run: the reference first, then by mode and amount; KL is compared with the run `base`."""
     questions, of_run = [of_question for _, of_question in sorted(rows.items())], by_run(rows)
     names = ordered(of_run)
     estimated = compared(questions, names, base)
@@ -70,11 +59,10 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
 
 
 def overview(rows: Rows, base: str = "") -> dict[str, Any]:
-    """Make the JSON of `inspect quality`; `base` is the run with which other runs' KL is compared."""
     levels = (level for of_question in rows.values() for row in of_question.values() for level in row["levels"])
     return {
         "questions": len(rows),
-        "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
+        "incomplete": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
         "reference": REFERENCE,
         "kl_base": base if any(base in of_question for of_question in rows.values()) else None,
         "interval_confidence": CONFIDENCE,
@@ -103,13 +91,11 @@ def _summary(name: str, questions: Questions, estimated: Mapping[str, Estimate])
 
 
 def _dominates(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return True if `a` is at least as good in both, and better in one."""
     costs, others = ((summary["recomputed_share"], summary["kl_answer"]) for summary in (a, b))
     return costs != others and costs[0] <= others[0] and costs[1] <= others[1]
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Order the names of runs by mode, as the registry has them, then by amount."""
     modes = list(SELECTORS)
 
     def place(name: str) -> tuple[int, str, float]:
@@ -124,18 +110,7 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def compared(questions: Questions, names: Sequence[str], base: str = "") -> dict[str, dict[str, Estimate]]:
-    """Estimate the numbers of each run that have an interval, all over the same draws.
-
-    Parameters
-    ----------
-    base : the run with which other runs' KL is compared; "" or a missing one: none.
-
-    Returns
-    -------
-    By run and name: the means `f1`, `contains`, `kl_first`, `kl_answer`; `f1_ratio` = Σ F1 / Σ F1 of full;
-    `f1_difference`, `contains_difference` to full; `pgr_f1`, `pgr_contains` where there are answers without context;
-    `kl_first_difference`, `kl_answer_difference` to `base`. What no question has is left out.
-    """
+    """Estimate the numbers of each run that have an interval, by run and name, all over the same draws."""
     column = functools.cache(functools.partial(_column, questions))
     statistics = {(name, key): what for name in names for key, what in _statistics(column, names, name, base)}
     found: dict[str, dict[str, Estimate]] = {name: {} for name in names}
@@ -196,19 +171,13 @@ def by_full(questions: Questions, name: str) -> dict[str, dict[str, Any]]:
 
 
 def check_sources(places: Places, requests: Sequence[Request]) -> None:
-    """Look every expected source up. Raises UsageError if one is not in the store."""
+    """Raise UsageError if an expected source is not in the store."""
     for name in dict.fromkeys(name for request in requests for name in request.sources):
         places.of_document(name)
 
 
 def retrieval_recall(places: Places, asked: PromptLayout) -> dict[str, float]:
-    """Measure retrieval of a question's expected sources; empty if it names none, or names its own chunks.
-
-    Returns
-    -------
-    `recall` : the share of the sources of which a chunk was found. `reciprocal_rank` : 1 / place of the first such
-    chunk among those found, best first; 0 if none was found.
-    """
+    """Measure retrieval of a question's expected sources; empty if it names none, or names its own chunks."""
     request = asked.request
     if not request.sources or request.documents or request.chunks:
         return {}
@@ -227,13 +196,7 @@ def _chunks_of(places: Places, name: str) -> set[bytes]:
 
 
 def retrieval_summary(rows: Rows) -> dict[str, Any] | None:
-    """Sum up :func:`retrieval_recall` over the questions that name sources; None if none does.
-
-    Returns
-    -------
-    `count`; means `recall` and `reciprocal_rank` with `intervals` (95 %); `complete`: the share of the questions all of
-    whose sources were found.
-    """
+    """Sum up :func:`retrieval_recall` over the questions that name sources; None if none does."""
     known = [question[REFERENCE] for _, question in sorted(rows.items()) if "recall" in question.get(REFERENCE, {})]
     if not known:
         return None
@@ -266,19 +229,14 @@ RULES: Mapping[str, Rule] = {"nearest": nearest, "cheapest": cheapest}
 
 
 def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
-    """Choose on all questions: the cheapest run that is near enough; if none is, the nearest of all.
-
-    Returns
-    -------
-    `run` (None without runs), `near`: True if its KL of the answer is at most `max_kl` with its whole interval.
-    """
+    """Choose the cheapest run that is near enough; if none is, the nearest of all. No runs: None."""
     weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
     chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)
-    return {"run": chosen and chosen["run"], "near": chosen is not None and _is_near(chosen, max_kl)}
+    return {"run": chosen and chosen["run"], "within_limit": chosen is not None and _is_near(chosen, max_kl)}
 
 
 def _is_near(run: Summary, max_kl: float) -> bool:
-    """Return True if the whole interval of the answer's KL is at most `max_kl`; a single question has no interval."""
+    """A single question has no interval."""
     interval = run["intervals"]["kl_answer"]
     return interval is not None and interval[1] <= max_kl
 
@@ -287,12 +245,7 @@ def holdout(rows: Rows, max_kl: float) -> dict[str, Any] | None:
     """Choose a run by each rule on the first half of the questions, in the file's order, and report it on both halves.
 
     The best of many runs on some questions is partly so by accident; its result on other questions has no such bias.
-
-    Returns
-    -------
-    `max_kl`, `max_recomputed`; `left_out`: runs that have not answered every question, which are not weighed; `rules`:
-    `rule`, `run` (None: no run fulfils it), and the run's numbers on both halves, `chosen_on` and `held_out`. None:
-    there are fewer than two questions.
+    Runs that have not answered every question are not weighed. None: there are fewer than two questions.
     """
     places = sorted(rows)
     if len(places) < 2:
@@ -304,22 +257,21 @@ def holdout(rows: Rows, max_kl: float) -> dict[str, Any] | None:
     return {
         "max_kl": max_kl,
         "max_recomputed": MOST_RECOMPUTED,
-        "left_out": sorted(names - whole),
+        "excluded": sorted(names - whole),
         "rules": [_choice(name, rule(list(first.values()), max_kl), second) for name, rule in RULES.items()],
     }
 
 
 def _summaries(rows: Rows, places: Sequence[int], names: set[str]) -> dict[str, Summary]:
-    """Sum up the runs of these names over these questions, by name."""
     some = {place: rows[place] for place in places}
     return {summary["run"]: summary for summary in summarise(some) if summary["run"] in names}
 
 
 def _choice(rule: str, chosen: Summary | None, second: Mapping[str, Summary]) -> dict[str, Any]:
     if chosen is None:
-        return {"rule": rule, "run": None, "chosen_on": None, "held_out": None}
+        return {"rule": rule, "run": None, "selection": None, "held_out": None}
     run = chosen["run"]
-    return {"rule": rule, "run": run, "chosen_on": _numbers(chosen), "held_out": _numbers(second[run])}
+    return {"rule": rule, "run": run, "selection": _numbers(chosen), "held_out": _numbers(second[run])}
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:

@@ -32,13 +32,7 @@ ANY_NAME = "kvtool"  # a further name of the model
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A parsed request.
-
-    Attributes
-    ----------
-    usage : whether a stream ends with a count of tokens.
-    model, user : named by the client; "" if not.
-    """
+    """A parsed request. `usage`: whether a stream ends with a count of tokens. `model`, `user`: "" if not named."""
 
     ask: Ask
     stream: bool
@@ -60,14 +54,13 @@ class Dialect(Protocol):
         """Return the object of a complete answer."""
 
     def beginning(self, prompt: PromptTokens) -> Iterator[str]:
-        """Yield the events before the first piece."""
         yield from ()
 
     def piece(self, text: str) -> Iterator[str]:
         """Yield the events of a piece of text."""
 
     def waiting(self) -> str:
-        """Return an event that changes nothing: it keeps the connection open, and shows whether it is."""
+        """Return an event that keeps the connection open, and changes nothing."""
         return ": waiting\n\n"  # a comment
 
     def end(self, answer: Answer) -> Iterator[str]:
@@ -97,7 +90,6 @@ class Trim:
 
 
 def about(answer: Answer) -> dict[str, Any]:
-    """Return the field `kvtool` of a response: sources, tokens, times, misses and warnings."""
     facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
     if facts.get("verified", {}).get("corrected"):  # a stream has told only the draft
         facts["verified"] = facts["verified"] | {"answer": answer.text}
@@ -110,12 +102,10 @@ def about(answer: Answer) -> dict[str, Any]:
 
 def cached_tokens(answer: Answer) -> int:
     """Return the number of prompt tokens whose KV was in memory, or was read and reused unchanged."""
-    return int(answer.facts["tokens"]["reused"] + answer.facts.get("turn", {}).get("kept", 0))
+    return int(answer.facts["tokens"]["reused"] + answer.facts.get("turn", {}).get("cached", 0))
 
 
 class Answers:
-    """The way from a request to its answer, the same for all dialects. `options`: defaults of a question."""
-
     def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
         self.engine, self._options, self._serving = engine, replace(options, clamp=True), serving
         self.any_model = serving.any_model
@@ -124,17 +114,14 @@ class Answers:
         return str(request.scope.get(OWNER, EVERYBODY)) if self._serving.isolate else EVERYBODY
 
     def check_model(self, asked: str, name: str) -> None:
-        """Refuse a request for another model than the one of this name. Raises Refusal."""
         if asked not in ("", ANY_NAME, name) and not self.any_model:
             raise unknown_model(asked, name)
 
     async def count(self, value: Mapping[str, Any], read: Read) -> int:
-        """Count the tokens of a request's messages, instruction and tools, without passages. Raises Refusal."""
         asked = await self.parsed(value, read)
         return await asyncio.to_thread(self.engine.count, asked.ask)
 
     async def parsed(self, value: Mapping[str, Any], read: Read) -> ChatRequest:
-        """Parse a body whose model is the server's. Raises Refusal."""
         asked = await asyncio.to_thread(read, value, self._options, self._serving.strict)  # it may compile a schema
         self.check_model(asked.model, self.engine.model_name)
         return asked
@@ -142,7 +129,7 @@ class Answers:
     async def answered(
         self, request: Request, read: Read, begin: Begin, value: Mapping[str, Any] | None = None
     ) -> Response:
-        """Answer a request: an object, or a stream of events. `value`: its body, if it is parsed already."""
+        """Answer a request. `value`: its body, if it is parsed already."""
         value = await body_of(request) if value is None else value
         asked = await self.parsed(value, read)
         address = request.client.host if request.client else ""
@@ -243,11 +230,9 @@ class Listening:
         self.job = engine.submit(ask, self.tell)
 
     def close(self) -> None:
-        """Abandon the answer if it is unfinished."""
         self._engine.scheduler.leave(self.job)
 
     def tell(self, event: Event) -> None:
-        """Add an event, in any thread. Raises LeftError if the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:

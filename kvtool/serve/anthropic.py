@@ -25,7 +25,6 @@ _THINKING = ("thinking", "redacted_thinking")  # blocks that only the model read
 
 
 def read_message(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    """Parse a body of `/v1/messages`; see `openai.read_chat`. Raises Refusal."""
     check_parameters(value, _KNOWN)
     if value.get("max_tokens") is None:
         raise Refusal(400, "missing", "max_tokens is missing", "the most tokens of an answer", "max_tokens")
@@ -49,7 +48,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tools and choice as OpenAI has them. Raises Refusal."""
     tools = []
     for number, tool in enumerate(taken(value, "tools", list, [])):
         if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
@@ -159,7 +157,6 @@ def _end(answer: Answer) -> dict[str, str | None]:
 
 
 def _usage(prompt: int, cached: int, generated: int) -> dict[str, int]:
-    """Count the tokens; those of the input leave out the cached ones, as this API has it."""
     counts = {"input_tokens": prompt - cached, "output_tokens": generated}
     return counts | {"cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
@@ -177,7 +174,6 @@ class Anthropic:
         return await self._answers.answered(request, read_message, lambda _, model: MessageResponse(model))
 
     async def count(self, request: Request) -> Response:
-        """`POST /v1/messages/count_tokens`: of the messages with their instruction and tools, without passages."""
         value = await body_of(request)
         value["max_tokens"] = value.get("max_tokens") or 1
         return JSONResponse({"input_tokens": await self._answers.count(value, read_message)})

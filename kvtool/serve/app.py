@@ -58,7 +58,6 @@ def make_app(
     keys: Sequence[str] | None,
     log: AccessLog,
 ) -> ASGIApp:
-    """Make the HTTP application. `asking`, `ingesting`: defaults. `keys`: None: no key is required."""
     answers = Answers(engine, asking, options)
     openai = OpenAI(answers)
     anthropic, ollama, responses = Anthropic(answers), Ollama(answers, openai), Responses(answers)
@@ -145,7 +144,7 @@ _HANDLERS = dict.fromkeys((Refusal, KvtoolError, HTTPException, ClientDisconnect
 
 
 def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
-    """Make the application for this user's `kvtool query`, with all of its options; only the user can connect."""
+    """Make the application for this user's `kvtool query`, with all of its options."""
 
     async def query(request: Request) -> Response:
         value = await body_of(request)
@@ -162,7 +161,6 @@ def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
 
 
 def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
-    """Return True if the client's model options are the loaded model's, or defaults."""
     plain, own = ModelOptions(), replace(loaded, model=placed(loaded.model))
     return all(wanted.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
 

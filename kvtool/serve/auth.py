@@ -23,7 +23,6 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def owner_of(key: str) -> str:
-    """Return the owner of what is kept of a key's requests: a digest."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -33,15 +32,10 @@ def owners_of(keys: Sequence[str] | None) -> set[str] | None:
 
 
 class Guard:
-    """Middleware that requires the key.
+    """Middleware that requires one of the keys, and notes the `OWNER` of what is kept of a request.
 
-    Parameters
-    ----------
-    keys : valid ones; the scope of a request gets the `OWNER` of what is kept of it.
-        None: none is required, and the server listens at a loopback address only. Then web pages must not ask
-        unnoticed: a request has to name this machine as its host (another name may lead here), and a page an origin
-        that is allowed.
-    origins : allowed origins of web pages.
+    Without keys the server listens at a loopback address only, and web pages must not ask unnoticed: a request has to
+    name this machine as its host (another name may lead here), and a page one of the allowed `origins`.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str] | None, origins: Sequence[str]) -> None:

@@ -15,17 +15,10 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Certificate:
-    """A certificate chain and its private key, in PEM files.
+    """A certificate chain and its private key, in PEM files. Raises UsageError.
 
-    Attributes
-    ----------
-    context : for connections. Each checks whether the files have changed, and gets the new certificate; if the new
-        files cannot be used, the old one stays, with one warning.
-
-    Raises
-    ------
-    UsageError : a file cannot be read or is no PEM file, the key is encrypted or belongs to another certificate, or the
-        certificate is not valid today.
+    Each connection of `context` checks whether the files have changed, and gets the new certificate; if the new files
+    cannot be used, the old one stays, with one warning.
     """
 
     def __init__(self, chain: Path, key: Path, warn: Warn) -> None:
@@ -45,7 +38,6 @@ class Certificate:
         connection.context = self._current
 
     def _stamped(self) -> _Stamp:
-        """Return values that change when a file does; a missing file has none."""
         found = []
         for path in (self._chain, self._key):
             with suppress(OSError):

@@ -46,26 +46,17 @@ class _Key:
 
     @classmethod
     def of(cls, options: QueryOptions, request: Request, turns: Turns) -> _Key:
-        """Make the key of a conversation; options that do not change the prompt get their defaults."""
         plain = QueryOptions()
         free = {name: getattr(plain, name) for name in _FREE}
         return cls(request.owner, replace(options, **free), request.chunks, request.documents, turns)
 
     def begins(self, other: _Key) -> bool:
-        """Return True if the other conversation continues this one, or is this one."""
         turns = other.turns[: len(self.turns)]
         return self.turns == turns and replace(other, turns=turns) == self
 
 
 class ConversationCache:
-    """Least recently used conversations, up to a number of bytes.
-
-    One thread uses it; others may read its length and its bytes.
-
-    Parameters
-    ----------
-    limit : bytes of prompt caches; 0 disables the cache.
-    """
+    """Least recently used conversations, up to `limit` bytes, of one thread; others may read its length and bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -77,13 +68,9 @@ class ConversationCache:
         return len(self._held)
 
     def begin(self, session: Session, ask: Ask) -> Iterator[CachedConversation | None]:
-        """Bring a question with earlier turns to its first token.
+        """Bring a question with earlier turns to its first token. Yields None after each turn, for other work.
 
-        If that fails, or is closed, the conversation is cached all the same. Raises as `Conversation.begin` does.
-
-        Yields
-        ------
-        None after each turn, where other work may be done; at last the question with its conversation.
+        If that fails, or is closed, the conversation is cached all the same.
         """
         if session is not self._session:
             self.clear()
@@ -129,7 +116,6 @@ class ConversationCache:
         self.nbytes = 0
 
     def _longest(self, session: Session, key: _Key) -> tuple[Conversation, str]:
-        """Take the conversation with most of these turns, or make a new one; and the reason if turns are missing."""
         from kvtool.core.query.conversation import Conversation
 
         count = max((len(held.turns) for held in self._held if held.begins(key)), default=0)
@@ -148,7 +134,6 @@ class ConversationCache:
 
 
 def _begun(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
-    """Begin a turn. If the context is full, the conversation starts over, as in `kvtool chat`."""
     try:
         return turn()
     except ContextFullError as error:
@@ -162,7 +147,7 @@ def _begun(session: Session, conversation: Conversation, turn: Callable[[], Prep
 def _skip_forgotten(
     session: Session, conversation: Conversation, request: Request, turns: Turns, options: QueryOptions
 ) -> Iterator[None]:
-    """Skip the turns that the context will not hold in the end, found by their lengths. Yields between two turns."""
+    """Skip the turns that the context will not hold in the end, found by their lengths."""
     from kvtool.core.query.conversation import searched
 
     said = [turn.question for turn in conversation.said]

@@ -42,8 +42,6 @@ _NOTES = ".kvtool-sent"  # hidden: no client can name it, and no ingest reads it
 
 
 class Documents:
-    """Endpoints of documents. `ingesting`, `asking`: defaults of ingests and of searches."""
-
     def __init__(self, engine: Engine, serving: ServeOptions, ingesting: IngestOptions, asking: QueryOptions) -> None:
         self._engine, self._options, self._asking = engine, ingesting, asking
         self._uploads = Uploads(serving.uploads) if serving.uploads is not None else None
@@ -51,7 +49,6 @@ class Documents:
         self._one = asyncio.Lock()
 
     async def add(self, request: Request) -> Response:
-        """`POST /v1/documents`: ingest what the client sends (`documents`), or files of this machine (`paths`)."""
         value = await body_of(request)
         check_names(value, ("documents", "paths"))
         named = await asyncio.to_thread(self._named, texts(value, "paths"))
@@ -66,7 +63,6 @@ class Documents:
         return JSONResponse(report)
 
     async def show(self, request: Request) -> Response:
-        """`GET /v1/documents`: list them; with `?source=` the selected ones, a single one with its chunks."""
         wanted = within(request.query_params.get("source"), "source")
         try:
             documents = await asyncio.to_thread(self._engine.documents, wanted)
@@ -77,7 +73,6 @@ class Documents:
         return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
 
     async def search(self, request: Request) -> Response:
-        """`GET /v1/search?q=`: the passages that match a question, best first, with their text."""
         query = request.query_params
         check_names(query, ("q", "top_k", "min_score", "source"))
         question = within(query.get("q", ""), "q", LONGEST_TEXT).strip()
@@ -109,10 +104,9 @@ class Documents:
                 gone = await asyncio.to_thread(self._forget, source, much, exact)
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
-        return JSONResponse({"object": "list", "forgotten": list(gone)})
+        return JSONResponse({"object": "list", "deleted": list(gone)})
 
     def _check_free(self) -> None:
-        """Raise BusyError while another request writes or removes documents: waiting would occupy a thread."""
         if self._one.locked():
             raise BusyError("documents are being written or removed", _RETRY_AFTER)
 
@@ -137,7 +131,6 @@ class Documents:
             return report
 
     def _take_back(self, sent: list[tuple[Path, bytes]]) -> None:
-        """Remove files that were sent, and that the store has not: they were refused, or there was no room."""
         assert self._uploads is not None
         self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
 
@@ -166,7 +159,7 @@ class Documents:
     # ---- names ----
 
     def _named(self, paths: Sequence[str]) -> list[Path]:
-        """Return the paths of files below the roots. Others are refused alike, whether they exist or not."""
+        """Others than files below the roots are refused alike, whether they exist or not."""
         roots, found = Roots(self._roots), []
         for text in paths:
             try:
@@ -196,7 +189,6 @@ class Documents:
 
 
 def _is_true(request: Request, name: str) -> bool:
-    """Return a parameter of the URL that is true or false. Raises Refusal."""
     found = request.query_params.get(name, "false")
     if found not in ("true", "false"):
         raise Refusal(400, "wrong_type", f"{name} is not true or false", param=name)
@@ -232,7 +224,6 @@ class Uploads:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder. Raises BusyError: another request or server has the lock."""
         import filelock
 
         lock = filelock.FileLock(self._notes / "lock", mode=0o600, thread_local=False)
@@ -252,7 +243,6 @@ class Uploads:
             lock.release()
 
     def holds(self, path: Path) -> bool:
-        """Return True if a path, as it is written, is below the folder."""
         return path.is_relative_to(self.folder) and os.path.normpath(path) == str(path) and path != self.folder
 
     def check(self, path: Path) -> None:
@@ -268,17 +258,10 @@ class Uploads:
         raise Refusal(403, "not_sent", f"{str(path)!r} {why}", "choose another name; the server's owner can remove it")
 
     def is_sent(self, path: Path) -> bool:
-        """Return True if a file exists, as a client has sent it."""
         return self.holds(path) and (digest := _digest(path)) != "" and digest in self._known(path)
 
     def keep(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        """Store documents, all or none. Former versions are kept until `settle` or `undo`.
-
-        Raises
-        ------
-        Refusal : see `check`; or the file system does not allow such a name.
-        NoSpaceError : the disk is full.
-        """
+        """Store documents, all or none. Former versions are kept until `settle` or `undo`."""
         for path, _ in sent:
             self.check(path)
         for index, (path, data) in enumerate(sent):
@@ -292,13 +275,12 @@ class Uploads:
                 raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
 
     def settle(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        """Delete the former versions of documents."""
         for path, _ in sent:
             with contextlib.suppress(OSError):
                 self._former(path).unlink(missing_ok=True)
 
     def undo(self, sent: Sequence[tuple[Path, bytes]]) -> None:
-        """Restore the former versions of documents. A file that has changed since is not touched."""
+        """Restore the former versions of documents, unless a file has changed since."""
         for path, data in reversed(sent):
             former = self._former(path)
             with contextlib.suppress(OSError, Refusal):
@@ -310,13 +292,7 @@ class Uploads:
                     self.remove(path)
 
     def remove_files(self, store: Store, going: Sequence[str]) -> None:
-        """Remove the files of documents, before these are forgotten: after a crash in between, an ingest of the folder
-        brings back no forgotten document.
-
-        Raises
-        ------
-        Refusal : see `check`; or a file contains further documents.
-        """
+        """Remove the files of documents before these are forgotten: no ingest brings them back after a crash."""
         named = (Path(file) for file in sorted({file_of(source) for source in going}))
         files = [file for file in named if self.holds(file) and os.path.lexists(file) and not os.path.isdir(file)]
         for file in files:
@@ -331,7 +307,6 @@ class Uploads:
             self.remove(file)
 
     def remove(self, file: Path) -> None:
-        """Remove a document's file, then its note. Raises Refusal as `check` does."""
         self.check(file)
         file.unlink(missing_ok=True)
         self._note(file).unlink(missing_ok=True)
@@ -369,12 +344,11 @@ class Uploads:
         return self._notes / (hashlib.sha256(os.fsencode(self._name(path))).hexdigest() + ".json")
 
     def _former(self, path: Path) -> Path:
-        """Return the path of a document's former version during its ingest."""
         return self._note(path).with_suffix(".former")
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a regular file in hex, "" for anything else. Does not follow a link or wait for a FIFO."""
+    """Return the SHA-256 of a regular file, "" for anything else. Does not follow a link or wait for a FIFO."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (OSError, ValueError):  # a name with NUL is none

@@ -57,15 +57,13 @@ class IngestShutdown:
 
 
 class IngestProgress:
-    """Progress of the running ingest. `now`: `step`, `done`, `total` and `unit`; None while nothing is ingested."""
+    """Progress of the running ingest. `now`: None while nothing is ingested."""
 
     def __init__(self) -> None:
         self.now: dict[str, Any] | None = None
 
     @contextmanager
     def noted(self, events: Events) -> Iterator[Events]:
-        """Return callbacks that note the progress of one ingest, in addition to others."""
-
         def step(label: str, total: int, unit: str) -> None:
             self.now = {"step": label, "done": 0, "total": total, "unit": unit}
 
@@ -84,15 +82,7 @@ class IngestProgress:
 
 
 class Engine:
-    """A store and a model that many clients share. Threads may share it.
-
-    Parameters
-    ----------
-    place : the store's folder, or the URL of a shared one, which is read-only.
-    model : the model as the user names it; needed for a new store.
-    warn : called with warnings that belong to no single question.
-    owners : whose learned passages stay; None: all.
-    """
+    """A store and a model that many clients, and threads, share. `owners`: whose learned passages stay; None: all."""
 
     def __init__(
         self,
@@ -125,23 +115,20 @@ class Engine:
     # ---- start and shutdown ----
 
     def start(self) -> None:
-        """Load the model if the store exists, and start to answer. Raises KvtoolError."""
-        from kvtool.core.model.generate import prepare_decoding
+        from kvtool.core.model.decode.native import prepare_compiled_model
 
         if self._loaded.exists():
             session = self._loaded.session()
             with self._loaded.turn():
                 session.check_gate()
-            prepare_decoding(session.decoder)
+            prepare_compiled_model(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:
-        """Refuse new questions. Questions in the queue are answered; an ingest stops after its current file."""
         self._shutdown.after_file = True
         self.scheduler.refuse()
 
     def halt(self) -> None:
-        """Stop an ingest after its current batch of chunks."""
         self._shutdown.now = True
 
     def close(self) -> None:
@@ -152,7 +139,6 @@ class Engine:
     # ---- questions ----
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Add a question; `tell` gets its events, in another thread. Raises BusyError."""
         return self.scheduler.submit(ask, tell)
 
     def count(self, ask: Ask) -> int:
@@ -162,13 +148,11 @@ class Engine:
 
     @property
     def folder(self) -> Path:
-        """Return the store's folder. Raises UsageError for a shared store."""
         if isinstance(self.place, str):
             raise UsageError("a shared store can only be asked", "serve a local one, and push it")
         return self.place
 
     def ingest(self, options: IngestOptions) -> IngestReport:
-        """Bring the store up to date with files, while questions are answered. Raises EndedError at the shutdown."""
         from kvtool.core.ingest.job import KeptModel, ingest
 
         with self._writing, self.progress.noted(self._shutdown.events()) as events:
@@ -181,24 +165,13 @@ class Engine:
     def forget(
         self, source: str, much: bool = False, before: Callable[[Store, Sequence[str]], None] | None = None
     ) -> tuple[str, ...]:
-        """Forget the documents that a path, a glob or a chunk id selects; return their names.
-
-        Parameters
-        ----------
-        much : allow more than half of several documents.
-        before : see `upkeep.forget`.
-
-        Raises
-        ------
-        UsageError : it selects nothing, or a pinned document; MuchError: it selects too many.
-        """
+        """Forget the documents that a path, a glob or a chunk id selects. `much`: also more than half of several."""
         from kvtool.core.upkeep.forget import forget
 
         with self._writing:
             return forget(self.folder, [source], yes=much, lock_wait=10.0, before=before).sources
 
     def has_file(self, path: Path, data: bytes | None = None) -> bool:
-        """Return True if the store has an entry of a file; with `data`, of these bytes of it."""
         if not self._loaded.exists():
             return False
         with Store.open(self.folder) as store:
@@ -213,7 +186,7 @@ class Engine:
             return sum(1 for _ in islice(snapshot.keys(tables.DOCUMENTS), count)) == count
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
-        """List documents as `kvtool store ls --json` does. Raises UsageError if `source` selects none."""
+        """List documents as `kvtool store ls --json` does."""
         from kvtool.core.upkeep.listing import documents_of, listed, rows_of
         from kvtool.core.upkeep.selectors import named_documents
 
@@ -224,7 +197,7 @@ class Engine:
         return [row for row in documents if meant is None or row["source"] in meant]
 
     def search(self, question: str, options: QueryOptions) -> dict[str, Any]:
-        """Return what `kvtool search --json` does. Of the options those of retrieval apply."""
+        """Return what `kvtool search --json` does."""
         from kvtool.core.query.reply import ReplyChunk
         from kvtool.core.query.staleness import with_changes
         from kvtool.core.retrieval.finder import Finder
@@ -237,7 +210,7 @@ class Engine:
             except NothingFoundError:
                 found = Found([])
             chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in found.hits])
-        facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "cut": found.cut}
+        facts = {"question": question, "chunks": [chunk.found() for chunk in chunks], "chunks_omitted": found.cut}
         return facts | ({"corrections": [*found.corrections]} if found.corrections else {})
 
     # ---- state ----
@@ -261,7 +234,6 @@ class Engine:
         return self._loaded.decoder or self._loaded.spare
 
     def status(self) -> dict[str, Any]:
-        """Return the state, and the numbers of waiting and running questions."""
         return {
             "status": "ok" if self._loaded.exists() else "empty",
             "model": self.model_name,
@@ -271,10 +243,9 @@ class Engine:
         }
 
     def prefill_speed(self, ingesting: IngestOptions) -> dict[str, Any] | None:
-        """Return the speed of full prefill, from measurements that the store has already; None without one.
+        """Return the milliseconds of full prefill: `fixed`, for each `row`, and for each `key` that a row sees.
 
-        `source` is `passes` where this machine's passes were measured (`--fusion auto`), else `ingest`: the speed of
-        the last ingest. The others are milliseconds: `fixed`, for each `row`, and for each `key` that a row sees.
+        `source` is `passes` where they were measured (`--fusion auto`), else `ingest`: the speed of the last ingest.
         """
         from kvtool.core.ingest.account import forecast
         from kvtool.core.session.speeds import recalled
@@ -291,7 +262,6 @@ class Engine:
         return None if row_s is None else {"source": "ingest", "fixed": 0.0, "row": row_s * 1e3, "key": 0.0}
 
     def store_stats(self) -> dict[str, Any]:
-        """Return counts and sizes of the store; nothing for a shared or missing store."""
         if isinstance(self.place, str) or not self._loaded.exists():
             return {}
         from kvtool.core.upkeep.inventory import sizes_of
@@ -303,7 +273,7 @@ class Engine:
 
     @property
     def embedder_name(self) -> str | None:
-        """Return the embedding model of the store's vectors; None if it has none."""
+        """Return the embedding model of the store's vectors."""
         from kvtool.core.retrieval.embed import remembered
 
         if isinstance(self.place, str) or not self._loaded.exists():
@@ -321,7 +291,6 @@ class Engine:
             return embedder.encode(texts), embedder.count(texts)
 
     def _embedder_for(self, ref: str, offline: bool) -> Embeds:
-        """Return an embedder, which stays loaded: the next search finds it there."""
         from kvtool.core.retrieval.embed import embedder_of
 
         if self._embedder is None or self._embedder.ref != ref:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BusyError(KvtoolError):
-    """Error of a server that takes no more questions; `retry_after`: seconds after which to ask again."""
+    """Error of a server that takes no more questions. `retry_after`: seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message, f"ask again in {retry_after} s")
@@ -52,16 +52,7 @@ Client = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question with its options.
-
-    Attributes
-    ----------
-    stop : texts that end the answer.
-    turns : earlier questions and answers; None: a single question that belongs to no conversation.
-    must_find : a first question that finds no passage is an error, and not answered without any.
-    client : clients take turns.
-    tools : functions that the model may call. `parallel`: several in one answer.
-    """
+    """A question with its options. `turns`: None for a question that belongs to no conversation."""
 
     request: Request
     options: QueryOptions
@@ -75,13 +66,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool that a model asks for.
-
-    Attributes
-    ----------
-    id : names it to the client.
-    partial : JSON of the arguments up to where the answer was cut off; None: they are complete.
-    """
+    """A call of a tool. `partial`: JSON of arguments that were cut off."""
 
     name: str
     arguments: dict[str, Any]
@@ -90,7 +75,6 @@ class Call:
 
     @property
     def json(self) -> str:
-        """Return the arguments as JSON, or its beginning."""
         return json.dumps(self.arguments, ensure_ascii=False) if self.partial is None else self.partial
 
 
@@ -108,14 +92,12 @@ class Answer:
 
     Attributes
     ----------
-    finish : as in the API: `stop`, or `length` for an answer that was cut off; `facts` report a repetition.
-    stop : the text of `Ask.stop` that ended it; None if none did. `calls`: of tools; they are no part of the text.
-    chunks : the chunks of the prompt. `places`: its sources, best first, with those of earlier turns.
-    facts : the JSON object of `kvtool query --json`.
+    places : sources, best first, with those of earlier turns.
+    facts : the JSON object of `kvtool query --json`, which also reports a repetition.
     steps, stepper : tokens after the first, and how they were decoded.
-    queue_ms : time before the question's turn. `others_ms`: time that other answers took during its prefill.
-    warnings : messages and hints.
-    logprobs : an entry of OpenAI's `logprobs.content` for each token; None if it was not asked for.
+    others_ms : time that other answers took during its prefill.
+    logprobs : as in OpenAI's `logprobs.content`.
+    stop : the text of `Ask.stop` that ended it.
     """
 
     text: str
@@ -134,7 +116,6 @@ class Answer:
 
     @classmethod
     def of(cls, reply: Reply, job: Job) -> Answer:
-        """Make the answer of a reply, whose prompt can then be freed."""
         said = reply.generated
         return cls(
             text=reply.answer,
@@ -177,13 +158,8 @@ Tell = Callable[[Event], None]
 
 @dataclass(slots=True)
 class CachedConversation:
-    """A question at its first token, with its conversation.
-
-    Attributes
-    ----------
-    kept : rows of earlier turns that were cached. `reason`: why not all turns were; "" if they were, or there are none.
-    ms : milliseconds to restore the other turns. `restored`: those turns.
-    """
+    """A question at its first token. `kept`: rows of earlier turns that were cached. `reason`: why not all turns were.
+    `restored`: turns that were computed again, in `ms`."""
 
     conversation: Conversation
     begun: PreparedAnswer
@@ -193,11 +169,10 @@ class CachedConversation:
     restored: Sequence[PreparedAnswer]
 
     def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        """Return the reply; its answer becomes a turn of the conversation."""
         reply = self.conversation.take(self.begun, said, checked)
-        resident = reply.tokens["standing"]
+        resident = reply.tokens["resident"]
         kept = min(self.kept, resident)
-        reply.turn |= {"number": len(self.conversation.said), "kept": kept, "renewed": resident - kept}
+        reply.turn |= {"number": len(self.conversation.said), "cached": kept, "restored": resident - kept}
         if self.reason:
             reply.turn["reason"] = self.reason
         reply.timing_ms["earlier"] = self.ms
@@ -205,7 +180,6 @@ class CachedConversation:
         return reply
 
     def keep(self) -> None:
-        """Store the chunks that the store lacked."""
         for begun in self.restored:
             begun.keep(again=True)
         self.begun.keep()
@@ -218,14 +192,12 @@ class Job:
     Attributes
     ----------
     tell : called with each event, in the engine's thread; must not wait. Raises LeftError if the client has left.
-    timeout : seconds from its arrival to its end.
     arrived, aside : times by `time.monotonic()`: of its arrival, and of the end of its last step.
     steps : iterator to the first token, over `session`.
-    begun, sequence, cached : its prompt, answer and conversation, once the prompt is computed.
-    tokens : of its prompt, from then on.
     draft, drafted, checked : of an answer that is verified: what was streamed, when it ended by `time.perf_counter()`,
         and its check, after which `sequence` is the final answer.
-    left : the client has left. `failed`: error of `tell`. `ended`: no more events follow.
+    failed : error of `tell`.
+    ended : no more events follow.
     """
 
     ask: Ask
@@ -251,7 +223,6 @@ class Job:
 
     @property
     def lost(self) -> KvtoolError | None:
-        """Return the reason to abandon it, if there is one."""
         if self.failed is not None:
             return self.failed
         if self.left:
@@ -263,7 +234,6 @@ class Job:
 
 
 def as_error(error: Exception) -> KvtoolError:
-    """Return an exception as a client sees it."""
     if isinstance(error, KvtoolError):
         return error
     if is_out_of_memory(error):
@@ -272,14 +242,9 @@ def as_error(error: Exception) -> KvtoolError:
 
 
 class FairQueue:
-    """Queue of jobs in which clients take turns, each client's jobs in their order.
+    """Queue of jobs in which clients take turns, each client's jobs in their order. Callers use a lock.
 
-    A client that comes, or comes again, is last. When the queue is full, the client with the most jobs loses its newest
-    one, so that no client blocks the others; a single client may fill the queue. Callers use a lock, except for `len`.
-
-    Parameters
-    ----------
-    limit : maximum number of jobs.
+    When the queue is full, the client with the most jobs loses its newest one, so that no client blocks the others.
     """
 
     def __init__(self, limit: int) -> None:
@@ -294,7 +259,7 @@ class FairQueue:
             yield from jobs
 
     def add(self, job: Job) -> Job | None:
-        """Add a job; return the one that is removed for it, which may be the same, or None."""
+        """Add a job; return the one that is removed for it, which may be the same."""
         own = self._of.setdefault(job.ask.client, deque())
         own.append(job)
         self._count += 1
@@ -306,7 +271,6 @@ class FairQueue:
         return last
 
     def take(self) -> Job:
-        """Remove and return the next job; the queue must not be empty."""
         client = next(iter(self._of))
         job = self._of[client][0]
         self.remove(job)

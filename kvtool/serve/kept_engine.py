@@ -40,16 +40,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 @dataclass(frozen=True, kw_only=True)
 class KeptEngine:
-    """Record of an engine.
-
-    Attributes
-    ----------
-    code : see `code_stamp`.
-    model : empty while it is loaded.
-    started, ends : seconds since 1970; `ends`: when it ends if no further question comes, 0 while the model is loaded.
-    requests, running : number of questions so far, and of those that are being answered.
-    log : file that the process writes.
-    """
+    """Record of an engine; times are seconds since 1970. While the model is loaded, `model` is empty, `ends` 0."""
 
     store: str
     pid: int
@@ -63,7 +54,6 @@ class KeptEngine:
 
     @property
     def memory(self) -> int | None:
-        """Return the bytes of memory that the process takes; None: the system does not say."""
         try:
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
         except (OSError, ValueError, IndexError):
@@ -78,7 +68,7 @@ class KeptEngine:
         new.replace(path)
 
     def end(self) -> None:
-        """Let the process finish its answers and end; wait for that. Raises KvtoolError if it does not end."""
+        """Let the process finish its answers and end; wait for that."""
         deadline, is_asked = time.monotonic() + _END_TIMEOUT, False
         while (now := _read(Path(self.log).with_suffix(".lock"))) is not None and now.pid == self.pid:
             if not is_asked:
@@ -93,24 +83,20 @@ class KeptEngine:
 
 
 def missing_package() -> str | None:
-    """Return a package that a server needs and that is not installed."""
     return next((name for name in _NEEDED if find_spec(name) is None), None)
 
 
 def code_stamp() -> str:
-    """Return where this kvtool is installed and when its newest file was written."""
     newest = max((path.lstat().st_mtime_ns for path in (HOME / "kvtool").rglob("*.py")), default=0)
     return f"{HOME} {newest}"
 
 
 def kept_engines() -> list[KeptEngine]:
-    """Return the engines of this user on this machine, the oldest first."""
     found = (_read(lock) for lock in _folder().glob("*.lock"))
     return sorted((each for each in found if each is not None), key=lambda each: each.started)
 
 
 def kept_engine(place: Path) -> KeptEngine | None:
-    """Return the engine of a store; None: there is none."""
     lock = _lock(place)
     return _read(lock) if os.path.exists(lock) else None
 
@@ -118,13 +104,7 @@ def kept_engine(place: Path) -> KeptEngine | None:
 def start_engine(place: Path, options: Mapping[str, Any]) -> socket.socket:
     """Connect to the engine of a store; start it if there is none, and wait until its model is loaded.
 
-    Parameters
-    ----------
-    options : of `resident.main`.
-
-    Raises
-    ------
-    KvtoolError, OSError, subprocess.SubprocessError : there is no engine.
+    Raises KvtoolError, OSError or subprocess.SubprocessError.
     """
     if not hasattr(socket, "AF_UNIX") or not hasattr(os, "fork"):
         raise KvtoolError("this system has no sockets by which an engine could be reached")

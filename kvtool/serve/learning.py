@@ -34,7 +34,7 @@ Run = tuple[int, int]  # first and end, in tokens
 
 
 class SeenTexts:
-    """Token ids of texts that came once, the latest ones. Parts of them are recognised in other texts, once each."""
+    """Token ids of texts that came once, the latest ones."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[bytes, Tokens] = OrderedDict()
@@ -84,27 +84,20 @@ class _Passage:
 
 
 class Learner:
-    """Learner of the passages that come again. One thread uses it, in steps between answers."""
-
     def __init__(self) -> None:
         self._seen: dict[str, SeenTexts] = {}  # by owner
         self._requests: deque[Request] = deque(maxlen=_REQUESTS)
         self._passages: deque[_Passage] = deque(maxlen=_CHUNKS)
 
     def __len__(self) -> int:
-        """Return the number of steps to do."""
         return len(self._requests) + len(self._passages)
 
     def add(self, request: Request) -> None:
-        """Add an answered request, whose messages may have passages."""
         if request.owner is not None:
             self._requests.append(request)
 
     def step(self, opened: Callable[[], Session]) -> None:
-        """Compute and store one passage, or look for passages in one request. `opened`: returns the store's session.
-
-        Where another server is writing, the passage is tried once more. Raises KvtoolError if that failed.
-        """
+        """Do one step between answers. Where another server is writing, a passage is tried once more."""
         waiting: deque[Any] = self._passages or self._requests
         again = None
         try:
@@ -142,12 +135,10 @@ class Learner:
             learned.put(owner, chunk, passage.text)
 
     def _give_up(self, step: Request | _Passage) -> None:
-        """Leave a passage that came twice to the next time that it comes."""
         if isinstance(step, _Passage):
             self._seen[step.owner].add([step.chunk.ids])
 
     def _look_at(self, session: Session, learned: LearnedStore, request: Request) -> None:
-        """Queue the parts of a request's texts that came before; remember the others."""
         from kvtool.core.model.tokens import encode
 
         owner, new = str(request.owner), list[Sequence[int]]()
@@ -165,7 +156,6 @@ class Learner:
         seen.add(new)
 
     def _queue(self, session: Session, learned: LearnedStore, owner: str, ids: Sequence[int]) -> None:
-        """Queue a text's chunks, cut as those of a document are."""
         from kvtool.core.corpus.split import split
         from kvtool.core.model.prompt import chunk_tokens
         from kvtool.core.model.tokens import count_tokens
@@ -186,7 +176,6 @@ def _stored(session: Session, ids: Sequence[int], owner: str) -> list[Run]:
 
 
 def _between(runs: Sequence[Run], length: int) -> Iterator[Run]:
-    """Yield what is between ordered runs of a text, and before and after them, if it may hold a passage."""
     for first, end in zip([0, *(stop for _, stop in runs)], [*(start for start, _ in runs), length], strict=True):
         if end - first >= _LEAST:
             yield first, end

@@ -36,7 +36,6 @@ class RequestStats:
     error: KvtoolError | None = None
 
     def failed(self, error: KvtoolError, status: int) -> None:
-        """Note the request's error, which may come after the beginning of its response."""
         self.error, self.status = error, status
 
     def row(self, method: str, path: str, client: str) -> dict[str, Any]:
@@ -81,8 +80,6 @@ def stats_of(connection: HTTPConnection) -> RequestStats:
 
 
 class Metrics:
-    """Counters of requests and answers, and gauges of the queue and the store."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._registry = registry = CollectorRegistry()
@@ -97,7 +94,6 @@ class Metrics:
         registry.register(self)
 
     def count(self, path: str, stats: RequestStats) -> None:
-        """Count a finished request. `path`: that of its endpoint, of which there are few."""
         self._requests.labels(path, str(stats.status)).inc()
         answer = stats.answer
         if answer is None:
@@ -120,7 +116,6 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges; called by the registry."""
         scheduler, stats = self._engine.scheduler, self._engine.store_stats()
         yield GaugeMetricFamily("kvtool_queued", "Questions that wait.", value=scheduler.waiting)
         yield GaugeMetricFamily("kvtool_running", "Answers that are written.", value=scheduler.running)
@@ -140,19 +135,11 @@ def _seconds(name: str, about: str, registry: CollectorRegistry) -> Histogram:
 
 
 class AccessLog:
-    """Log and metrics of all requests to a server. `log`: called with the line of each request."""
-
     def __init__(self, engine: Engine, log: Callable[[dict[str, Any]], None]) -> None:
         self.metrics, self._log = Metrics(engine), log
 
     def of(self, app: ASGIApp, known: Collection[str], client: str | None = None) -> ASGIApp:
-        """Wrap an application.
-
-        Parameters
-        ----------
-        known : paths of its endpoints; other paths are counted together.
-        client : name of its clients in the log; None: their addresses.
-        """
+        """Wrap an application; other paths than the `known` are counted together. `client`: instead of addresses."""
 
         def note(scope: Scope) -> None:
             stats, address = stats_of(HTTPConnection(scope)), scope.get("client")

@@ -33,7 +33,6 @@ _VERSION = "0.14.2"  # the release of Ollama with these endpoints; VS Code refus
 
 
 def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    """Parse a body of `/api/chat`; see `openai.read_chat`. Raises Refusal."""
     check_parameters(value, ("messages", "tools", *_KNOWN))
     messages = taken(value, "messages", list, [])
     for message in messages:
@@ -43,7 +42,6 @@ def read_ollama_chat(value: Mapping[str, Any], options: QueryOptions, strict: bo
 
 
 def read_generate(value: Mapping[str, Any], options: QueryOptions, strict: bool) -> ChatRequest:
-    """Parse a body of `/api/generate`, whose prompt is the question; see `openai.read_chat`. Raises Refusal."""
     check_parameters(value, ("prompt", "system", *_KNOWN))
     system = taken(value, "system", str, "", LONGEST_TEXT)
     messages = [{"role": "system", "content": system}] if system else []
@@ -70,8 +68,6 @@ def _read(value: Mapping[str, Any], messages: list[Any], options: QueryOptions, 
 
 @dataclass(slots=True)
 class OllamaResponse(Dialect):
-    """Response of `/api/chat` or `/api/generate`: an object, or one object a line."""
-
     media_type: ClassVar[str] = "application/x-ndjson"
     kind: Kind
     model: str
@@ -109,8 +105,6 @@ def _now() -> str:
 
 
 def _end(answer: Answer) -> dict[str, Any]:
-    """Return the fields of a complete answer; its times are in nanoseconds, the time to the first token is all of the
-    prompt's."""
     tokens, times = answer.facts["tokens"], answer.facts["timing_ms"]
     first, later = times["ttft"], times.get("generate", 0.0)
     end = {
@@ -128,8 +122,6 @@ def _end(answer: Answer) -> dict[str, Any]:
 
 
 class Ollama:
-    """Endpoints of Ollama's API. `openai` computes embeddings."""
-
     def __init__(self, answers: Answers, openai: OpenAI) -> None:
         self._answers, self._openai, self._engine = answers, openai, answers.engine
 
@@ -153,17 +145,14 @@ class Ollama:
         return await self._answers.answered(request, read, lambda _, model: OllamaResponse(kind, model), value)
 
     async def tags(self, request: Request) -> Response:
-        """`GET /api/tags`: the language model and the embedding model."""
         return JSONResponse({"models": await briefly(self._models)})
 
     async def running(self, request: Request) -> Response:
-        """`GET /api/ps`: the language model, if it is loaded; it stays loaded."""
         loaded = [row for row in await briefly(self._models) if "size_vram" in row]
         rows = [row | {"expires_at": "9999-12-31T23:59:59Z"} for row in loaded]
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        """`POST /api/show`: what one of the models is and can do."""
         value = await body_of(request)
         check_names(value, ("model", "name", "verbose", "options", "system", "template"))
         given = (taken(value, "model", str, "") or taken(value, "name", str, "")).removesuffix(_TAG)
@@ -179,7 +168,6 @@ class Ollama:
         return JSONResponse(row | shown)
 
     async def version(self, request: Request) -> Response:
-        """`GET /api/version`: of Ollama, and of `kvtool`."""
         return JSONResponse({"version": _VERSION, "kvtool": kvtool.__version__})
 
     def _models(self) -> list[dict[str, Any]]:
@@ -187,7 +175,6 @@ class Ollama:
         return [_model(name, decoder) for name, decoder in reversed(models.items()) if name]
 
     async def embed(self, request: Request) -> Response:
-        """`POST /api/embed`: vectors of the store's own embedding model."""
         value = await body_of(request)
         check_names(value, ("model", "input", "keep_alive"), {"truncate": (True,), "options": ({},)})
         words = texts(value, "input", LONGEST_TEXT)
@@ -198,7 +185,6 @@ class Ollama:
 
 
 def _model(name: str, decoder: Decoder | None) -> dict[str, Any]:
-    """Return what is known of a model; of one that is not loaded only its name. `size`: bytes of its weights."""
     row = {"name": name + _TAG, "model": name + _TAG, "modified_at": _now(), "size": 0, "digest": ""}
     details = {"format": "kvtool", "family": "", "parameter_size": "", "quantization_level": ""}
     info = {"general.architecture": "", "general.basename": name}

@@ -43,8 +43,7 @@ _MAX_MESSAGES = 4096
 
 
 def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False, system: str = "") -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`; `options`, `strict`: defaults; `system`: an instruction before those of
-    the messages. Raises Refusal or UsageError."""
+    """Parse a body of `/v1/chat/completions`. `system`: an instruction before those of the messages."""
     given = taken(value, "messages", list, [])
     messages = _messages(given)
     end = len(messages)
@@ -59,7 +58,6 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = Fa
 
 
 def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
-    """Parse a body of `/v1/completions`, whose prompt is the question; see `read_chat`."""
     prompts = texts(value, "prompt", LONGEST_TEXT)
     if len(prompts) != 1:
         raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
@@ -69,7 +67,6 @@ def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: boo
 def _read(
     value: Mapping[str, Any], question: Question, options: QueryOptions, strict: bool, turns: Turns | None
 ) -> ChatRequest:
-    """Parse what both have. `turns`: those before a question of the chat, None for a prompt."""
     is_chat = turns is not None
     own = taken(value, "kvtool", dict, {})
     if unknown := [name for name in own if name not in _OWN]:
@@ -114,7 +111,6 @@ def _read(
 
 
 def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options by which an answer's tokens are chosen. Raises Refusal."""
     biases = taken(value, "logit_bias", dict, {})
     wrong = [
         token
@@ -129,7 +125,6 @@ def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
-    """Return role and text of each message; a developer's is a system's. Raises Refusal."""
     if len(messages) > _MAX_MESSAGES:
         raise Refusal(
             400, "too_many", f"there are {len(messages):,} messages", f"at most {_MAX_MESSAGES:,}", "messages"
@@ -144,7 +139,6 @@ def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _conversation(said: Sequence[tuple[str, str]]) -> tuple[str, Turns, str]:
-    """Return the instruction, the earlier turns, and the question."""
     system = "\n\n".join(text for role, text in said if role == "system")
     spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
     if not spoken or spoken[-1][0] != "user":
@@ -156,8 +150,7 @@ def _conversation(said: Sequence[tuple[str, str]]) -> tuple[str, Turns, str]:
 
 
 def _turns(spoken: list[tuple[str, str]]) -> tuple[Turns, str]:
-    """Return questions with their answers, and the last question. Successive messages of one role are joined; a
-    greeting of the assistant becomes part of the first question."""
+    """Join successive messages of one role; a greeting of the assistant becomes part of the first question."""
     groups = [(role, [text for _, text in group if text]) for role, group in groupby(spoken, lambda one: one[0])]
     if groups[0][0] == "assistant":
         (_, greeting), (_, first), *later = groups
@@ -192,8 +185,6 @@ def _event(value: Any) -> str:
 
 @dataclass(slots=True)
 class OpenAIResponse(Dialect):
-    """Response of `/v1/chat/completions` (`chat`) or `/v1/completions`: an object, or server-sent events."""
-
     chat: bool
     model: str
     with_usage: bool = False
@@ -300,7 +291,6 @@ class OpenAI:
         return JSONResponse(_model(name, request))
 
     async def vectors(self, words: Sequence[str], name: str) -> tuple[Any, int, str]:
-        """Compute the vectors of some texts, their number of tokens, and the model's name. Raises Refusal."""
         known = await briefly(lambda: self._engine.embedder_name)
         if known is None:
             raise Refusal(404, "no_embedder", "the store has no embedding model", "an ingest that names one makes it")
@@ -312,7 +302,6 @@ class OpenAI:
             return *await asyncio.to_thread(self._engine.embed, words), known
 
     async def embed(self, request: Request) -> Response:
-        """`POST /v1/embeddings`: vectors of the store's own embedding model."""
         value = await body_of(request)
         words, name = texts(value, "input", LONGEST_TEXT, _MAX_TEXTS), taken(value, "model", str, "")
         kind = taken(value, "encoding_format", str, "float")

@@ -16,8 +16,6 @@ ANY_ORIGIN = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class KeepOptions(Options, sections=("query",)):
-    """Options of an engine that stays after a question, and of a server's."""
-
     keep_alive: float = option(
         300.0,
         "Keep the model loaded after the last question; 0 does not.",
@@ -35,8 +33,6 @@ class KeepOptions(Options, sections=("query",)):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Options, sections=("serve",), group="Limits and log"):
-    """Options of a server: its address, its clients, and its limits."""
-
     host: str = option("127.0.0.1", "Address to listen on.", group=ADDRESS, setting="serve_host", metavar="ADDRESS")
     port: int = option(
         8321, "Port to listen on; 0 takes a free one.", group=ADDRESS, setting="serve_port", lowest=0, highest=65535
@@ -136,7 +132,6 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
         return is_loopback(self.host)
 
     def check(self) -> None:
-        """Refuse a server that anybody could use."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key belong together", "give both files, or neither")
         if self.learn and not self.spot:

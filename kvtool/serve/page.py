@@ -46,8 +46,6 @@ _MANY = 2001  # documents whose list takes seconds
 
 
 def page_routes(engine: Engine, options: ServeOptions, ingesting: IngestOptions) -> list[Route]:
-    """Return the routes of the page. `ingesting`: options of the ingests whose speed is known."""
-
     def read_state() -> dict[str, Any]:
         return {
             **engine.status(),

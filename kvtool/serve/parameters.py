@@ -73,12 +73,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_parameters(value: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse parameters of a question that are neither known to its dialect nor in the tables. Raises Refusal."""
     check_names(value, (*known, *IGNORED), NEUTRAL)
 
 
 def checked(option: str, value: Any, name: str) -> Any:
-    """Return the value of a question's option. Raises Refusal, which names it as the client has it."""
     try:
         return options_of(QueryOptions)[option].accept(bounded(value, name), name)
     except UsageError as error:
@@ -86,7 +84,6 @@ def checked(option: str, value: Any, name: str) -> Any:
 
 
 def sampling_options(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a question that `SAMPLING` names, from a request. Raises Refusal."""
     options = {}
     for name, (option, kinds) in SAMPLING.items():
         if (number := taken(value, name, kinds)) is not None and number not in _UNLIMITED.get(option, ()):

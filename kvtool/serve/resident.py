@@ -19,7 +19,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.app import local_app
@@ -36,19 +36,12 @@ _UNLIMITED = 1e9  # seconds
 
 
 def shell_engine(place: Path, model: ModelOptions, memory_cache: int) -> Engine:
-    """Return an engine of shells: as `kvtool query` itself, it gives each answer the time that it takes."""
     options = ServeOptions(memory_cache=memory_cache, keep_conversations=0, request_timeout=_UNLIMITED)
     return Engine(place, model, _warn, options)
 
 
 class Resident:
-    """An engine with its time to live.
-
-    Parameters
-    ----------
-    record : what others see of it.
-    seconds : how long it stays after a question that names no time.
-    """
+    """An engine that stays so many seconds after a question that names no time."""
 
     def __init__(self, record: KeptEngine, seconds: float) -> None:
         self._record, self._seconds = record, seconds
@@ -57,9 +50,8 @@ class Resident:
         self._watching: asyncio.Task[None] | None = None
 
     def run(self, model: ModelOptions, memory_cache: int) -> None:
-        """Load the model and answer until the end. Raises KvtoolError: it cannot be loaded."""
         self._record.write()
-        self._uuid = read_store_file(self._place).uuid
+        self._uuid = read_uuid(self._place)
         engine, listeners = shell_engine(self._place, model, memory_cache), list[Listener]()
         try:
             engine.start()
@@ -77,8 +69,6 @@ class Resident:
             engine.close()
 
     def _counting(self, app: ASGIApp) -> ASGIApp:
-        """Wrap the application: each question puts the end off."""
-
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             self._note(running=1)
             for name, value in scope.get("headers", ()):
@@ -93,7 +83,6 @@ class Resident:
         return counted
 
     def _note(self, running: int = 0) -> None:
-        """Record the beginning (1) or the end (-1) of a question, and put the end off."""
         before = self._record
         begun, ends = before.requests + max(0, running), time.time() + self._seconds
         self._record = replace(before, running=before.running + running, requests=begun, ends=ends)
@@ -101,8 +90,6 @@ class Resident:
             self._record.write()
 
     def _watch(self) -> None:
-        """End once no question comes, or none can come."""
-
         async def watch() -> None:
             while self._is_reachable() and (self._record.running or time.time() < self._record.ends):
                 await asyncio.sleep(_LOOK_EVERY)
@@ -114,18 +101,14 @@ class Resident:
     def _is_reachable(self) -> bool:
         """Return True if questions of the store come here, and `kvtool stop` finds this process by its log."""
         try:
-            is_same = read_store_file(self._place).uuid == self._uuid
+            is_same = read_uuid(self._place) == self._uuid
             return is_same and os.lstat(self._socket).st_ino == self._inode and os.path.exists(self._record.log)
         except (OSError, KvtoolError):
             return False
 
 
 def main() -> None:
-    """Run an engine whose options are the program's one argument, as JSON.
-
-    Options: `store`, `model` (of `ModelOptions`), `memory_cache`, `keep_alive` in seconds, `log`, and `lock`, the
-    descriptor of the held lock, which lives as long as the process.
-    """
+    """Run an engine whose options are the program's one argument, as JSON. It holds the descriptor `lock`."""
     wanted: Mapping[str, Any] = json.loads(sys.argv[1])
     os.set_inheritable(wanted["lock"], False)
     record = KeptEngine(store=wanted["store"], pid=os.getpid(), log=wanted["log"], code=code_stamp())

@@ -64,14 +64,12 @@ class Remembered:
             self._bytes -= len(self._held.popitem(last=False)[1])
 
     def exchange(self, owner: str, name: str) -> Exchange:
-        """Return a response. Raises Refusal for one that is not remembered."""
         if (text := self._held.get((owner, name))) is None:
             raise _unknown(name)
         self._held.move_to_end((owner, name))
         return Exchange(**json.loads(text))
 
     def forget(self, owner: str, name: str) -> None:
-        """Forget a response. Raises Refusal if it is not remembered."""
         if (text := self._held.pop((owner, name), None)) is None:
             raise _unknown(name)
         self._bytes -= len(text)
@@ -83,7 +81,6 @@ def _unknown(name: str) -> Refusal:
 
 
 def input_messages(value: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of `input`. Raises Refusal for parts that are no text."""
     given = _items(value)
     if not given:
         raise Refusal(400, "missing", "input is missing or empty", "a text, or a list of messages", "input")
@@ -124,7 +121,6 @@ def _item(item: Any, name: str) -> dict[str, Any]:
 
 
 def _texts(content: Any) -> Any:
-    """Return content with its parts as OpenAI's chat has them; what is no text is refused there by name."""
     if not isinstance(content, list):
         return content
     return [
@@ -134,7 +130,6 @@ def _texts(content: Any) -> Any:
 
 
 def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tools, choice and format as OpenAI's chat has them; what they cannot say is refused there by name."""
     tools = [
         {"type": "function", "function": {name: each for name, each in tool.items() if name != "type"}}
         if isinstance(tool, dict) and tool.get("type") == "function"
@@ -149,8 +144,6 @@ def _tools(value: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ResponsesResponse(Dialect):
-    """Response to the body `asked`. `keep`: called with the answer and the response's object, to remember it."""
-
     asked: Mapping[str, Any]
     options: QueryOptions
     model: str
@@ -302,7 +295,6 @@ class Responses:
     def _read(
         self, owner: str, messages: list[Message], value: Mapping[str, Any], options: QueryOptions, strict: bool
     ) -> ChatRequest:
-        """Parse a body of `/v1/responses`, whose messages with those before are added to `messages`."""
         check_parameters(value, _KNOWN)
         for name, kind in _TYPES.items():
             taken(value, name, kind)
@@ -319,7 +311,6 @@ class Responses:
             return read_chat(chat | {"messages": messages} | _tools(value), options, strict, system)
 
     async def count(self, request: Request) -> Response:
-        """`POST /v1/responses/input_tokens`: of the messages with their instruction and tools, without passages."""
         value, owner = await body_of(request), self._answers.owner(request)
         tokens = await self._answers.count(value, partial(self._read, owner, []))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
@@ -333,7 +324,6 @@ class Responses:
         return JSONResponse(self._exchange(request).response)
 
     async def items(self, request: Request) -> Response:
-        """`GET /v1/responses/ID/input_items`, the last one first unless `order` is `asc`."""
         asked = request.query_params
         order, given, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
         items = self._exchange(request).input[:: 1 if order == "asc" else -1]
@@ -349,7 +339,6 @@ class Responses:
         return JSONResponse({"object": "list", "data": page, "has_more": first + limit < len(items), **ends})
 
     async def cancel(self, request: Request) -> Response:
-        """`POST /v1/responses/ID/cancel`, which no response allows: only those in the background can be cancelled."""
         self._exchange(request)
         hint = "close the connection to end an answer"
         raise Refusal(400, "not_background", "only a response in the background can be cancelled", hint)

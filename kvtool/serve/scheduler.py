@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.environment import Closed
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, StoreNotFoundError
 from kvtool.core.model.options import ModelOptions
@@ -49,17 +49,7 @@ _ENDED = "the server has ended"
 class LoadedModel:
     """A store's session, with its model in memory. One thread at a time may ask for the session.
 
-    The session is opened at its first use, and again if another store replaces the open one.
-
-    Parameters
-    ----------
-    place : the store's folder, or the URL of a shared one.
-    memory_cache : bytes of loaded chunks that are kept for further questions.
-    learn : called with each session that is opened, to let it learn passages.
-
-    Attributes
-    ----------
-    spare : a loaded model for a store that is not open yet.
+    `learn`: lets each session that is opened learn passages. `spare`: a loaded model for a store that is not open yet.
     """
 
     def __init__(
@@ -75,17 +65,16 @@ class LoadedModel:
         return self._session.decoder if self._session is not None else None
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return the lock of the model; a context that does nothing if no model is loaded."""
         return nullcontext() if self._session is None else self._session.decoder.turns.turn()
 
     def session(self) -> Session:
-        """Return the session of the current store. Raises StoreNotFoundError and ModelError."""
+        """Return the session of the current store, which may have replaced the open one."""
         if self._session is not None and not self._is_current(self._session):
             self._open(self.close())
         return self._session or self._open(None)
 
     def _is_current(self, session: Session) -> bool:
-        if isinstance(self.place, Path) and read_store_file(self.place).uuid != session.store.uuid:
+        if isinstance(self.place, Path) and read_uuid(self.place) != session.store.uuid:
             return False
         try:
             session.store.follow()
@@ -95,7 +84,6 @@ class LoadedModel:
         return True
 
     def _open(self, decoder: Decoder | None) -> Session:
-        """Open the store with its model. `decoder`: a loaded model, used if it is the store's."""
         from kvtool.core.remote.mirror import open_store
         from kvtool.core.session.identity import store_identity
         from kvtool.core.session.session import Session
@@ -126,7 +114,7 @@ class LoadedModel:
         return session
 
     def count(self, ask: Ask) -> int:
-        """Return the tokens of a question, without passages; in any thread. Raises ModelError if no model is loaded."""
+        """Return the tokens of a question, without passages; in any thread."""
         from kvtool.core.model.prompt import question_tokens, said_tokens, turn_header
         from kvtool.core.query.prompt import parts_for
 
@@ -142,13 +130,12 @@ class LoadedModel:
     def exists(self) -> bool:
         if isinstance(self.place, Path):
             try:
-                read_store_file(self.place)
+                read_uuid(self.place)
             except StoreNotFoundError:
                 return False
         return True
 
     def close(self) -> Decoder | None:
-        """Close the store; return the model, if it was loaded."""
         decoder, session, self._session = self.decoder, self._session, None
         if session is not None:
             session.close()
@@ -156,7 +143,6 @@ class LoadedModel:
 
 
 def _told(ask: Ask, session: Session) -> Ask:
-    """Return a question whose instruction describes its tools."""
     if not ask.tools:
         return ask
     from kvtool.core.model.prompt import with_tools
@@ -173,9 +159,8 @@ class Scheduler:
     A turn brings one prompt to its first token, if an answer may begin, and then decodes one token of every answer.
     Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another
     one or for a long prompt. A prompt with earlier turns of a conversation is interrupted between two turns while other
-    questions wait, and continues after the first of them. A draft (`verify`) is checked by full prefill after its last
-    token, and chunks are stored after the answer, in the same way. A
-    turn after which nothing runs or waits learns one passage, if `--learn` has found some.
+    questions wait, and continues after the first of them. A draft (`verify`) is checked after its last token, and
+    chunks are stored after the answer, in the same way. A turn after which nothing runs or waits learns one passage.
     """
 
     def __init__(self, model: LoadedModel, warn: Warn, options: ServeOptions, conversations: ConversationCache) -> None:
@@ -209,11 +194,10 @@ class Scheduler:
 
     @property
     def learning(self) -> int:
-        """Return the number of requests and passages that wait to be learned."""
         return len(self._learner) if self._learner is not None else 0
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Add a question. If the queue is full, the newest of the client with the most is refused. Raises BusyError."""
+        """Add a question. If the queue is full, the newest of the client with the most is refused."""
         job = Job(ask, tell, self._timeout)
         with self._changed:
             if not self._taking:
@@ -240,19 +224,16 @@ class Scheduler:
             self._changed.notify_all()
 
     def warned(self, text: str, hint: str) -> bool:
-        """Add a warning to the current job; return False if there is none."""
         job = self._current
         if job is not None:
             job.warnings.append((text, hint))
         return job is not None
 
     def refuse(self) -> None:
-        """Refuse new jobs; jobs in the queue are answered."""
         with self._changed:
             self._taking = False
 
     def close(self) -> None:
-        """End at once, with an error for unfinished jobs."""
         with self._changed:
             self._taking, self._stopped = False, True
             self._changed.notify_all()
@@ -272,14 +253,12 @@ class Scheduler:
             self._end(job, BusyError(_ENDED, _RETRY_AFTER[0]))
 
     def _is_work(self) -> bool:
-        """Wait for a job; return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._running or self._stopped or self._can_learn)
             return not self._stopped
 
     @property
     def _can_learn(self) -> bool:
-        """Return True if there is something to learn, and nothing to answer."""
         return self._taking and self.learning > 0 and not self._running and not self._waiting
 
     def _turn(self, batch: ContinuousBatch) -> None:
@@ -299,7 +278,6 @@ class Scheduler:
             self._do_later(learn, "a passage could not be learned", batch)
 
     def _step(self, batch: ContinuousBatch) -> None:
-        """Decode a token of every answer, and end complete ones."""
         started = time.monotonic()
         try:
             done = batch.step()
@@ -355,7 +333,6 @@ class Scheduler:
                 self._end(job, lost)
 
     def _begin(self, job: Job, batch: ContinuousBatch) -> None:
-        """Compute a job's prompt, or a part of it."""
         from kvtool.core.model.generate import AnswerSequence
 
         job.queue_ms += (time.monotonic() - (job.aside or job.arrived)) * 1e3
@@ -374,7 +351,6 @@ class Scheduler:
 
     @contextmanager
     def _computing(self, job: Job, batch: ContinuousBatch) -> Iterator[None]:
-        """Do work of a job, with steps of other answers between its layers; an error ends the job."""
         from kvtool.core.model.preemption import between_layers
 
         self._current = job
@@ -431,7 +407,6 @@ class Scheduler:
         return begun
 
     def _answer(self, job: Job) -> None:
-        """End a job with its answer; its chunks are stored afterwards."""
         assert job.begun is not None
         assert job.sequence is not None
         begun = job.begun
@@ -464,7 +439,7 @@ class Scheduler:
             batch.add(job.sequence)
 
     def _do_later(self, work: Callable[[], object], failure: str, batch: ContinuousBatch) -> None:
-        """Do work after answers, which are valid without it, so that an error is only a warning."""
+        """Do work after answers, which are valid without it."""
         from kvtool.core.model.preemption import between_layers
 
         try:
@@ -477,7 +452,6 @@ class Scheduler:
             self._warn(f"{failure}: {failed.message}", failed.hint)
 
     def _end(self, job: Job, event: Event) -> None:
-        """Send a job its last event, unless it has ended already."""
         with self._changed:
             jobs: FairQueue | list[Job] = self._running if job in self._running else self._waiting
             if job not in jobs:

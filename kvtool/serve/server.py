@@ -37,14 +37,7 @@ _GRACE = 30.0  # seconds for the shutdown after its answers: a batch of an inges
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application with its bound socket.
-
-    Attributes
-    ----------
-    tls : for https.
-    path : of a Unix socket.
-    timeout : seconds within which a client has to send the head of a request, and to read.
-    """
+    """An application with its bound socket, perhaps at a `path`. `timeout`: seconds for a head, and for reading."""
 
     app: ASGIApp
     socket: socket.socket
@@ -59,7 +52,6 @@ class Listener:
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """Bind the address, before anything is loaded. Raises KvtoolError."""
     try:
         family, *_, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
@@ -78,7 +70,7 @@ def address_of(bound: socket.socket, tls: bool) -> str:
 
 
 def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Callable[[], None], warn: Warn) -> None:
-    """Answer until a signal. `drain`: seconds to finish answers. `ready`: called once clients are answered."""
+    """Answer until a signal. `drain`: seconds to finish answers."""
     servers = {server_of(listener, drain): listener.socket for listener in listeners}
     with _warning(warn):
         asyncio.run(_until_signalled(engine, servers, ready, Watchdog(drain + _GRACE, warn)))
@@ -136,7 +128,6 @@ class Watchdog:
         self._started = False
 
     def start(self) -> None:
-        """Start the countdown, once."""
         if self._started:
             return
         self._started = True
@@ -151,7 +142,6 @@ class Watchdog:
 
 
 def server_of(listener: Listener, drain: float) -> uvicorn.Server:
-    """Return the server of one socket. `drain`: seconds to finish answers at shutdown."""
     config = uvicorn.Config(
         listener.app,
         http=type("Protocol", (TimeoutProtocol,), {"timeout": listener.timeout}),
@@ -173,8 +163,6 @@ def server_of(listener: Listener, drain: float) -> uvicorn.Server:
 
 @contextmanager
 def _warning(warn: Warn) -> Iterator[None]:
-    """Report errors of the HTTP library as warnings."""
-
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             failed = record.exc_info[1] if record.exc_info else None
@@ -194,8 +182,7 @@ def _warning(warn: Warn) -> Iterator[None]:
 class TimeoutProtocol(H11Protocol):
     """HTTP/1.1 connection that is closed if the head of a request, or reading by the client, takes too long.
 
-    `auth.BodyLimits` limits bodies, with a response. Between two requests the library closes a connection sooner; here
-    a connection ends, too, whose last response is not read.
+    `auth.BodyLimits` limits bodies, with a response. A connection whose last response is not read ends, too.
     """
 
     timeout: float  # seconds, set by `server_of`

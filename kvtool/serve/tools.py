@@ -88,7 +88,6 @@ def _chosen(choice: Any, names: Sequence[str]) -> list[str] | None:
 
 
 def _schema(form: Any) -> dict[str, Any] | None:
-    """Return the schema of an answer; None: it is text."""
     where = "response_format"
     if form is None or form == {"type": "text"}:
         return None
@@ -109,10 +108,7 @@ _MERGING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have no members but those that they name: small models invent others for ever.
-
-    An object that says something of further members keeps it. A schema with rules that are merged stays as it is.
-    """
+    """Return a schema whose objects have only the members that they name: small models invent others for ever."""
     try:
         return _closed(schema)
     except ValueError:
@@ -142,7 +138,6 @@ def _bounded(value: Any, name: str) -> None:
 
 
 def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | None) -> str:
-    """Return a grammar in Lark: one call of a function, or an answer of a schema if there is one."""
     rules, ways = [f'open: "{CALL}"', f'close: "{CALL_END}"'] if functions else [], []
     for number, function in enumerate(functions):
         begin = f'\n{{"name": {json.dumps(function["name"])}, "arguments": '
@@ -156,7 +151,7 @@ def _grammar(functions: Sequence[Mapping[str, Any]], schema: dict[str, Any] | No
 
 
 def call_message(message: Mapping[str, Any], where: str) -> str | None:
-    """Return the text of a message that calls tools, or has the result of one; None for any other. Raises Refusal."""
+    """Return the text of a message that calls tools, or has the result of one; None for any other."""
     if message.get("role") == "tool":
         return f"{RESULT}\n{within(text_of(message.get('content'), where), where, LONGEST_TEXT)}\n{RESULT_END}"
     if not (calls := message.get("tool_calls")):
@@ -173,8 +168,6 @@ _KINDS_OF = {"image": "images", "audio": "audio", "file": "files", "document": "
 
 
 def text_of(content: Any, where: str) -> str:
-    """Return the text of a message's content, which is a text or a list of parts. Raises Refusal, which names the kind
-    of what is no text."""
     words = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
@@ -201,8 +194,7 @@ _CALLED = re.compile(f"{CALL}(.*?)(?:{CALL_END}|$)", re.DOTALL)
 
 
 def with_calls(answer: Answer, tools: Tools, parallel: bool = True, forced: bool = False) -> Answer:
-    """Return an answer with the calls of these tools that its text has, or only the first; only a sound text has any,
-    or one that a grammar has `forced`.
+    """Return an answer with the calls of these tools that its text has.
 
     Known are `<tool_call>` with JSON (Hermes, Qwen), `[TOOL_CALLS]` (Mistral), and JSON alone (Llama), also fenced.
     """
@@ -232,10 +224,7 @@ _BEGUN = re.compile(r'\s*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*(.*)', re.DO
 
 
 def _cut_off(answer: Answer, tools: Tools, parallel: bool, forced: bool) -> Answer:
-    """Return an answer whose last call is cut off: it has the arguments so far, or is dropped if its name is not whole.
-
-    Only the call's end mark may be missing.
-    """
+    """The last call has the arguments so far, or is dropped if its name is not whole."""
     said, *whole, last = answer.text.split(CALL)
     try:
         _, end = json.JSONDecoder().raw_decode(last.strip())
@@ -264,7 +253,6 @@ def _call(own: Mapping[str, Any], is_sent: bool = False) -> Call | None:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of JSON that a response can have, too. Raises ValueError."""
     check_shape(text)
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for half a pair of surrogates, too
@@ -272,7 +260,7 @@ def _parsed(text: str) -> Any:
 
 
 class Hold:
-    """Text that a stream does not show until its end, since it may be a call. Without `tools` nothing is held."""
+    """Text that a stream does not show until its end, since it may be a call."""
 
     def __init__(self, tools: Tools) -> None:
         self._holds, self._text, self._shown = bool(tools), "", 0

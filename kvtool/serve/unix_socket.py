@@ -41,7 +41,6 @@ _BY_CODE: dict[int, type[KvtoolError]] = {
 
 
 def socket_path(store: Path) -> Path:
-    """Return the path of a store's socket; links to the store are resolved."""
     folder = Path(os.path.realpath(store))
     return folder.with_name(f"{folder.name}.sock")
 
@@ -70,7 +69,6 @@ def listen(path: Path) -> socket.socket | None:
 
 
 def leave(path: Path) -> None:
-    """Remove a socket at which no server listens."""
     with suppress(OSError):
         if _is_own_socket(path) and connect(path) is None:
             path.unlink()
@@ -143,14 +141,7 @@ def ask(
 ) -> Iterator[str | dict[str, Any]]:
     """Ask the server. Yields the pieces of the answer's text, at last its facts. Closing the iterator ends the answer.
 
-    Parameters
-    ----------
-    keep_alive : seconds that a kept engine stays after this question; 0: as long as it was told before.
-
-    Raises
-    ------
-    Declined : before the first piece: the server does not answer.
-    KvtoolError : the error that the question would raise in this process.
+    Raises Declined, if the server does not answer, or the KvtoolError that the question would raise in this process.
     """
     connection, begun = HTTPConnection("localhost"), False
     connection.sock = connected

@@ -66,8 +66,6 @@ _TYPES = {429: "rate_limit_error", 499: "client_error", 504: "timeout_error"}
 
 
 class Refusal(Exception):
-    """The error response to a request."""
-
     def __init__(self, status: int, code: str, message: str, hint: str = "", param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.hint, self.param = status, code, message, hint, param
@@ -78,8 +76,7 @@ class Refusal(Exception):
         return cls(status, code, error.message, error.hint)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON of the error. The message includes the hint: clients show nothing else. A flag of the command
-        line has the name of its option, as requests and `kvtool.toml` have it."""
+        """The message includes the hint: clients show nothing else. Flags are named as requests have them."""
         said = (scrubbed(shortened(text)) for text in (self.message, self.hint))
         message, hint = map(replace_flags, said)
         param = self.param and shortened(self.param).encode("utf-8", "replace").decode()  # a name that the client gave
@@ -89,7 +86,6 @@ class Refusal(Exception):
 
 
 def shortened(text: str) -> str:
-    """Limit the length of a text that may repeat what a client sent."""
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
@@ -107,7 +103,6 @@ _ANTHROPIC = {
 
 
 def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
-    """Return the JSON of a refusal as the API of a path has it: Anthropic's, Ollama's or OpenAI's."""
     said = refusal.to_json()
     if path.startswith(ANTHROPIC_PATH):
         kind = _ANTHROPIC.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
@@ -116,13 +111,11 @@ def error_body(refusal: Refusal, path: str) -> dict[str, Any]:
 
 
 def refused(refusal: Refusal, path: str) -> JSONResponse:
-    """Return the response of a refusal. `path`: that of the request."""
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
     return JSONResponse(error_body(refusal, path), refusal.status, headers)
 
 
 def failed(error: KvtoolError, path: str) -> JSONResponse:
-    """Return the response of an error. `path`: that of the request."""
     response = refused(Refusal.of(error), path)
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
     if retry is not None:
@@ -159,7 +152,6 @@ def check_names(
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request's body. Raises Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Without a type, or with that of a form, a web page could ask unnoticed; programs and `curl -d` name no origin.
     if kind != "application/json" and (kind not in _UNTYPED or "origin" in request.headers):
@@ -171,12 +163,10 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 async def briefly(work: Callable[[], T]) -> T:
-    """Do short work in another thread."""
     return await asyncio.get_running_loop().run_in_executor(_BRIEF, work)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Its limits bound the time for which the interpreter is held."""
     try:
         text = data.decode("utf-8")
         check_shape(text)
@@ -219,7 +209,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_shape(text: str) -> None:
-    """Raise ValueError for JSON that is nested too deep, or has too many values."""
     plain = _TEXT.sub('""', text)
     if plain.count(",") + plain.count("[") + plain.count("{") > _MAX_VALUES:
         raise ValueError(f"it has more than {_MAX_VALUES} values")
@@ -233,7 +222,7 @@ def check_shape(text: str) -> None:
 def taken(
     value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None, longest: int = LONGEST_NAME
 ) -> Any:
-    """Return a field; its default if it is missing or null. Raises Refusal for another type or a long text."""
+    """Return a field; its default if it is missing or null."""
     found = value.get(name)
     if found is None:
         return default
@@ -245,14 +234,12 @@ def taken(
 
 
 def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
-    """Return a value; raise Refusal for a text that is too long."""
     if isinstance(found, str) and len(found) > longest:
         raise Refusal(400, "too_long", f"{name} has {len(found):,} characters", f"at most {longest:,}", name)
     return found
 
 
 def bounded(value: Any, name: str) -> Any:
-    """Return an option's value, of limited length. Raises Refusal."""
     if isinstance(value, list) and len(value) > MOST_NAMES:
         raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
     if not isinstance(value, list):
@@ -274,7 +261,7 @@ _KINDS: dict[type, str] = {
 
 
 def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
-    """Return a field that is a text or a list of texts, `most` of them, each up to `longest`. Raises Refusal."""
+    """Return a field that is a text or a list of texts."""
     found = taken(value, name, (str, list), (), longest)
     found = [found] if isinstance(found, str) else found
     if len(found) > most:

@@ -10,7 +10,6 @@ _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 def check_config(config: Any) -> None:
-    """Refuse a `VllmConfig` that the connector cannot serve. Raises UsageError."""
     parallel, dtype = config.parallel_config, config.cache_config.cache_dtype
     for name in ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel"):
         if getattr(parallel, f"{name}_size", 1) > 1:

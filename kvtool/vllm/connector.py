@@ -47,12 +47,9 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Verdict(KVConnectorWorkerMetadata):
-    """The gate's, as the worker reports it to the scheduler."""
-
     passed: bool
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Verdict:
-        """Return that of two workers."""
         assert isinstance(other, Verdict)
         return Verdict(self.passed and other.passed)
 
@@ -62,10 +59,6 @@ class KvtoolConnector(KVConnectorBase_V1):
 
     All but a prompt's last token is claimed, so vLLM computes one row. What cannot be loaded is reported to vLLM, which
     then computes the prompt itself. Until a prompt of 48 tokens was compared, nothing is claimed.
-
-    Raises
-    ------
-    UsageError : an option is wrong, or vLLM runs in a way that is not supported: in a pipeline, for example.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -98,7 +91,6 @@ class KvtoolConnector(KVConnectorBase_V1):
         return self._verdict is not None and not self._verdict.passed
 
     def on_new_request(self, request: Request) -> None:
-        """Spot passages, and salt the names of the request's blocks if it has any."""
         if not _is_plain(request):
             return
         wish = (request.kv_transfer_params or {}).get(FIELD)
@@ -113,11 +105,8 @@ class KvtoolConnector(KVConnectorBase_V1):
             request.update_block_hashes()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Claim all tokens of a prompt with passages but the last one; they are loaded within the step.
-
-        A prompt that may share blocks with one that is loaded in the same step waits for the next: if that load fails,
-        vLLM counts the shared blocks as computed before they are.
-        """
+        """A prompt that may share blocks with one that is loaded in the same step waits: if that load fails, vLLM
+        counts the shared blocks as computed before they are."""
         if request.request_id not in self._found or not (self._verdict and self._verdict.passed):
             return 0, False
         if request.cache_salt in self._loading:
@@ -125,7 +114,6 @@ class KvtoolConnector(KVConnectorBase_V1):
         return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """Note what to load in the next step."""
         if num_external_tokens > 0:
             found, stop = self._found[request.request_id], request.num_prompt_tokens - 1
             self._stats.note("claimed_tokens", num_external_tokens)
@@ -134,7 +122,6 @@ class KvtoolConnector(KVConnectorBase_V1):
             self._due.append(Load(ids, found.spans, found.options, stop - num_external_tokens, stop, own))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        """Return the loads of a step, and what is to be compared while the gate has no verdict."""
         step, self._due = Step(self._due), []
         self._loading.clear()
         step.saves = self._queue.due(scheduler_output, lambda name: self._kv_cache_manager.get_block_ids(name)[0])
@@ -148,7 +135,6 @@ class KvtoolConnector(KVConnectorBase_V1):
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the gate's verdict, and take blocks that were not filled out of vLLM's prefix cache."""
         verdict = connector_output.kv_connector_worker_meta
         if isinstance(verdict, Verdict):
             self._verdict = verdict
@@ -159,7 +145,6 @@ class KvtoolConnector(KVConnectorBase_V1):
             self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request."""
         self._found.pop(request.request_id, None)
         self._queue.forget(request.request_id)
         return False, None
@@ -167,23 +152,19 @@ class KvtoolConnector(KVConnectorBase_V1):
     # ---- in both ----
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """Return what was noted for metrics since the last call."""
         return self._stats.taken()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """Return what was noted, as another process has sent it."""
         return Stats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *given: Any) -> PromMetrics:
-        """Return the metrics of a server."""
         return PromMetrics(*given)
 
     # ---- in the worker ----
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the work of a step; in the first one, note the model that is about to be called."""
         super().bind_connector_metadata(connector_metadata)
         if self._feeder is not None and self._seen is None:
             self._seen = torch.nn.modules.module.register_module_forward_pre_hook(self._see_model)
@@ -195,7 +176,6 @@ class KvtoolConnector(KVConnectorBase_V1):
             self._feeder.model = module
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill the blocks of this step's requests; those that cannot be filled are reported."""
         if self._feeder is not None and self._step.loads:
             self._feeder.ranks.lead(self._load)
 
@@ -217,7 +197,6 @@ class KvtoolConnector(KVConnectorBase_V1):
             self._stats.note(SECONDS, time.perf_counter() - started)
 
     def wait_for_save(self) -> None:
-        """Compare what vLLM has computed in this step, if the gate is to be run, and save what is to be saved."""
         if self._step.comparison is not None and self._feeder is not None:
             self._feeder.ranks.lead(self._compare)
         for wanted in self._step.saves:
@@ -236,7 +215,6 @@ class KvtoolConnector(KVConnectorBase_V1):
                 self._verdict = Verdict(passed=False)
 
     def build_connector_worker_meta(self) -> Verdict | None:
-        """Report the gate's verdict, once."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
@@ -247,7 +225,6 @@ class KvtoolConnector(KVConnectorBase_V1):
         return step
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were to be filled since the last call and are not."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -259,12 +236,10 @@ class KvtoolConnector(KVConnectorBase_V1):
 
 
 def _is_plain(request: Request) -> bool:
-    """Return True if a request's prompt is token ids alone, and nothing needs their logits."""
     others: Sequence[object] = (request.mm_features, request.lora_request, request.prompt_embeds)
     return not any(other is not None and other != [] for other in others) and not request.skip_reading_prefix_cache
 
 
 @lru_cache(1000)
 def _warn(text: str, hint: str) -> None:
-    """Log what a user should know, each of the last 1,000 texts once."""
     _logger.warning("kvtool: %s", f"{text}; {hint}" if hint else text)

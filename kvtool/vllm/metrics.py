@@ -24,30 +24,24 @@ class Stats(KVConnectorStats):
     data: dict[str, list[float]]
 
     def note(self, name: str, number: float = 1) -> None:
-        """Add a number to a metric's."""
         self.data.setdefault(name, []).append(number)
 
     def taken(self) -> Stats | None:
-        """Return what was noted, None if nothing was, and begin anew."""
         taken, self.data = self.data, {}
         return Stats(taken) if taken else None
 
     def reset(self) -> None:
-        """Forget what was noted."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Return True if nothing was noted."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        """Add what the other half, another worker or a later step has noted."""
         for name, numbers in other.data.items():
             self.data.setdefault(name, []).extend(numbers)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers of vLLM's log line."""
         sums = {name: sum(numbers) for name, numbers in self.data.items() if name != GATE}
         return {name: round(number, 3) for name, number in sums.items()} | _verdict(self.data)
 
@@ -71,7 +65,6 @@ class PromMetrics(KVConnectorPromMetrics):
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take what the halves of one engine have noted."""
         for name, counter in self._counters.items():
             counter[engine_idx].inc(sum(transfer_stats_data.get(name, ())))
         for number in transfer_stats_data.get(SECONDS, ()):

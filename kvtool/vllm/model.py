@@ -33,19 +33,14 @@ _SANDWICH = ("pre_feedforward_layernorm", "post_feedforward_layernorm")  # Gemma
 
 
 class RopeTables(nn.Module):
-    """cos and sin of vLLM's RoPEs, as `Rotary` asks for them.
-
-    Parameters
-    ----------
-    ropes : by name, which is "" for a model's only one.
-    """
+    """cos and sin of vLLM's RoPEs by name, as `Rotary` asks for them."""
 
     def __init__(self, ropes: dict[str, Any]) -> None:
         super().__init__()
         self._ropes = ropes
 
     def forward(self, like: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "") -> KV:
-        """Return cos and sin `[1, tokens, rotary_dim]` in the dtype of `like`."""
+        """Return cos and sin `[1, tokens, rotary_dim]`."""
         rope = self._ropes[layer_type]
         cos, sin = rope.cos_sin_cache[position_ids[0]].to(like.dtype).chunk(2, -1)
         if rope.is_neox_style:
@@ -54,13 +49,6 @@ class RopeTables(nn.Module):
 
 
 class RowAttention(nn.Module):
-    """An attention module of vLLM over chosen rows.
-
-    Attributes
-    ----------
-    own : the module. `ranks`: compute it. `params`: of its scores.
-    """
-
     def __init__(self, own: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
         impl = own.attn.impl
@@ -68,7 +56,6 @@ class RowAttention(nn.Module):
         self.params = AttentionParams(float(impl.scale), own.attn.sliding_window, impl.logits_soft_cap or None)
 
     def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries and keys, both rotated, and values `[1, heads, rows, head_dim]` of states `[rows, width]`."""
         query, key, value = self.ranks.call("project", self._layer, hidden, positions)
         return query, key, value
 
@@ -81,8 +68,6 @@ class RowAttention(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """A decoder layer of vLLM over chosen rows."""
-
     def __init__(self, own: Any, layer: int, ranks: Ranks) -> None:
         super().__init__()
         self.own, self._layer, self.self_attn = own, layer, RowAttention(own.self_attn, layer, ranks)
@@ -91,7 +76,6 @@ class RowLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, past_key_values: Any, rows: Any, **_: Any
     ) -> torch.Tensor:
-        """Compute `[1, rows, width]`."""
         own, hidden = self.own, hidden_states[0]
         attended = self.self_attn(own.input_layernorm(hidden), position_ids[0], rows, past_key_values)
         if self._is_sandwich:
@@ -109,8 +93,6 @@ class RowLayer(nn.Module):
 
 
 class RowBase(nn.Module):
-    """A model of vLLM without its LM head, over chosen rows."""
-
     def __init__(self, own: Any, ranks: Ranks) -> None:
         super().__init__()
         self.own, self._ranks = own, ranks
@@ -123,7 +105,6 @@ class RowBase(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any, rows: Any, **_: Any
     ) -> torch.Tensor:
-        """Compute the normed hidden states `[1, rows, width]` of token ids `[1, rows]`."""
         hidden = self._ranks.call("embed", input_ids[0])[None]
         for layer in self.layers:
             hidden = layer(
@@ -134,18 +115,14 @@ class RowBase(nn.Module):
 
 
 class RowModel(nn.Module):
-    """A causal language model of vLLM over chosen rows."""
-
     def __init__(self, own: Any, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
         self.own, self.base, self.dtype, self.ranks = own, RowBase(own.model, ranks), dtype, ranks
 
     def get_input_embeddings(self) -> Any:
-        """Return the table of token embeddings."""
         return self.own.model.embed_tokens
 
     def forward(self, logits_to_keep: int, **given: Any) -> SimpleNamespace:
-        """Return the logits `[1, logits_to_keep, vocabulary]` of the last rows."""
         hidden = self.base(**given)[0, -logits_to_keep:]
         return SimpleNamespace(logits=self.ranks.call("logits", hidden.contiguous())[None])
 
@@ -160,18 +137,7 @@ class VllmLoaded(Loaded):
 
 
 class VllmDecoder(Decoder):
-    """A decoder over a model that vLLM has loaded.
-
-    Parameters
-    ----------
-    model : a causal language model of vLLM. `context`: the longest prompt, in tokens.
-    kv_dtype : number format of the store. `ranks`: compute the modules; None: this process alone.
-    blocks : of vLLM's cache; None: not checked.
-
-    Raises
-    ------
-    ModelError : the model has modules of other kinds than are known here.
-    """
+    """A decoder over a model that vLLM has loaded, with so many `blocks` in its cache; None: not checked."""
 
     def __init__(
         self,
@@ -213,7 +179,6 @@ class VllmDecoder(Decoder):
 
     @torch.inference_mode()
     def _sample(self, attention: RowAttention) -> Sample:
-        """Return the keys of one and the same row at several positions."""
         at = (*_SAMPLED, max(self.context - 1, *_SAMPLED))
         embedding = self.model.ranks.call("embed", torch.tensor([0], device=self.device))
         hidden = embedding.new_ones(len(at), embedding.shape[-1]).cumsum(-1).sin()
@@ -222,12 +187,6 @@ class VllmDecoder(Decoder):
 
 
 def check_model(model: Any, blocks: int | None = None) -> None:
-    """Refuse a model with modules, or a cache, of other kinds than are known here; `blocks`: see `VllmDecoder`.
-
-    Raises
-    ------
-    ModelError
-    """
     name = type(model).__name__
     hint = "known are Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and what is built as they are"
     layers = getattr(getattr(model, "model", None), "layers", None)

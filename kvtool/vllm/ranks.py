@@ -18,16 +18,7 @@ _PATIENCE = timedelta(seconds=30)  # for the other ranks' same error
 
 
 class Ranks:
-    """Calls of vLLM's modules in which each rank of a tensor-parallel group takes part.
-
-    Parameters
-    ----------
-    model : a causal language model of vLLM, or this rank's part of it. `group`: vLLM's; None: one rank.
-
-    Attributes
-    ----------
-    count : of ranks. `number`: of this one.
-    """
+    """Calls of vLLM's modules in which each rank of a tensor-parallel group takes part; without a group, one rank."""
 
     def __init__(self, model: Any, group: Any = None) -> None:
         self._model, self._group = model, group
@@ -78,7 +69,6 @@ class Ranks:
     # ---- what each rank does ----
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings `[rows, width]` of token ids."""
         out: torch.Tensor = self._model.model.embed_input_ids(ids)
         return out
 
@@ -99,19 +89,16 @@ class Ranks:
         return query, key[:, ::copies], value[:, ::copies]
 
     def output(self, layer: int, seen: torch.Tensor) -> torch.Tensor:
-        """Return what attention adds `[rows, width]`, of all heads' values `[rows, heads, head_dim]`."""
         own = self._model.model.layers[layer].self_attn
         first = self.number * own.num_heads
         out: torch.Tensor = own.o_proj(seen[:, first : first + own.num_heads].reshape(len(seen), -1))[0]
         return out
 
     def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP adds `[rows, width]`."""
         out: torch.Tensor = self._model.model.layers[layer].mlp(hidden)
         return out
 
     def logits(self, hidden: torch.Tensor) -> Any:
-        """Return logits `[rows, vocabulary]`; None in the other ranks."""
         return self._model.compute_logits(hidden)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -123,12 +110,7 @@ class Ranks:
     def differ(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
     ) -> list[float]:
-        """Return how far keys, and values, are from what is written in `blocks` at places `[rows]` of them.
-
-        Returns
-        -------
-        RMS differences as shares of what is written, of every rank.
-        """
+        """Return RMS differences of keys, and values, as shares of what is written, of every rank."""
         module = self._model.model.layers[layer].self_attn.attn
         keys, values = self._own_heads(layer, keys, values)
         theirs = module.kv_cache[blocks]
@@ -146,11 +128,9 @@ class Ranks:
     # ---- heads ----
 
     def kv_heads(self, own: Any) -> int:
-        """Return the KV heads of an attention module, on all ranks together."""
         return int(own.num_kv_heads) * self.count // self._copies(own)
 
     def _copies(self, own: Any) -> int:
-        """Return how many ranks have the same KV head."""
         return int(getattr(own.qkv_proj, "num_kv_head_replicas", 1))
 
     def _own_heads(self, layer: int, *sides: torch.Tensor) -> list[torch.Tensor]:
@@ -165,5 +145,4 @@ class Ranks:
 
 
 def write_rows(module: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write rows to slots of a paged cache, in the backend's own layout."""
     module.impl.do_kv_cache_update(module, keys, values, cache, slots)

@@ -36,14 +36,7 @@ _ONE_LAYER = Speeds(PassSpeed(0, 0, 0), {"": LoadSpeed(0, 0, 0, 0)}, layers=1)
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """The stored passages in a request's prompt.
-
-    Attributes
-    ----------
-    spans : where they are.
-    options : how they are fused.
-    salt : differs between prompts whose blocks may differ although the token ids before them are the same.
-    """
+    """The stored passages in a prompt. `salt`: differs where blocks may, although the token ids before are the same."""
 
     spans: tuple[Span, ...]
     options: QueryOptions
@@ -51,18 +44,9 @@ class Passages:
 
 
 class PassageSpotter:
-    """Spots stored passages in requests.
+    """Spots stored passages in requests. Raises UsageError for a wrong `kv_connector_extra_config`.
 
-    Parameters
-    ----------
-    config : `kv_connector_extra_config`: `store`, and options of `kvtool query` that say how to fuse.
-    warn : reports why requests are left to vLLM.
-    most : rows that a request may have computed in one layer: all of them are computed in one step of vLLM.
-    patience : seconds that a request waits for the index after the store has changed.
-
-    Raises
-    ------
-    UsageError : no store is named, or an option is unknown or wrong.
+    `most`: rows that a request may have computed in one layer: all of them are computed in one step of vLLM.
     """
 
     def __init__(self, config: Mapping[str, Any], warn: Warn, most: int = 1 << 20, patience: float = _PATIENCE) -> None:
@@ -76,16 +60,7 @@ class PassageSpotter:
         self.options(None)
 
     def options(self, wish: object) -> QueryOptions | None:
-        """Return how a request's passages are fused; None: not at all.
-
-        Parameters
-        ----------
-        wish : what its `kv_transfer_params` have as `kvtool`.
-
-        Raises
-        ------
-        UsageError : an option is unknown or wrong.
-        """
+        """Return how a request's passages are fused, by its `kv_transfer_params`; None: not at all."""
         if wish is False:
             return None
         more = {"fusion": wish} if isinstance(wish, str) else {} if wish is None or wish is True else wish
@@ -105,7 +80,6 @@ class PassageSpotter:
         return () if self._store is None else token_ids(self._store, chunk_id)
 
     def _opened(self) -> Store:
-        """Return the store, opened anew if it was replaced, and have the index follow it."""
         if self._store is not None:
             with suppress(KvtoolError):
                 self._store.follow()
@@ -161,7 +135,6 @@ class PassageSpotter:
 
 
 def _rows(tokens: int, spans: Sequence[Span], selector: Selector) -> float:
-    """Return how many rows of a prompt are computed in the layer that computes the most."""
     own = tokens - sum(map(len, spans))
     prompt = PromptRows([Row(own, "fresh"), *(Row(len(span), "hit", "") for span in spans)], _ONE_LAYER)
     cost = selector.cost(prompt)

@@ -30,22 +30,17 @@ _DIGIT, _DIGITS = 128, 4  # of a place's number: small integers are exact in eve
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save a request's rows. `ids`: of its prompt. `blocks`: of the request, in order."""
-
     ids: Ids
     wish: SaveWish
     blocks: tuple[int, ...]
 
 
 class SaveQueue:
-    """The requests that are to be saved, in the scheduler. `block_size`: tokens of a block."""
-
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._wanted: dict[str, tuple[Ids, SaveWish]] = {}
 
     def takes(self, request: Any, wish: object) -> bool:
-        """Note a new request if it asks to be saved; return whether it does."""
         if (found := SaveWish.of(wish)) is not None:
             self._wanted[request.request_id] = tuple(request.prompt_token_ids or ()), found
         return found is not None
@@ -54,12 +49,7 @@ class SaveQueue:
         self._wanted.pop(request_id, None)
 
     def due(self, step: Any, blocks_of: Callable[[str], Sequence[int]]) -> list[Save]:
-        """Return the requests whose last prompt token is computed in a step.
-
-        Parameters
-        ----------
-        step : vLLM's `SchedulerOutput`. `blocks_of`: the blocks of a request.
-        """
+        """Return the requests whose last prompt token is computed in a step, vLLM's `SchedulerOutput`."""
         if not self._wanted:
             return []
         cached = step.scheduled_cached_reqs
@@ -75,12 +65,7 @@ class SaveQueue:
 
 
 class Saver:
-    """Saves rows of vLLM's paged cache, in the worker.
-
-    Parameters
-    ----------
-    store : folder of the store. `feeder`: has vLLM's model as kvtool's decoder. `block_size`: tokens of a block.
-    """
+    """Saves rows of vLLM's paged cache, in the worker."""
 
     def __init__(self, store: Path, feeder: Feeder, block_size: int, warn: Warn) -> None:
         self._store, self._feeder, self._block_size, self._warn = store, feeder, block_size, warn

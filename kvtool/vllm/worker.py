@@ -33,13 +33,7 @@ from kvtool.vllm.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill a request's places `first` … `stop`.
-
-    Attributes
-    ----------
-    ids : of the whole prompt. `spans`, `options`: see `Passages`.
-    blocks : of the request, in order.
-    """
+    """Fill a request's places `first` … `stop`. `ids`: of the whole prompt. `blocks`: of the request, in order."""
 
     ids: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -49,7 +43,6 @@ class Load:
     blocks: tuple[int, ...]
 
     def touched(self, block_size: int) -> Sequence[int]:
-        """Return the blocks that are filled, or begun."""
         return self.blocks[self.first // block_size : -(-self.stop // block_size)]
 
 
@@ -62,18 +55,7 @@ class Comparison:
 
 
 class Feeder:
-    """Fills blocks of vLLM's paged cache from a store.
-
-    Parameters
-    ----------
-    config : `kv_connector_extra_config`.
-    context : the longest prompt, in tokens. `block_size`: tokens of a block. `group`: see `Ranks`.
-    blocks : of vLLM's cache; None: not checked.
-
-    Attributes
-    ----------
-    model : vLLM's; None until its first step.
-    """
+    """Fills blocks of vLLM's paged cache from a store. `model`: vLLM's; None until its first step."""
 
     def __init__(
         self,
@@ -92,17 +74,10 @@ class Feeder:
 
     @property
     def ranks(self) -> Ranks:
-        """Return those that compute vLLM's model."""
         return Ranks(self.model, self._group)
 
     @property
     def session(self) -> Session:
-        """Return the store with vLLM's model, opened anew if it was replaced.
-
-        Raises
-        ------
-        KvtoolError : the store is missing, or the model is of a kind that is not known here.
-        """
         if self._session is not None:
             with suppress(KvtoolError):
                 self._session.store.follow()
@@ -125,7 +100,7 @@ class Feeder:
         self._session = None
 
     def compare(self, given: Comparison) -> bool:
-        """Measure how far kvtool's prefill is from what vLLM has just written of the same tokens; False: too far."""
+        """Measure how far kvtool's prefill is from what vLLM has just written of the same tokens."""
         decoder: Any = self.session.decoder
         _, cache = decoder.prefill(given.ids)
         count = -(-len(given.ids) // self._block_size)
@@ -151,12 +126,7 @@ class Feeder:
             raise GateError(what, "vLLM computes these prompts itself; report the model")
 
     def load(self, wanted: Load) -> int:
-        """Fuse a prompt and write its rows to the request's blocks; return the number of recomputed tokens.
-
-        Raises
-        ------
-        GateError : the gate has not passed. KvtoolError : the store, or what is stored, cannot be used.
-        """
+        """Fuse a prompt and write its rows to the request's blocks; return the number of recomputed tokens."""
         self._check_difference()
         session = self.session
         with ExitStack() as ended, session.lock, session.store.view():

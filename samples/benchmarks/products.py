@@ -6,8 +6,7 @@ by what a plain sum over memory of the same size reads, `int8` those of a row of
 pass of several rows through all weights by several ways: plain weights (`dense`), unpacked before each product
 (`unpacked`, as an ingest does it), unpacked some at a time and multiplied in the cache (`few`, as a question's rows
 are), with the rows in 8-bit integers (`int8`, as with `--dtype int8`) and one packed product for each row (`by row`);
-in bfloat16 also with weights that oneDNN has laid out, by its own products (`onednn`) and, up to 320 rows, by ours over
-the same memory (`panels`). All take turns, and the least time of each counts.
+in bfloat16 also with weights that oneDNN has laid out (`onednn`). All take turns, and the least time of each counts.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
             calls["int8"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in whole]
         if laid_out:
             calls["onednn"] = lambda g=given: [layer(g[layer.in_features]) for layer in laid_out]
-            calls["panels"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in laid_out]
         if number <= 16:
             calls["by row"] = lambda g=given: [
                 layer(row[None]) for layer in packed for row in g[layer.in_features].unbind()

@@ -1,4 +1,4 @@
-"""Tables of what `kvtool inspect quality --resume FILE` has measured, a set of questions a file, and of all together.
+"""Tables of what `kvtool eval --resume FILE` has measured, a set of questions a file, and of all together.
 
     python samples/tools/quality_tables.py [--default union:0.15] "HotpotQA, Qwen"=hp.jsonl "MuSiQue, Qwen"=mu.jsonl …
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", metavar="NAME=FILE", help="what --resume has kept, and how it is called")
     parser.add_argument("--default", default="union:0.15", help="the run that is held against full (union:0.15)")
-    parser.add_argument("--max-kl", type=float, default=0.05, help="as for `inspect quality --holdout` (0.05)")
+    parser.add_argument("--max-kl", type=float, default=0.05, help="as for `eval --holdout` (0.05)")
     options = parser.parse_args()
     sets = {name: whole(read(Path(path))) for name, _, path in (text.partition("=") for text in options.sets)}
     chosen = [cells for name, rows in sets.items() for cells in half_cells(name, rows, options.max_kl)]

@@ -36,7 +36,6 @@ _PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
 
 @contextmanager
 def listening(*args: object) -> Iterator[str]:
-    """The URL of a server on a free port, which ends as SIGTERM says."""
     child = subprocess.Popen(
         command("mcp", "--http", "--port", "0", *args),
         stdout=subprocess.PIPE,

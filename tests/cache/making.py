@@ -57,7 +57,6 @@ def put(writer: Writer, label: str, level: str = "raw", dim: int = DIM) -> Chunk
 
 
 def add_file(writer: Writer, path: str, labels: Sequence[str], dim: int = DIM) -> None:
-    """Add one file of one document of these chunks."""
     refs, start = list[ChunkRef](), 0
     for label in labels:
         refs.append(replace(put(writer, label, dim=dim), start=start, end=start + len(label)))
@@ -67,7 +66,6 @@ def add_file(writer: Writer, path: str, labels: Sequence[str], dim: int = DIM) -
 
 
 def make_store(path: Path, files: int = 2, chunks: int = 2, dim: int = DIM) -> Path:
-    """Make a store with files ``f0``, ``f1`` … of chunks ``f0.0``, ``f0.1`` …"""
     with Store.create_or_open(path) as store, store.writer() as writer:
         writer.set_manifest({"model": "tiny"})
         for number in range(files):

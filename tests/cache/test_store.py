@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,12 +99,11 @@ def test_the_disk_is_asked_for_the_other_records_before_one_is_waited_for(
     find = Tree.find
     monkeypatch.setattr(DataFile, "will_need", lambda file, at, size: asked.append(size))
     monkeypatch.setattr(Tree, "find", lambda tree, key: (looked_up.append(key), find(tree, key))[1])
-    if in_memory:  # wherever this runs
-        monkeypatch.setattr(
-            DataFile, "_copy_cached", lambda file, head, rest, at: os.preadv(file._handle, [head, rest], at)
-        )
-    else:
-        monkeypatch.setattr(DataFile, "_copy_cached", lambda file, head, rest, at: 0)
+
+    def copy_cached(file: DataFile, head: bytearray, rest: memoryview, at: int) -> int:
+        return os.preadv(file._handle, [head, rest], at) if in_memory else 0
+
+    monkeypatch.setattr(DataFile, "_copy_cached", copy_cached)
     path = make_store(tmp_path / "store", dim=512)
     with Store.open(path) as store:
         looked_up.clear()
@@ -431,7 +431,6 @@ def test_side_files_stay_inside(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
-    """Check law 6: the same bytes in another place."""
     path = make_store(tmp_path / "store")
     shutil.copytree(path, tmp_path / "copy")
     path.rename(tmp_path / "moved")
@@ -443,7 +442,6 @@ def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
 
 
 def test_the_order_of_ingestion_does_not_show(tmp_path: Path) -> None:
-    """Check law 10."""
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         with Store.create_or_open(tmp_path / str(order)) as store:
@@ -464,54 +462,41 @@ def test_verify_samples_the_same_part(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_environment_for_many_stores_and_threads(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=4)
-    failures: list[BaseException] = []
 
     def read() -> None:
-        try:
-            for _ in range(30):
-                with Store.open(path) as own:
-                    check_file(own, "f1")
-                check_file(shared, "f2")
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(30):
+            with Store.open(path) as own:
+                check_file(own, "f1")
+            check_file(shared, "f2")
 
-    with Store.open(path) as shared:
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+    with Store.open(path) as shared, ThreadPoolExecutor(4) as pool:
+        reading = [pool.submit(read) for _ in range(4)]
         with shared.writer() as pen:
             for number in range(10):
                 add_file(pen, f"g{number}", [f"g{number}.0"])
-        for thread in threads:
-            thread.join()
-    assert failures == []
+        for each in reading:
+            each.result()
     assert environment._open_environments == {}
 
 
 def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_MAP_START", str(2**17))
     done = threading.Event()
-    failures: list[BaseException] = []
     path = make_store(tmp_path / "store", files=1)
 
     def read() -> None:
-        try:
-            while not done.is_set():
-                check_file(store, "f0")
-        except BaseException as error:
-            failures.append(error)
+        while not done.is_set():
+            check_file(store, "f0")
 
-    with Store.open(path) as store:
-        thread = threading.Thread(target=read)
-        thread.start()
+    with Store.open(path) as store, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
         try:
             with store.writer() as pen:
                 for number in range(1, 30):
                     add_file(pen, f"f{number}", [f"f{number}.0", f"f{number}.1"], dim=256)
         finally:
             done.set()
-            thread.join()
-        assert failures == []
+        reading.result()
         assert store.environment._env.info()["map_size"] > 2**20
         check_file(store, "f29", dim=256)
 
@@ -522,10 +507,7 @@ def test_fork_is_refused(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from kvtool.core.cache.record import encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.tree import DataFile, Tree
-from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
 store = Store.open(Path(sys.argv[1]))
 child = os.fork()

@@ -49,7 +49,7 @@ def test_the_same_as_lmdb(seed: int, tmp_path: Path) -> None:
         assert {key: bytes(value) for key, value in tree.values(b"")} == there
         assert [*tree.items(b"f")] == [(key, len(there[key])) for key in sorted(there) if key.startswith(b"f")]
         for key in (b"", b"a", b"\xff" * 30, *(dice.randbytes(5) for _ in range(20))):
-            assert (tree.get(key) is not None) == tree.has(key) == (key in there)
+            assert (tree.get(key) is not None) == (tree.find(key) is not None) == (key in there)
             tree.touch(key)
         key = max(there, key=lambda one: len(there[one]))
         assert bytes(tree.get(key, 10) or b"") == there[key][:10]

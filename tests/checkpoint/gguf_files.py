@@ -11,18 +11,6 @@ import numpy as np
 
 from tests.families import tiny_model, tiny_tokenizer
 
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
 
 def interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """llama.cpp keeps the two halves of a rotary pair side by side (convert_hf_to_gguf.py, `permute`)."""
@@ -42,31 +30,43 @@ def write_gguf(
 
     `kinds`: how matrices are quantised whose names end so, by GGUF's name of it; "": all others.
     """
-    model, tokenizer = tiny_model("llama", "bfloat16"), tiny_tokenizer()
-    config, weights = model.config, {k: v.float().numpy() for k, v in model.state_dict().items()}
-    writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
-    writer.add_block_count(metadata.pop("block_count", config.num_hidden_layers))
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(metadata.pop("embedding_length", config.hidden_size))
-    writer.add_feed_forward_length(metadata.pop("feed_forward_length", config.intermediate_size))
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    add_tokenizer(writer, tokenizer)
+    model = tiny_model("llama", "bfloat16")
+    config, architecture = model.config, metadata.pop("architecture", "llama")
+    own = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": 16,
+        "rope.freq_base": 10_000.0,
+        "vocab_size": config.vocab_size,
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in own.items():
+        add_value(writer, f"{architecture}.{key}", metadata.pop(key, value))
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(key.replace("__", "."), value)
-    for name, tensor in {**tiny_tensors(weights), **(tensors or {})}.items():
+        add_value(writer, key.replace("__", "."), value)
+    add_tokenizer(writer, tiny_tokenizer())
+    for name, tensor in {**tiny_tensors(model), **(tensors or {})}.items():
         if name != drop:
             add_tensor(writer, name, np.ascontiguousarray(tensor, dtype=np.float32), kinds or {})
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adders = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    adders.get(type(value), writer.add_float32)(key, value)
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Any, kinds: dict[str, str]) -> None:
@@ -93,15 +93,12 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
     writer.add_chat_template(tokenizer.chat_template)
 
 
-def tiny_tensors(weights: dict[str, Any]) -> dict[str, Any]:
-    tensors = {
-        "token_embd.weight": weights["model.embed_tokens.weight"],
-        "output_norm.weight": weights["model.norm.weight"],
-        "output.weight": weights["lm_head.weight"],
-    }
-    for i in range(4):
-        for theirs, ours in LAYER.items():
-            weight = weights[f"model.layers.{i}.{ours}.weight"]
-            heads = {"attn_q": 4, "attn_k": 2}.get(theirs)
-            tensors[f"blk.{i}.{theirs}.weight"] = interleaved(weight, heads) if heads else weight
+def tiny_tensors(model: Any) -> dict[str, Any]:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        base, weight = name.removesuffix(".weight"), tensor.float().numpy()
+        turned = heads.get(base.rpartition(".")[2])
+        tensors[f"{names.get_name(base)}.weight"] = interleaved(weight, turned) if turned else weight
     return tensors

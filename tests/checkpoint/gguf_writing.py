@@ -16,7 +16,7 @@ import transformers
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
-from tests.checkpoint.gguf_files import add_tokenizer, interleaved
+from tests.checkpoint.gguf_files import add_tokenizer, add_value, finish, interleaved
 from tests.checkpoint.gguf_models import InGguf
 from tests.families import filled, tiny_tokenizer
 from tests.kernels.linear.blocks import HALVES
@@ -35,20 +35,16 @@ def written(path: Path, family: InGguf, more: Mapping[str, Array] | None = None)
             scalar.uniform_(0.5, 1.0)
     writer = gguf.GGUFWriter(path, family.architecture)
     for key, value in (_metadata(family, model.config) | dict(family.metadata)).items():
-        _add(writer, f"{family.architecture}.{key}", value)
+        add_value(writer, f"{family.architecture}.{key}", value)
     add_tokenizer(writer, tiny_tokenizer())
     _add_weights(writer, family, model)
     for name, tensor in (_positions(family, model.config) | dict(more or {})).items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return model.requires_grad_(False)
 
 
 def _metadata(family: InGguf, config: Any) -> dict[str, Any]:
-    """What the converter writes of every model."""
     eps = {"starcoder2": "norm_epsilon", "stablelm": "layer_norm_eps", "nemotron": "norm_eps", "lfm2": "norm_eps"}
     plain = family.architecture in ("starcoder2", "stablelm", "nemotron")
     norm = "attention.layer_norm_epsilon" if plain else "attention.layer_norm_rms_epsilon"
@@ -70,16 +66,7 @@ def _metadata(family: InGguf, config: Any) -> dict[str, Any]:
     return found
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        adders.get(type(value), writer.add_float32)(key, value)
-
-
 def _positions(family: InGguf, config: Any) -> dict[str, Array]:
-    """Return the tensors that hold factors of RoPE."""
     rope = config.rope_parameters
     factors = {f"rope_factors_{name}.weight": rope.get(f"{name}_factor") for name in ("long", "short")}
     if family.architecture == "gemma4":
@@ -99,8 +86,7 @@ def _add_weights(writer: gguf.GGUFWriter, family: InGguf, model: Any) -> None:
     def store(name: str, values: Array, kind: str) -> Array:
         kind = family.packed_as.get(name, kind)
         blocks, stored = _packed(name, values, kind)
-        raw = None if kind == "F32" else GGMLQuantizationType[kind]
-        writer.add_tensor(name, blocks, raw_dtype=raw)
+        writer.add_tensor(name, blocks, raw_dtype=None if kind == "F32" else GGMLQuantizationType[kind])
         return stored
 
     for name, weight in model.state_dict().items():
@@ -149,6 +135,11 @@ def _packed(name: str, values: Array, kind: str) -> tuple[Array, Array]:
 
 
 Store = Callable[[str, Array, str], Array]
+_PARAMETERS = {
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "router.scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+}
 
 
 def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: Store) -> Array | None:
@@ -161,12 +152,9 @@ def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: S
         if name.endswith("bias"):
             return store(f"{layer}.ffn_down_exps.bias", values, "F32")
         return store(f"{layer}.ffn_down_exps.weight", values.swapaxes(1, 2), "MXFP4").swapaxes(1, 2)
-    if name.endswith("e_score_correction_bias"):
-        return store(f"{layer}.exp_probs_b.bias", values, "F32")
-    if name.endswith("router.scale"):
-        return store(f"{layer}.ffn_gate_inp.scale", values, "F32")
-    if name.endswith("per_expert_scale"):
-        return store(f"{layer}.ffn_down_exps.scale", values, "F32")
+    for ours, theirs in _PARAMETERS.items():
+        if name.endswith(ours):
+            return store(f"{layer}.{theirs}", values, "F32")
     if name.endswith("A_log"):
         order = _tiled(config, name, values)
         return np.log(-store(f"{layer}.ssm_a", -np.exp(values[order]), "F32"))[np.argsort(order)]
@@ -185,7 +173,6 @@ def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: S
 
 
 def _gate_and_up(arch: str, name: str, values: Array, layer: str, store: Store) -> Array:
-    """Two tensors of one: one after the other, or in turn."""
     kind = "bias" if name.endswith("bias") else "weight"
     if arch == "gpt-oss":
         values = values.swapaxes(1, 2) if kind == "weight" else values

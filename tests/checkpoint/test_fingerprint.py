@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,17 +18,7 @@ from kvtool.core.checkpoint.files import ModelFiles, file_digest
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.common.files import cache_dir
 from kvtool.core.errors import ModelError
-from tests.families import edit_config, save_tiny
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "model"))
+from tests.families import edit_config
 
 
 def of(folder: Path, dtype: str = "float32") -> str:
@@ -47,6 +35,14 @@ def age(path: Path) -> None:
     os.utime(path, (1_000_000_000, 1_000_000_000))
 
 
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    return path
+
+
 def test_moved_folder_is_the_same_model(saved: Path, folder: Path) -> None:
     assert of(saved) == of(folder)
     assert len(of(folder)) == 64
@@ -56,19 +52,18 @@ def test_dtype_is_part_of_it(folder: Path) -> None:
     assert of(folder, "float32") != of(folder, "bfloat16")
 
 
-def test_volatile_settings_are_not(folder: Path) -> None:
-    before = of(folder)
-    edit_config(folder, _name_or_path="/elsewhere", transformers_version="9", dtype="float16", use_cache=False)
-    assert of(folder) == before
-
-
 @pytest.mark.parametrize(
-    "change", [{"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
+    ("changes", "are_volatile"),
+    [
+        ({"_name_or_path": "/elsewhere", "transformers_version": "9", "dtype": "float16", "use_cache": False}, True),
+        ({"rms_norm_eps": 1e-5}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, False),
+    ],
 )
-def test_settings_that_shape_a_kv_are(folder: Path, change: dict[str, object]) -> None:
+def test_settings_that_shape_a_kv_are(folder: Path, changes: dict[str, object], are_volatile: bool) -> None:
     before = of(folder)
-    edit_config(folder, **change)
-    assert of(folder) != before
+    edit_config(folder, **changes)
+    assert (of(folder) == before) == are_volatile
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json"])
@@ -86,45 +81,21 @@ def test_files_beside_it_do_not_matter(folder: Path) -> None:
     assert of(folder) == before
 
 
-def test_digest_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(b"abc")
-    age(path)
-    first = file_digest(path)
+def test_digest_is_remembered(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = file_digest(weights)
     monkeypatch.setattr(files.hashlib, "file_digest", None)  # hashing again would fail
-    assert file_digest(path) == first
+    assert file_digest(weights) == first
 
 
-def test_changed_file_is_hashed_again(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(b"abc")
-    age(path)
-    first = file_digest(path)
-    time.sleep(0.02)
-    path.write_bytes(b"abd")
-    assert file_digest(path) != first
-
-
-def other_bytes_in_place(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def other_bytes_by_rename(path: Path, data: bytes) -> None:
-    path.with_name("new").write_bytes(data)
-    path.with_name("new").rename(path)
-
-
-@pytest.mark.parametrize("change", [other_bytes_in_place, other_bytes_by_rename])
-def test_other_weights_of_equal_size_and_time(change: Any, tmp_path: Path) -> None:
-    """As `rsync -t` and `tar` leave them."""
-    path = tmp_path / "weights"
-    path.write_bytes(b"abc")
-    age(path)
-    first = file_digest(path)
+@pytest.mark.parametrize("written_as", ["weights", "new"])
+def test_other_weights_of_equal_size_and_time(written_as: str, weights: Path) -> None:
+    """As `rsync -t` and `tar` leave them: in place, or renamed."""
+    first = file_digest(weights)
     time.sleep(0.02)  # the kernel's clock for files ticks every few milliseconds
-    change(path, b"abd")
-    age(path)
-    assert file_digest(path) != first
+    weights.with_name(written_as).write_bytes(b"abd")
+    weights.with_name(written_as).rename(weights)
+    age(weights)
+    assert file_digest(weights) != first
 
 
 def later(seconds: float) -> None:
@@ -163,40 +134,24 @@ def test_the_part_that_is_read_again_is_small(tmp_path: Path) -> None:
     assert time.process_time() - started < 0.5
 
 
-def test_a_digest_of_before_there_were_samples_is_made_anew(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(b"abc")
-    age(path)
-    status = path.stat()
-    cache_dir().mkdir(parents=True)
-    (cache_dir() / "digests.json").write_text(json.dumps({str(path): [status.st_size, status.st_mtime_ns, "0" * 64]}))
-    assert file_digest(path) == hashlib.sha256(b"abc").hexdigest()
-
-
-def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_written_this_moment_is_not_remembered(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_RACY_SECONDS", 2.0)
-    path = tmp_path / "weights"
-    path.write_bytes(b"abc")
-    file_digest(path)
+    weights.touch()
+    file_digest(weights)
     assert not (cache_dir() / "digests.json").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [1]}', "\x00\xff"])
-def test_damaged_table_is_no_trouble(tmp_path: Path, text: str) -> None:
+def test_damaged_table_is_no_trouble(weights: Path, text: str) -> None:
     cache_dir().mkdir(parents=True)
     (cache_dir() / "digests.json").write_text(text)
-    path = tmp_path / "weights"
-    path.write_bytes(b"abc")
-    age(path)
-    assert file_digest(path) == file_digest(path)
-    assert str(path) in json.loads((cache_dir() / "digests.json").read_text())
+    assert file_digest(weights) == file_digest(weights) == hashlib.sha256(b"abc").hexdigest()
+    assert str(weights) in json.loads((cache_dir() / "digests.json").read_text())
 
 
-def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_bytes(b"abc")
-    age(tmp_path / "file")
-    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "below"))
-    assert file_digest(tmp_path / "file").startswith("ba7816bf")
+def test_cache_that_cannot_be_written(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(weights / "below"))
+    assert file_digest(weights).startswith("ba7816bf")
 
 
 def test_many_writers_lose_nothing(tmp_path: Path) -> None:
@@ -204,11 +159,8 @@ def test_many_writers_lose_nothing(tmp_path: Path) -> None:
     for path in paths:
         path.write_bytes(path.name.encode())
         age(path)
-    threads = [threading.Thread(target=file_digest, args=(path,)) for path in paths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(paths)) as threads:
+        [*threads.map(file_digest, paths)]
     assert set(json.loads((cache_dir() / "digests.json").read_text())) == {str(path) for path in paths}
 
 

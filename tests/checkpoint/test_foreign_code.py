@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,44 +12,34 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.errors import ModelError
 from kvtool.core.retrieval.embed import Embedder
 from tests.cli.working import kvtool
-from tests.families import edit_config, save_tiny
+from tests.families import edit_config
 
 EVIL = {"AutoConfig": "evil.Any", "AutoModelForCausalLM": "evil.Any", "AutoModel": "evil.Any"}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+@pytest.fixture(autouse=True)
+def code(folder: Path) -> None:
+    """Add code to the model's folder that leaves a file when it is run."""
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Any: pass\n")
 
 
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """Make a model whose folder holds code that leaves a file when it is run."""
-    made = Path(shutil.copytree(saved, tmp_path / "model"))
-    ran = f"open({str(made / 'ran')!r}, 'w')\nclass Any: pass\n"
-    (made / "evil.py").write_text(ran)
-    return made
-
-
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    path = tmp_path / "mill.txt"
-    path.write_text("The mill stands on the river.")
-    return path
+def ingest(folder: Path, *form: str) -> Any:
+    """Ingest a document with a folder's model, and say yes to all questions."""
+    document = folder.with_name("mill.txt")
+    document.write_text("The mill stands on the river.")
+    args = ("--store", folder.with_name("store"), "--model", folder, *form)
+    return kvtool("ingest", document, *args, stdin=b"y\ny\ny\n")
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["human", "json"])
-def test_a_yes_on_stdin_runs_no_code_of_a_models_folder(
-    form: tuple[str, ...], folder: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_a_yes_on_stdin_runs_no_code_of_a_models_folder(form: tuple[str, ...], folder: Path) -> None:
     edit_config(folder, auto_map=EVIL, model_type="evil")
-    args = ("ingest", documents, "--store", tmp_path / "store", "--model", folder, *form)
-    done = kvtool(*args, stdin=b"y\ny\ny\n").failed(12, "needs code from its own folder")
+    done = ingest(folder, *form).failed(12, "needs code from its own folder")
     assert "[y/N]" not in done.out + done.err
     assert not (folder / "ran").exists()
 
 
-def test_a_yes_on_stdin_runs_no_code_of_a_tokenizer(folder: Path, documents: Path, tmp_path: Path) -> None:
+def test_a_yes_on_stdin_runs_no_code_of_a_tokenizer(folder: Path) -> None:
     """Without tokenizer.json, the way of `AutoTokenizer`."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     (folder / "tokenizer.json").unlink()
@@ -57,7 +47,7 @@ def test_a_yes_on_stdin_runs_no_code_of_a_tokenizer(folder: Path, documents: Pat
     (folder / "merges.txt").write_text("#version: 0.2\n")
     settings = {"tokenizer_class": "Any", "auto_map": {"AutoTokenizer": ["evil.Any", "evil.Any"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    kvtool("ingest", documents, "--store", tmp_path / "store", "--model", folder, stdin=b"y\ny\n")
+    ingest(folder)
     assert not (folder / "ran").exists()
 
 
@@ -83,8 +73,7 @@ def test_a_config_that_names_a_kernel_of_a_hub_fetches_none(folder: Path) -> Non
     assert load_model(resolve(str(folder)), device="cpu").model.config._attn_implementation == "sdpa"
 
 
-def test_an_adapter_beside_the_weights_is_refused_by_name(folder: Path, documents: Path, tmp_path: Path) -> None:
+def test_an_adapter_beside_the_weights_is_refused_by_name(folder: Path) -> None:
     """The fingerprint does not count it: with and without it a store would hold another model's KV under one name."""
     (folder / "adapter_config.json").write_text("{}")
-    args = ("ingest", documents, "--store", tmp_path / "store", "--model", folder)
-    kvtool(*args).failed(12, "adapter_config.json")
+    ingest(folder).failed(12, "adapter_config.json")

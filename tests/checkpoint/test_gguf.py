@@ -6,8 +6,8 @@ import contextlib
 import json
 import random
 import struct
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,13 +103,8 @@ def test_a_short_tokenizer_is_read_as_the_same(model: Any, kinds: set[type], tmp
 
 
 def test_two_at_once(tiny: Path, home: Path) -> None:
-    folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(converted(tiny))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(folders) == 2
+    with ThreadPoolExecutor(2) as threads:
+        folders = [*threads.map(converted, [tiny] * 2)]
     assert folders[0] == folders[1]
     assert [p.name for p in folders[0].parent.iterdir() if p.is_dir()] == [folders[0].name]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,17 +19,12 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer, resolve_device, resolve_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model.tokens import encode
-from tests.families import FAMILIES, HYBRIDS, edit_config, save_tiny, tiny_model, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+from tests.families import FAMILIES, HYBRIDS, edit_config, save_tiny, tiny_model
 
 
 @pytest.fixture
-def files(saved: Path, tmp_path: Path) -> ModelFiles:
-    return resolve(str(shutil.copytree(saved, tmp_path / "model")))
+def files(folder: Path) -> ModelFiles:
+    return resolve(str(folder))
 
 
 def refused(files: ModelFiles) -> ModelError:
@@ -47,9 +40,7 @@ def refused(files: ModelFiles) -> ModelError:
     [*((name, "float32") for name in FAMILIES | HYBRIDS), ("llama-llama3", "bfloat16"), ("qwen2", "float16")],
 )
 def test_every_family_saved_and_loaded(name: str, dtype: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path, tokenizer=False, dtype=dtype)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    loaded = load_model(resolve(str(tmp_path)), device="cpu", dtype=dtype)
+    loaded = load_model(resolve(str(save_tiny(name, tmp_path, dtype=dtype))), device="cpu", dtype=dtype)
     ids, same = torch.arange(2, 90)[None], tiny_model(name, dtype)
     same.set_attn_implementation(loaded.model.config._attn_implementation)
     assert torch.equal(loaded.model(ids).logits, same(ids).logits)
@@ -190,18 +181,13 @@ def test_auto_dtype(
 
 
 def test_auto_dtype_from_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny("llama", tmp_path, dtype="bfloat16")
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(save_tiny("llama", tmp_path, dtype="bfloat16"), dtype=None)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx512_bf16")
     assert resolve_dtype("auto", "cpu", resolve(str(tmp_path))) == "bfloat16"
 
 
 def test_old_torch_dtype_key(files: ModelFiles) -> None:
-    config = json.loads((files.folder / "config.json").read_text())
-    del config["dtype"]
-    (files.folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    edit_config(files.folder, dtype=None, torch_dtype="float16")
     assert resolve_dtype("auto", "mps", files) == "float16"
 
 

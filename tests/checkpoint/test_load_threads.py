@@ -11,7 +11,7 @@ import torch
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.common.collecting import quiet
-from tests.families import save_tiny, tiny_model, tiny_tokenizer
+from tests.families import save_tiny, tiny_model
 
 IDS = torch.arange(5, 60)[None]
 
@@ -19,9 +19,7 @@ IDS = torch.arange(5, 60)[None]
 def test_two_threads_load_at_once(tmp_path: Path) -> None:
     """Loading sets torch's default dtype for the whole process, and restores what it found."""
     expected = tiny_model("llama", "bfloat16")(IDS).logits
-    save_tiny("llama", tmp_path, tokenizer=False, dtype="bfloat16")
-    tiny_tokenizer().save_pretrained(tmp_path)
-    files, start = resolve(str(tmp_path)), threading.Barrier(4)
+    files, start = resolve(str(save_tiny("llama", tmp_path, dtype="bfloat16"))), threading.Barrier(4)
 
     def load(number: int) -> torch.Tensor:
         start.wait()

@@ -11,37 +11,48 @@ import transformers as t
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
-from kvtool.core.checkpoint.support import check_supported, context_limit
+from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rope
 from kvtool.core.session.gate import check_invariants
-from tests.families import FAMILIES, SHAPE, filled, tiny_model
+from tests.families import FAMILIES, HYBRIDS, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS, text_model
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+_STATES_AND_WINDOWS = ["linear_attention", "sliding_attention"] * 24
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("sparse-mla", lambda: t.DeepseekV32Config(), "chooses keys by their content"),
-    ("mamba", lambda: t.MambaConfig(), "recurrent"),
-    ("mamba2", lambda: t.Mamba2Config(), "recurrent"),
-    ("bamba", lambda: t.BambaConfig(), "recurrent"),
-    ("granite-hybrid", lambda: t.GraniteMoeHybridConfig(), "recurrent"),
-    ("phi4-multimodal", lambda: t.Phi4MultimodalConfig(), "no text model apart from what it sees or hears"),
-    ("paligemma", lambda: t.PaliGemmaConfig(), "bidirectional"),
-    ("mllama", lambda: t.MllamaConfig(), "layers that attend to images"),
-    ("wrapped", lambda: t.LlavaConfig(text_config=t.OPTConfig()), "no rotary"),
-    ("gpt2", lambda: t.GPT2Config(), "no rotary"),
-    ("opt", lambda: t.OPTConfig(), "no rotary"),
-    ("bloom", lambda: t.BloomConfig(), "no rotary"),
-    ("mpt", lambda: t.MptConfig(), "no rotary"),
-    ("falcon-alibi", lambda: t.FalconConfig(alibi=True), "ALiBi"),
-    ("rwkv", lambda: t.RwkvConfig(), "no rotary"),
-    ("bert", lambda: t.BertConfig(), "no rotary"),
-    ("t5", lambda: t.T5Config(), "encoder-decoder"),
-    ("bart", lambda: t.BartConfig(), "encoder-decoder"),
+    ("sparse-mla", t.DeepseekV32Config, "chooses keys by their content"),
+    ("mamba", t.MambaConfig, "recurrent"),
+    ("mamba2", t.Mamba2Config, "recurrent state in every layer"),
+    ("bamba", t.BambaConfig, "recurrent"),
+    ("granite-hybrid", t.GraniteMoeHybridConfig, "recurrent state in every layer"),
+    (
+        "windows",
+        partial(t.Qwen3NextConfig, layer_types=_STATES_AND_WINDOWS),
+        "recurrent state besides sliding_attention",
+    ),
+    ("phi4-multimodal", t.Phi4MultimodalConfig, "no text model apart from what it sees or hears"),
+    ("paligemma", t.PaliGemmaConfig, "bidirectional"),
+    ("mllama", t.MllamaConfig, "layers that attend to images"),
+    ("wrapped", partial(t.LlavaConfig, text_config=t.OPTConfig()), "no rotary"),
+    ("gpt2", t.GPT2Config, "no rotary"),
+    ("opt", t.OPTConfig, "no rotary"),
+    ("bloom", t.BloomConfig, "no rotary"),
+    ("mpt", t.MptConfig, "no rotary"),
+    ("falcon-alibi", partial(t.FalconConfig, alibi=True), "ALiBi"),
+    ("rwkv", t.RwkvConfig, "no rotary"),
+    ("bert", t.BertConfig, "no rotary"),
+    ("t5", t.T5Config, "encoder-decoder"),
+    ("bart", t.BartConfig, "encoder-decoder"),
 ]
 
 
@@ -113,24 +124,18 @@ def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         decoder_of(model)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | HYBRIDS)
 def test_supported_families(name: str) -> None:
-    check_supported(FAMILIES[name]())
+    config = (FAMILIES | HYBRIDS)[name]()
+    check_supported(config)
+    assert keeps_states(config) == (name in HYBRIDS)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        t.MistralConfig(),  # one window for all layers
-        t.Gemma2Config(),
-        t.Gemma3TextConfig(),
-        t.Cohere2Config(),
-        t.Olmo3Config(),
-        t.GptOssConfig(),
         t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=4),
         t.Phi3Config(sliding_window=2047),
-        t.SmolLM3Config(),
-        t.OlmoeConfig(),
         t.LlamaConfig(rope_parameters={"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
     ],
     ids=lambda config: config.model_type,
@@ -145,37 +150,11 @@ def test_supported(config: Any) -> None:
         (t.LlamaConfig(max_position_embeddings=4096), 4096),
         (t.Phi3Config(**PHI4_MINI, rope_parameters=dict(LONGROPE)), 4096),  # then it takes its long factors
         (t.LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(DYNAMIC)), 4096),
-        (
-            t.MistralConfig(max_position_embeddings=32768, sliding_window=4096),
-            32768,
-        ),  # no layer sees further back, and none has to
+        # no layer sees further back, and none has to
+        (t.MistralConfig(max_position_embeddings=32768, sliding_window=4096), 32768),
         (t.Phi3Config(max_position_embeddings=4096, sliding_window=2047), 4096),
-        (
-            t.Qwen2Config(
-                max_position_embeddings=32768,
-                rope_parameters={
-                    "rope_type": "yarn",
-                    "rope_theta": 1e6,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
-            ),
-            131072,
-        ),
-        (
-            t.LlamaConfig(
-                max_position_embeddings=131072,
-                rope_parameters={
-                    "rope_type": "llama3",
-                    "rope_theta": 5e5,
-                    "factor": 32.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
-            ),
-            131072,
-        ),
+        (t.Qwen2Config(max_position_embeddings=32768, rope_parameters=dict(YARN)), 131072),
+        (t.LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)), 131072),
     ],
 )
 def test_context_limit(config: Any, limit: int) -> None:

@@ -37,7 +37,6 @@ def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, function: Any, name: str = "probe") -> None:
-    """Register a command module, as a file in kvtool/cli and a line in COMMANDS would."""
     made: Any = types.ModuleType(f"kvtool.cli.{name}")
     made.app = new_app()
     made.app.command()(function)
@@ -428,10 +427,10 @@ def test_config_show_says_where_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("kvtool.toml").write_text("top_k = 7")
     assert main(["config", "show", "--json", "--offline"]) == 0
     shown = json.loads(capsys.readouterr().out)["settings"]
-    assert shown["top_k"] == {"value": 7, "origin": "project", "where": "kvtool.toml"}
-    assert shown["dtype"] == {"value": "float32", "origin": "environment", "where": "KVTOOL_DTYPE"}
-    assert shown["offline"] == {"value": True, "origin": "flag", "where": "--offline"}
-    assert shown["ratio"] == {"value": 0.15, "origin": "default", "where": ""}
+    assert shown["top_k"] == {"value": 7, "origin": "project", "location": "kvtool.toml"}
+    assert shown["dtype"] == {"value": "float32", "origin": "environment", "location": "KVTOOL_DTYPE"}
+    assert shown["offline"] == {"value": True, "origin": "flag", "location": "--offline"}
+    assert shown["ratio"] == {"value": 0.15, "origin": "default", "location": ""}
     assert main(["config", "show"]) == 0
     assert "project kvtool.toml" in capsys.readouterr().out
 

@@ -40,8 +40,8 @@ def test_lines_of_a_pipe_are_questions_that_see_each_other(store: Path) -> None:
     done = kvtool("chat", "--store", store, *SHORT, "--json", stdin=asked.encode()).fine()
     first, second = done.lines
     assert (first["turn"]["number"], second["turn"]["number"]) == (1, 2)
-    assert first["tokens"]["standing"] == 0
-    assert second["tokens"]["standing"] > first["tokens"]["prompt"]
+    assert first["tokens"]["resident"] == 0
+    assert second["tokens"]["resident"] > first["tokens"]["prompt"]
     assert second["fusion"] == "epic"
     assert QUESTION in second["turn"]["search"]
 
@@ -91,8 +91,6 @@ def test_settings_for_single_questions_are_left_aside(store: Path, tmp_path: Pat
 
 
 class Screen:
-    """A chat whose words are kept."""
-
     def __init__(self, session: Session, aloud: bool = True) -> None:
         self.stdout, self.stderr = io.StringIO(), io.StringIO()
         self.out = Out(stdout=self.stdout, stderr=self.stderr)
@@ -100,7 +98,6 @@ class Screen:
         self.chat = Chat(self.out, session, self.talk, aloud=aloud)
 
     def says(self, line: str) -> str:
-        """What a line makes it say on stderr."""
         self.stderr.seek(0)
         self.stderr.truncate()
         assert self.chat.take(line)

@@ -42,11 +42,9 @@ class Home:
         }
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """What a command says."""
         return subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=LONG)
 
     def typed(self, shell: str, keys: str) -> str:
-        """What a shell's terminal shows of what is typed at its prompt."""
         leader, follower = pty.openpty()
         shown, left = b"", keys.encode()
         with subprocess.Popen(
@@ -67,7 +65,6 @@ class Home:
 
     @property
     def installed(self) -> list[str]:
-        """The shells whose completion is there."""
         return [shell for shell, path in INSTALLED.items() if (self.folder / path).is_file()]
 
 
@@ -84,7 +81,6 @@ def needed(shell: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_it_completes_in_a_real_shell(home: Home, shell: str) -> None:
-    """Installed for the shell that calls, as it detects."""
     needed(shell)
     done = home.run(shell, "-c", "kvtool --install-completion; true")
     assert f"{shell} completion installed in" in done.stdout

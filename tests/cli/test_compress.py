@@ -51,7 +51,6 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_terminal(typed: bytes, *args: object) -> tuple[str, int]:
-    """Run kvtool in a terminal of its own, in which this is typed: what it shows, and its exit code."""
     master, slave = pty.openpty()
     with subprocess.Popen(command(*args), stdin=slave, stdout=slave, stderr=slave, env=environment()) as child:
         os.close(slave)
@@ -74,7 +73,6 @@ def form(request: pytest.FixtureRequest) -> Any:
 
 
 def check_report(row: dict[str, Any], path: Path, before: dict[str, Any]) -> None:
-    """The JSON that scripts rely on, against the store's own counts before and after."""
     with Store.open(path) as store:
         after = store.stats()
     for level in row["levels"]:

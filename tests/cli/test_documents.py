@@ -67,7 +67,7 @@ def test_an_answer_cites_its_places(
     chunk = reply["chunks"][-1]
     assert chunk["source"].startswith(str(asked[0] / one.file))
     assert (chunk["line"] is None) == bool(chunk["label"])
-    assert "since_ingest" not in chunk
+    assert "staleness" not in chunk
     assert any(one.answers[0] in each["text"] for each in reply["chunks"])
 
 
@@ -108,7 +108,7 @@ def test_a_source_that_has_changed_says_so(asked: tuple[Path, list[documents.Ask
         assert f"{path} ¶" in (said := _ask(one.question, store).err)
         assert "(changed since ingest)" in said
         path.unlink()
-        assert _ask(one.question, store, "--json").json["chunks"][-1]["since_ingest"] == "gone"
+        assert _ask(one.question, store, "--json").json["chunks"][-1]["staleness"] == "deleted"
     finally:
         path.write_bytes(data)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

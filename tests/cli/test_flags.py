@@ -62,7 +62,7 @@ def test_link(link: str, where: set[int], store: Path) -> None:
     hits = [chunk for chunk in row["chunks"] if chunk["status"] == "hit"]
     assert hits
     for chunk in hits:
-        spans = [span for span in chunk["explained"]["spans"] if span["reason"]]
+        spans = [span for span in chunk["explanation"]["spans"] if span["reason"]]
         assert sum(span["token_end"] - span["token_start"] for span in spans) == 4
         assert {int(span["token_end"] == chunk["tokens"]) for span in spans} == where
 

@@ -40,7 +40,6 @@ def test_the_help_of_reports_imports_no_torch() -> None:
         ("plan", ("--runs", "reuse")),
         ("plan", ("--scheme", "int8")),
         ("quality", ("--scheme", "int8")),
-        ("quality", ("--documents", "mill1.md")),
         ("codec", ("--runs", "reuse")),
         ("codec", ("--level", "2")),
         ("deviation", ("--max-tokens", "3")),
@@ -78,6 +77,6 @@ def test_codec_goes_on_from_its_results(store: Path, tmp_path: Path) -> None:
     lines = [json.loads(line)["runs"] for line in results.read_text().splitlines()[1:]]
     assert [set(line) for line in lines] == [{"exact", "int8"}, {"exact", "int4"}, {"exact", "int8", "int4"}]
     assert kvtool(*at, "--scheme", "int8", "--resume", results).fine().json == whole
-    other = tmp_path / "quality.jsonl"
-    kvtool("inspect", "quality", "--batch", batch, "--store", store, "--runs", "reuse", "--resume", other).fine()
+    other = tmp_path / "eval.jsonl"
+    kvtool("eval", batch, "--store", store, "--runs", "reuse", "--resume", other).fine()
     kvtool(*at, "--scheme", "int8", "--resume", other).failed(2, "not written by `kvtool inspect codec`")

@@ -39,10 +39,10 @@ def test_a_place_of_several_chunks_names_them_all(tiny: Path, tmp_path: Path) ->
     chunks = list(dict.fromkeys(chunks_of(tmp_path / "store", "long.txt")))
     assert len(chunks) > 1
     row = kvtool("inspect", "chunk", "long.txt:1", *at, "--json").fine().json
-    assert list(dict.fromkeys([row["id"], *row["same_place"]])) == chunks
-    assert f"also     chunk {row['same_place'][-1]}" in kvtool("inspect", "chunk", "long.txt:1", *at).fine().out
+    assert list(dict.fromkeys([row["id"], *row["other_chunks"]])) == chunks
+    assert f"also     chunk {row['other_chunks'][-1]}" in kvtool("inspect", "chunk", "long.txt:1", *at).fine().out
     asked = kvtool("query", QUESTION, *at, "--chunks", "long.txt:1", *SHORT, "--json").fine().json
-    assert [chunk["id"] for chunk in asked["chunks"]] == [row["id"], *row["same_place"]]
+    assert [chunk["id"] for chunk in asked["chunks"]] == [row["id"], *row["other_chunks"]]
 
 
 @pytest.mark.slow
@@ -82,13 +82,13 @@ def test_no_such_chunk(text: str, store: Path) -> None:
 @pytest.mark.slow
 def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
     at = ("--store", store)
-    before = kvtool("inspect", *at, "--json").fine().json["served"]
+    before = kvtool("inspect", *at, "--json").fine().json["usage"]
     kvtool("query", QUESTION, *at, "--documents", "mill2.md", *SHORT).fine()
     chunks = chunks_of(store, "mill2.md")
     drop_records(store, chunks[0])
     kvtool("query", QUESTION, *at, "--documents", "mill2.md", *SHORT).fine()
     kvtool("query", QUESTION, *at, "--documents", "mill2.md", "--fusion", "full", *SHORT).fine()  # asks for no chunk
-    served = kvtool("inspect", *at, "--json").fine().json["served"]
+    served = kvtool("inspect", *at, "--json").fine().json["usage"]
     more = {name: served[name] - before[name] for name in ("questions", "hits", "misses")}
     assert more == {"questions": 2, "hits": 2 * len(chunks) - 1, "misses": 1}
     assert served["hit_rate"] == served["hits"] / (served["hits"] + served["misses"])
@@ -98,9 +98,9 @@ def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
 @pytest.mark.slow
 def test_modes_that_are_compared_are_one_question(store: Path) -> None:
     at = ("--store", store)
-    before = kvtool("inspect", *at, "--json").fine().json["served"]
+    before = kvtool("inspect", *at, "--json").fine().json["usage"]
     kvtool("query", QUESTION, *at, "--documents", "mill2.md", *SHORT, "--compare", "full,reuse,epic,union").fine()
-    served = kvtool("inspect", *at, "--json").fine().json["served"]
+    served = kvtool("inspect", *at, "--json").fine().json["usage"]
     more = {name: served[name] - before[name] for name in ("questions", "hits", "misses")}
     assert more == {"questions": 1, "hits": len(chunks_of(store, "mill2.md")), "misses": 0}
 
@@ -129,9 +129,9 @@ def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:
     listed = {chunk["id"]: chunk["tokens"] for document in listing(store) for chunk in document["chunks"]}
     for command in (("inspect",), ("store", "stats")):
         row = kvtool(*command, "--store", store, "--json").fine().json
-        assert row["beginning"]["id"] == prefix_chunk(store)
+        assert row["prefix"]["id"] == prefix_chunk(store)
         assert row["chunks"] == len(listed)
         assert row["tokens"] == sum(listed.values())
     told = kvtool("inspect", "--store", store).fine().out
     assert f"{len(listed)} chunks; KV of {sum(listed.values()):,} tokens\n" in told
-    assert f"beginning: {row['beginning']['tokens']} tokens, one chunk more\n" in told
+    assert f"beginning: {row['prefix']['tokens']} tokens, one chunk more\n" in told

@@ -36,7 +36,7 @@ def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp
     assert QUESTION in found.text
     assert "script" not in found.tags
     assert done.json["question"] == QUESTION
-    assert len(done.json["layers"] if what == "deviation" else done.json["chunks_over"]["full"]["layers"]) == 4
+    assert len(done.json["layers"] if what == "deviation" else done.json["chunk_attention"]["full"]["layers"]) == 4
     told = kvtool(*at).fine().out
     assert "▁" in told or "█" in told
     assert payloads(store) == before
@@ -84,8 +84,8 @@ def test_sparsity_reads_exact_records(store: Path, monkeypatch: pytest.MonkeyPat
     assert kvtool(*at).fine().json == exact
     assert exact["level"] == "exact"
     lossy = kvtool(*at, "--level", "2").fine().json
-    assert (lossy["level"], lossy["chunks_over"]) == ("2", exact["chunks_over"])
-    assert lossy["question_over"] != exact["question_over"]
+    assert (lossy["level"], lossy["chunk_attention"]) == ("2", exact["chunk_attention"])
+    assert lossy["question_attention"] != exact["question_attention"]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_sparsity_of_one_question_and_of_more(store: Path, batch: Path) -> None:
     assert one["stability"] is None
     more = kvtool("inspect", "sparsity", "--batch", batch, "--store", store, "--json").fine().json
     assert more["stability"]["questions"] == 3
-    assert more["question_over"] == one["question_over"]
+    assert more["question_attention"] == one["question_attention"]
     assert "share" in kvtool("inspect", "sparsity", "--batch", batch, "--store", store).fine().out
 
 
@@ -134,8 +134,6 @@ def test_a_report_needs_no_room_for_an_answer(what: str, store: Path, monkeypatc
 
 
 class Lengths:
-    """Notes what length a model is asked for."""
-
     def __init__(self) -> None:
         self.asked: list[int] = []
 
@@ -179,7 +177,7 @@ def test_every_report_has_a_page(what: str, store: Path, batch: Path, tmp_path: 
     about: dict[str, tuple[object, ...]] = {
         "chunk": (chunks_of(store, "mill2.md")[0],),
         "plan": (QUESTION,),
-        "quality": ("--batch", batch, "--runs", "reuse,union:0.2"),
+        "quality": (batch, "--runs", "reuse,union:0.2"),
         "codec": ("--batch", batch, "--scheme", "int8", "--scheme", "cachegen-2"),
         "deviation": (QUESTION,),
         "sparsity": ("--batch", batch),

@@ -24,7 +24,6 @@ def mixed(store: Path) -> Path:
 
 
 def listed(store: Path, *args: str) -> list[dict[str, Any]]:
-    """All chunks, flat, with their documents' facts and their levels' sizes by name."""
     documents = kvtool("store", "ls", "--store", store, *args, "--json").fine().json["documents"]
     rows = [chunk | {"source": one["source"]} for one in documents for chunk in one["chunks"]]
     return [row | {"levels": {one["level"]: one["bytes"] for one in row["levels"]}} for row in rows]

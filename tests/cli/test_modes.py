@@ -18,7 +18,6 @@ __all__ = ["built", "static_model", "tiny"]
 
 @pytest.fixture
 def open_umask() -> Iterator[None]:
-    """A shell whose new files are everybody's."""
     before = os.umask(0)
     yield
     os.umask(before)

@@ -444,8 +444,6 @@ def test_no_bar_where_nobody_watches(mode: str, verbosity: int, tty: bool, make:
 
 
 class Clock:
-    """A clock that tests set."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)

@@ -13,7 +13,7 @@ def test_it_finds_what_a_question_is_answered_from(store: Path) -> None:
     answered = kvtool("query", QUESTION, "--store", store, "--json").fine().json
     assert found["question"] == QUESTION
     assert [chunk["id"] for chunk in found["chunks"]] == [chunk["id"] for chunk in reversed(answered["chunks"])]
-    assert found["cut"] == answered["cut"]
+    assert found["chunks_omitted"] == answered["chunks_omitted"]
     assert found["chunks"][0]["text"] == answered["chunks"][-1]["text"]
 
 

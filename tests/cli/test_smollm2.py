@@ -54,5 +54,10 @@ def test_the_question_of_the_readme_is_answered_from_the_passage_that_answers_it
     reply = json.loads(run("query", "Who founded the observatory?", "--json"))
     assert "founded by Ilse Varnholt" in reply["answer"]
     assert [Path(chunk["source"]).name for chunk in reply["chunks"]] == ["kellhaven-observatory.md"]
-    assert reply["cut"] == 3
-    assert json.loads(run("query", "Who founded the observatory?", "--set", "search.min_score=0", "--json"))["cut"] == 0
+    assert reply["chunks_omitted"] == 3
+    assert (
+        json.loads(run("query", "Who founded the observatory?", "--set", "search.min_score=0", "--json"))[
+            "chunks_omitted"
+        ]
+        == 0
+    )

@@ -46,7 +46,7 @@ def test_no_command_gives_a_line_of_a_name_a_line_of_its_own(tmp_path: Path, tin
         ("store", "import", pack),
         ("query", "Who built the mill?", "-v", "--explain", *SHORT),
         ("store", "pin", folder),
-        ("store", "unpin", folder),
+        ("store", "pin", "--remove", folder),
         ("store", "rm", folder, "--yes"),
     ):
         done = kvtool(*args, *(() if "--store" in args else ("--store", store)))

@@ -22,8 +22,6 @@ from tests.cli.working import QUESTION, SHORT, command, environment
 
 
 class Terminal:
-    """A terminal that keeps what was written to it."""
-
     def __init__(self, encoding: str = "utf-8") -> None:
         self.encoding, self.text = encoding, ""
 
@@ -42,7 +40,6 @@ class Terminal:
 
     @property
     def line(self) -> str:
-        """Return its last line."""
         return self.text.rsplit("\n", 1)[-1].rsplit("\r\x1b[2K", 1)[-1]
 
 
@@ -59,7 +56,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def wait_for(terminal: Terminal, words: str) -> None:
-    """Wait until these words are on the last line."""
     until = time.monotonic() + 5
     while not terminal.line.endswith(words):
         assert time.monotonic() < until, terminal.text

@@ -18,7 +18,6 @@ URL = "https://example.org/" + "a-long-path/" * 8
 
 
 def pieces(text: str, seed: int) -> Iterator[str]:
-    """Cut a text as a tokenizer might."""
     rng, at = random.Random(seed), 0
     while at < len(text):
         length = rng.randint(1, 6)

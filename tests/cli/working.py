@@ -54,15 +54,12 @@ SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 @dataclass(frozen=True)
 class Done:
-    """A finished run."""
-
     code: int
     out: str
     err: str
 
     @property
     def json(self) -> dict[str, Any]:
-        """The one JSON object on stdout."""
         assert self.out.count("\n") == 1, self.out + self.err
         value: dict[str, Any] = json.loads(self.out)
         assert value["schema"] == 1
@@ -70,7 +67,6 @@ class Done:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The JSON objects on stdout, one a line."""
         return [json.loads(line) for line in self.out.splitlines()]
 
     def failed(self, code: int, *said: str) -> Done:
@@ -89,19 +85,16 @@ class Done:
         return self
 
     def fine(self, code: int = 0) -> Done:
-        """Check that it succeeded; returns itself."""
         assert self.code == code, (self.code, self.out, self.err)
         assert "error: " not in self.err
         return self
 
 
 def kvtool(*args: object, stdin: bytes = b"") -> Done:
-    """Run kvtool in this process."""
     return script(main, *args, stdin=stdin)
 
 
 def script(run: Callable[[list[str]], int], *args: object, stdin: bytes = b"") -> Done:
-    """Run a script's `main` in this process."""
     out, err = io.StringIO(), io.StringIO()
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin))
     try:
@@ -137,7 +130,6 @@ def terminal(columns: int) -> Iterator[Callable[[], str]]:
 
 
 def on_terminal(*args: object, columns: int = 100) -> Done:
-    """Run kvtool in this process with a terminal as its stdout; nobody types."""
     err = io.StringIO()
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
     try:
@@ -149,12 +141,10 @@ def on_terminal(*args: object, columns: int = 100) -> Done:
 
 
 def command(*args: object) -> list[str]:
-    """The installed command."""
     return [sys.executable, "-m", "kvtool", *map(str, args)]
 
 
 def process(*args: object, stdin: bytes = b"", **variables: str) -> Done:
-    """Run kvtool in a process of its own."""
     found = subprocess.run(
         command(*args), input=stdin, capture_output=True, env=environment(**variables), timeout=120, check=False
     )
@@ -182,25 +172,21 @@ def payloads(path: Path) -> dict[tuple[str, int], bytes]:
 
 
 def listing(path: Path) -> list[dict[str, Any]]:
-    """`store ls`: documents and their chunks."""
     documents: list[dict[str, Any]] = kvtool("store", "ls", "--store", path, "--json").fine().json["documents"]
     return documents
 
 
 def chunks_of(path: Path, name: str) -> list[str]:
-    """Ids of the chunks of the document whose source ends so."""
     (document,) = [document for document in listing(path) if document["source"].endswith(name)]
     return [chunk["id"] for chunk in document["chunks"]]
 
 
 def damages(path: Path) -> list[str]:
-    """What verify finds; in this process, for speed."""
     with Store.open(path) as store:
         return [damage.reason for damage in find_damage(store, Fraction(1))]
 
 
 def emptied(path: Path) -> Done:
-    """Prune a store of all that may be removed."""
     said = kvtool("store", "prune", "--max-size", "1", "--dry-run", "--json", "--store", path).json
     return kvtool(
         "store", "prune", "--max-size", said["bytes_after"] + 16_384, "--yes", "--json", "--store", path
@@ -234,7 +220,6 @@ def untouched(path: Path) -> Iterator[None]:
 
 
 def files_below(path: Path) -> dict[str, bytes]:
-    """All files below a folder with their content, access notes and locks aside."""
     aside = ("lock.mdb", "writer.lock", "access.log", "served.log")
     return {str(f): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file() and f.name not in aside}
 
@@ -269,7 +254,6 @@ def misshape(path: Path, *chunks: bytes) -> None:
 
 
 def fail_gate(path: Path) -> None:
-    """Let a store say that its model has failed law 4."""
     with Store.open(path) as store:
         (verdict,) = (path / "gate").glob("*.json")
         row = store.read_side(f"gate/{verdict.name}")
@@ -279,7 +263,6 @@ def fail_gate(path: Path) -> None:
 
 
 def prefix_chunk(path: Path) -> str:
-    """Id of the record of the prompt's beginning: the one that no document has."""
     known = {chunk["id"] for document in listing(path) for chunk in document["chunks"]}
     with Store.open(path) as store:
         (found,) = {chunk.hex() for chunk in store.chunk_ids()} - known
@@ -312,14 +295,12 @@ def paragraph(which: str, number: int, n: int) -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer."""
     torch.set_num_threads(1)
     return save_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def built(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `corpus/` and `store/`; leave it as it is."""
     folder = tmp_path_factory.mktemp("built")
     write_corpus(folder / "corpus")
     with pytest.MonkeyPatch.context() as patch:
@@ -336,7 +317,6 @@ def corpus(built: Path) -> Path:
 
 @pytest.fixture
 def store(built: Path, tmp_path: Path) -> Path:
-    """A store of one's own."""
     return Path(shutil.copytree(built / "store", tmp_path / "store"))
 
 

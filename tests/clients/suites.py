@@ -17,7 +17,6 @@ MOST = 100  # tokens
 
 
 def check(suite: str, name: str, run: Callable[[], Any]) -> None:
-    """Print whether a call gives something true."""
     try:
         reason = "" if run() else "another result than expected"
     except Exception as error:

@@ -34,14 +34,12 @@ others = pytest.mark.skipif(not PYTHON, reason="`make test-clients` installs the
 
 
 def run(words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program in the folder of the environment."""
     home = Path(PYTHON or sys.executable).parents[1]
     env = {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=env, cwd=home, **more)
 
 
 def rows_of(words: list[str], served: Served, *suites: str) -> list[dict[str, str]]:
-    """The checks of a script: its suite, its name, and the reason against it."""
     done = run([*words, served.url, KEY, "tiny", *suites])
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -49,13 +47,11 @@ def rows_of(words: list[str], served: Served, *suites: str) -> list[dict[str, st
 
 @pytest.fixture(scope="module")
 def served(ready: Path) -> Iterator[Served]:
-    """A server whose answers are long enough for a call."""
     with serving(ready, asking=QueryOptions(max_tokens=100)) as running:
         yield running
 
 
 def expected(*suites: str) -> Counter[str]:
-    """Checks of these suites, as the documentation counts them."""
     page = (ROOT / "kvtool" / "docs" / "guide" / "server.md").read_text(encoding="utf-8")
     counts = {
         name.strip(): int(count) for name, count in re.findall(r"^\| ([^|]+) \| (\d+) of \2 \|", page, re.MULTILINE)

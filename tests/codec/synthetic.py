@@ -48,35 +48,29 @@ class Model:
         return torch.from_numpy(latent @ self.mixing[layer] + self.means[layer]).float()
 
     def kv(self, layer: int, tokens: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> KV:
-        """Keys and values `[heads, tokens, dim]`."""
         return self.heads_of(self.sides(layer, tokens, seed), dtype)
 
     def heads_of(self, sides: torch.Tensor, dtype: torch.dtype = torch.float32) -> KV:
-        """Keys and values of sides."""
         keys, values = sides.view(2, -1, self.heads, self.dim).transpose(1, 2).to(dtype)
         return keys, values
 
 
 @cache
 def model(heads: int = 2, dim: int = 24, rank: int | None = None) -> Model:
-    """One of each."""
     return Model(heads, dim, rank)
 
 
 def fitted(of: Model, groups: int = 1, tokens: int = 400, step: float = STEP) -> Profile:
-    """A profile of a model."""
     return fit_profile(lambda layer: of.sides(layer, tokens), of.sensitivity, groups, {"model": "synthetic"}, step)
 
 
 @cache
 def profile(heads: int = 2, dim: int = 24, rank: int | None = None, groups: int = 1) -> Profile:
-    """One of each."""
     return fitted(model(heads, dim, rank), groups)
 
 
-def shelf(*profiles: Profile) -> Profiles:
-    """A lookup of these profiles."""
-    there = {one.digest: one for one in profiles}
+def shelf(*profiles: Profile | None) -> Profiles:
+    there = {one.digest: one for one in profiles if one is not None}
 
     def found(digest: bytes) -> Profile:
         if digest not in there:
@@ -87,7 +81,6 @@ def shelf(*profiles: Profile) -> Profiles:
 
 
 def item_of(payload: bytes, like: torch.Tensor, base: Encoded | None = None) -> Encoded:
-    """A record of tensors like this one."""
     heads, tokens, dim = like.shape
     return Encoded(payload, (heads, tokens, dim), NAMES[like.dtype], base)
 
@@ -126,6 +119,5 @@ def encoded(
 
 
 def relative(made: torch.Tensor, exact: torch.Tensor) -> float:
-    """RMS of the difference over RMS, in double precision."""
     wrong = (made.double() - exact.double()).square().mean().sqrt()
     return float(wrong / exact.double().square().mean().sqrt().clamp_min(1e-30))

@@ -42,28 +42,29 @@ from tests.codec.synthetic import (
     shelf,
 )
 
-SCHEMES = ["whole", "heads", "anchor"]
 ROUNDING = 1 + 1e-5  # of the stated error, a float32 sum
 
 
-def made_with(scheme: str) -> Profile | None:
-    """The profile; None: the paper's scheme."""
-    return None if scheme == "anchor" else profile(groups=1 if scheme == "whole" else 2)
+@pytest.fixture(params=["whole", "heads", "anchor"])
+def of(request: pytest.FixtureRequest) -> Profile | None:
+    """A profile; None: the paper's scheme."""
+    return None if request.param == "anchor" else profile(groups=1 if request.param == "whole" else 2)
 
 
-def decoded(item: Encoded, level: str, *profiles: Profile, layer: int = 0) -> KV:
-    """By the codec of a level; where there is no profile, by the paper's, too."""
-    made = CODECS[level].decode([item], layer, shelf(*profiles))[0]
-    if not profiles:
+def decoded(item: Encoded, level: str, of: Profile | None = None, *, layer: int = 0) -> KV:
+    made = CODECS[level].decode([item], layer, shelf(of))[0]
+    if of is None:
         again = CODECS[f"cachegen-{level}"].decode([item], layer)[0]
         assert all(torch.equal(*pair) for pair in zip(made, again, strict=True))
     return made
 
 
-def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: int = 0) -> tuple[float, float]:
+def check_law(
+    item: Encoded, level: str, exact: KV, of: Profile | None = None, *, layer: int = 0
+) -> tuple[float, float]:
     """Law 7 for one record; the errors it states."""
     coded = Record.parse(item.payload)
-    for stated, made, side in zip(coded.errors, decoded(item, level, *profiles, layer=layer), exact, strict=True):
+    for stated, made, side in zip(coded.errors, decoded(item, level, of, layer=layer), exact, strict=True):
         assert made.shape == side.shape
         assert made.dtype == side.dtype
         assert relative(made, side) <= stated * ROUNDING
@@ -76,47 +77,39 @@ def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: i
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_within_the_stated_error(scheme: str, dtype: str) -> None:
-    of = made_with(scheme)
+def test_within_the_stated_error(of: Profile | None, dtype: str) -> None:
     for layer in (0, 2):
         kv = model().kv(layer, 60, dtype=DTYPES[dtype])
         before = (0.0, 0.0)
         for level in NESTED:
             item = encoded(*kv, [level], of, layer)[level]
-            errors = check_law(item, level, kv, *([of] if of else []), layer=layer)
+            errors = check_law(item, level, kv, of, layer=layer)
             assert all(error < 1 for error in errors)
             assert all(coarse > fine for coarse, fine in zip(errors, before, strict=True))
             before = errors
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9, 10, 11, 257])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
-    of = made_with(scheme)
+def test_any_number_of_tokens(of: Profile | None, tokens: int) -> None:
     kv = model().kv(1, tokens, dtype=torch.bfloat16)
     for level, item in encoded(*kv, NESTED, of, 1).items():
-        errors = check_law(item, level, kv, *([of] if of else []), layer=1)
+        errors = check_law(item, level, kv, of, layer=1)
         assert max(errors) < 1.1
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0, -3.14159, 250.7])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_one_number_for_all(scheme: str, dtype: str, number: float) -> None:
-    of = made_with(scheme)
+def test_one_number_for_all(of: Profile | None, dtype: str, number: float) -> None:
     side = torch.full((2, 20, 24), number, dtype=DTYPES[dtype])
     for level, item in encoded(side, side, NESTED, of, 0).items():
-        check_law(item, level, (side, side), *([of] if of else []))
+        check_law(item, level, (side, side), of)
         if of is None:
             assert relative(decoded(item, level)[0], side) < 0.005
             assert len(item.payload) < 2500  # no information to encode, and escapes add none
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_numbers_far_outside(scheme: str) -> None:
+def test_numbers_far_outside(of: Profile | None) -> None:
     """They are escapes; each comes back as well as any other number does."""
-    of = made_with(scheme)
     dice = torch.Generator().manual_seed(4)
     for size in (30.0, 3e3):
         sides = model().sides(0, 80, seed=2)
@@ -126,12 +119,12 @@ def test_numbers_far_outside(scheme: str) -> None:
             sides[side, rows, columns] += size * (2 * torch.rand(12, generator=dice) - 1)
         kv = model().heads_of(sides)
         for level, item in encoded(*kv, NESTED, of, 0).items():
-            check_law(item, level, kv, *([of] if of else []))
+            check_law(item, level, kv, of)
         item = encoded(*kv, ["1"], of, 0)["1"]
         escapes = Record.parse(item.payload).escapes
-        if size == 3e3 and scheme != "anchor":  # anchors' steps grow with the largest
+        if size == 3e3 and of is not None:  # anchors' steps grow with the largest
             assert len(escapes.places) + len(escapes.marked) > 0
-        wrong = (decoded(item, "1", *([of] if of else []))[0] - kv[0]).abs().max()
+        wrong = (decoded(item, "1", of)[0] - kv[0]).abs().max()
         if of is not None:  # the step is the profile's
             usual = (decoded(plain, "1", of)[0] - model().heads_of(model().sides(0, 80, seed=2))[0]).abs().max()
             assert wrong < 1.5 * usual
@@ -141,7 +134,6 @@ def test_numbers_far_outside(scheme: str) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -> None:
-    """Half of the columns carried nothing where the profile was fitted. Errors stay what they were."""
     low, full = model(2, 64, 20), Model(2, 64, seed=1)
     of = profile(2, 64, 20, groups)
     assert of.active.max() * 32 < of.layout.padded
@@ -170,7 +162,6 @@ def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> to
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_errors_are_those_of_rounding(groups: int) -> None:
-    """At most half a step, 1 / 12 of a step squared on average: numbers in and out of the tables alike."""
     of, kv = profile(2, 32, groups=groups), model(2, 32).kv(0, 300)
     kv[0][0, 5, :3] += 800.0
     for level, item in encoded(*kv, NESTED, of).items():
@@ -184,18 +175,15 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
-    """As each in its own call, in order, with chunks of other profiles and of none among them."""
-    of = made_with(scheme)
-    other = profile(groups=2 if scheme == "whole" else 1)
+def test_several_chunks_in_one_call(of: Profile | None, dtype: str) -> None:
+    other = profile(groups=2 if of is profile(groups=1) else 1)
     sources = [of, None, of, other]
     for level in ("1", "3"):
         items, kvs = [], []
         for number, source in enumerate(sources):
             kvs.append(model().kv(2, 5 + 13 * number, seed=number, dtype=DTYPES[dtype]))
             items.append(encoded(*kvs[-1], NESTED if number % 2 else [level], source, 2)[level])
-        found = shelf(other, *([of] if of else []))
+        found = shelf(other, of)
         together = CODECS[level].decode(items, 2, found)
         assert len(together) == len(items)
         for item, pair, kv in zip(items, together, kvs, strict=True):
@@ -209,7 +197,6 @@ def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
-    """Each chunk's own is added to its own rows."""
     of = profile(2, 64, 20, groups)
     kvs = [Model(2, 64, seed=1).kv(0, tokens, seed=tokens) for tokens in (7, 30, 12)]
     kvs.insert(1, model(2, 64, 20).kv(0, 9))
@@ -222,12 +209,9 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
 
 
 @pytest.mark.some(3)
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
-    """What decoding them one by one gives, bit for bit: without a base, as refinements, or with escapes."""
-    of = made_with(scheme)
-    profiles = shelf(*([of] if of else []))
+def test_all_layers_in_one_call(of: Profile | None, dtype: str) -> None:
+    profiles = shelf(of)
     kvs = [model().kv(layer, 40, dtype=DTYPES[dtype]) for layer in range(LAYERS)]
     kvs[1][0][0, 3] *= 50  # beyond what the tables know
     for levels in ([level] for level in NESTED), [NESTED]:
@@ -241,7 +225,6 @@ def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
 
 
 def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of machine code, without Python between layers."""
     items = [encoded(*model().kv(layer, 40), ["2"], profile(), layer)["2"] for layer in range(LAYERS)]
     calls: list[int] = []
     compiled = coder.kernel
@@ -282,7 +265,6 @@ def test_no_chunk() -> None:
 
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
-    """Whole numbers of a record."""
     out = HostBuffer(torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16))
     decode.fill(of, [(layer, [(Record.parse(item.payload), item)], [0])], out)
     return out.tensor.numpy()
@@ -332,9 +314,9 @@ def test_which_level_refines_which() -> None:
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
     assert [base_level(level, b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
-    made = Record.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left unchanged
+    made = Record.parse(b"".join(CODECS["cachegen-1"].encode_layers([kv], of)[0]))  # a profile is left unchanged
     assert (made.profile, made.base) == (NO_PROFILE, 0)
-    assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
+    assert CODECS["2"].encode_layers([kv], of)[0] == encode_nested(*kv, 0, ["2"], of)["2"]
 
 
 @pytest.mark.slow
@@ -370,7 +352,6 @@ def test_the_papers_thirds() -> None:
 
 
 def test_columns_whose_tables_know_only_zero() -> None:
-    """Nothing is coded at all at the coarsest level; what is refined from nothing comes back."""
     some = model(2, 32, 20)
     of = fitted(some, step=3.0)
     assert not of.active[-1].any()
@@ -391,7 +372,6 @@ def test_whole_numbers_nest(numbers: list[int]) -> None:
 @pytest.mark.slow
 @given(data=st.data())
 def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
-    """A number that its column's table has, or a mark; the least and the greatest numbers too."""
     some = data.draw(st.lists(st.integers(0, len(shipped()) - 1), min_size=1, max_size=9))
     ids = np.resize(np.array(some, np.uint16), 64)
     any_number = st.integers(-32767, 32766) | st.integers(-130, 130)
@@ -417,16 +397,13 @@ def test_a_table_that_knows_escapes_only() -> None:
     assert symbols[0, 1] == ZERO - 5
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
-    """Farther out than numbers go: the error is as large as it is stated to be, and the others do not suffer."""
-    of = made_with(scheme)
+def test_what_is_beyond_int16_ends_there(of: Profile | None) -> None:
     keys, values = model().kv(0, 40)
     exact = keys.clone()
     keys[1, 7, 5] = 1e6
     for level, item in encoded(keys, values, NESTED, of, 0).items():
-        check_law(item, level, (keys, values), *([of] if of else []))
-        made = decoded(item, level, *([of] if of else []))[0]
+        check_law(item, level, (keys, values), of)
+        made = decoded(item, level, of)[0]
         assert torch.isfinite(made).all()
         if of is not None:
             others = [token for token in range(40) if token != 7]
@@ -469,7 +446,6 @@ def refused_after(change: Callable[[Encoded], Encoded]) -> None:
 
 
 def with_base(base: Encoded | None) -> Callable[[Encoded], Encoded]:
-    """A change of what is refined."""
     return lambda item: dataclasses.replace(item, base=base)
 
 
@@ -506,19 +482,18 @@ def test_a_layer_that_the_profile_does_not_have(layer: int) -> None:
 def test_of_another_level_or_length() -> None:
     for of in (profile(), None):
         item = encoded(*model().kv(0, 30), ["2"], of)["2"]
-        profiles = [of] if of else []
-        decoded(item, "2", *profiles)
+        decoded(item, "2", of)
         for level in ("1", "3", "4"):
             with pytest.raises(DamagedError):
-                decoded(item, level, *profiles)
+                decoded(item, level, of)
         # A profile is as wide as a model's widest layer, so it takes a narrower one: what a record says of its shape is
         # under its digest, and held against the model's.
         narrower = [] if of else [(2, 30, 12)]
         for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), *narrower):
             with pytest.raises(DamagedError):
-                decoded(dataclasses.replace(item, shape=shape), "2", *profiles)
+                decoded(dataclasses.replace(item, shape=shape), "2", of)
             with pytest.raises(DamagedError):  # not saved by a sound one before it
-                CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(*profiles))
+                CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(of))
 
 
 def test_no_base() -> None:
@@ -533,7 +508,6 @@ def test_a_base_of_another_level() -> None:
 
 
 def test_a_base_of_other_rounding() -> None:
-    """The same chunk computed on another machine: its record is sound, and not the one that is refined."""
     of, kv = profile(), model().kv(0, 30)
     chain = encoded(*kv, ["1", "2"], of)
     other = encoded(kv[0] + 0.3 * torch.rand(kv[0].shape), kv[1], ["1", "2"], of)
@@ -584,7 +558,6 @@ def test_a_base_that_says_it_is_not_transformed() -> None:
 
 
 def test_a_transformed_record_among_those_without_a_profile() -> None:
-    """It names no profile, like those before it, and has side information for as many channels."""
     kv = model().kv(0, 30)
     sound = encoded(*kv, ["1"])["1"]
     coded = Record.parse(sound.payload)
@@ -615,7 +588,6 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
         coded = Record.parse(item.payload)
         escapes = coded.escapes
         assert len(escapes.marked)
-        profiles = [of] if source else []
         just_outside = 30 * 128 if source else 2 * 30 * 64
         for changed in (
             dataclasses.replace(escapes, marked=escapes.marked[:-1]),
@@ -627,7 +599,7 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
         ):
             payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
             with pytest.raises(DamagedError):
-                decoded(item_of(payload, keys), "1", *profiles)
+                decoded(item_of(payload, keys), "1", source)
 
 
 def test_a_refinement_knows_no_marks() -> None:
@@ -647,21 +619,20 @@ def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     values[1, 2, 3] = odd
     for level in ("2", "cachegen-2"):
         with pytest.raises(KvtoolError, match="finite"):
-            CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
+            CODECS[level].encode_layers([(keys, values)], fitted(Model(2, 16)))
 
 
 @pytest.mark.parametrize(("level", "size"), [("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37)])
 def test_numbers_whose_error_cannot_be_stated_are_refused(level: str, size: float) -> None:
     keys, values = torch.randn(2, 30, 16) * size, torch.randn(2, 30, 16)
     with pytest.raises(KvtoolError, match="too large"):
-        CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
+        CODECS[level].encode_layers([(keys, values)], fitted(Model(2, 16)))
 
 
 def test_without_a_profile_a_record_is_the_papers() -> None:
     kv = model().kv(0, 30)
     for level in NESTED:
         of, paper = CODECS[level], CODECS[f"cachegen-{level}"]
-        assert b"".join(of.encode(*kv)) == b"".join(paper.encode(*kv))
         ours, theirs = ([b"".join(parts) for parts in codec.encode_layers([kv] * 3)] for codec in (of, paper))
         assert ours == theirs
     with pytest.raises(KvtoolError, match="needs a codec profile"):

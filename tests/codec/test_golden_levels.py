@@ -87,7 +87,6 @@ def file_of(name: str) -> Path:
 
 
 def stored(name: str) -> bytes:
-    """Committed bytes."""
     return file_of(name).read_bytes()
 
 
@@ -97,16 +96,14 @@ def noted(name: str) -> str:
 
 
 def tables_digest() -> str:
-    """Of the file."""
     return hashlib.sha256(files("kvtool.core.codec").joinpath("tables-1.npy").read_bytes()).hexdigest()
 
 
 def written(profile: Profile) -> dict[str, bytes]:
-    """Bytes of all kinds of records."""
     kv = source()
     out = {}
     for level in NESTED:
-        out[f"level-{level}"] = b"".join(CODECS[level].encode(*kv, 0, profile))
+        out[f"level-{level}"] = b"".join(CODECS[level].encode_layers([kv], profile)[0])
     for level, parts in encode_nested(*kv, 0, NESTED, profile).items():
         if level in REFINED:
             out[f"refined-{level}"] = b"".join(parts)
@@ -116,7 +113,6 @@ def written(profile: Profile) -> dict[str, bytes]:
 
 
 def committed(name: str, like: torch.Tensor) -> Encoded:
-    """A record with those that it refines."""
     kind, level = name.split("-")
     coarse = str(int(level) + 1)
     base = None
@@ -126,14 +122,12 @@ def committed(name: str, like: torch.Tensor) -> Encoded:
 
 
 def decoded(name: str, dtype: torch.dtype = torch.float32) -> KV:
-    """What is read from the committed bytes."""
     like = torch.empty((HEADS, TOKENS, DIM), dtype=dtype)
     profile = Profile.from_bytes(stored("profile"))
     return CODECS[name[-1]].decode([committed(name, like)], 0, shelf(profile))[0]
 
 
 def digest_of(kv: KV) -> str:
-    """blake2b of keys, then values, float32."""
     return hashlib.blake2b(b"".join(side.contiguous().numpy().tobytes() for side in kv), digest_size=16).hexdigest()
 
 
@@ -180,7 +174,6 @@ def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_to_the_nearest_step(name: str) -> None:
-    """Nothing in this file is the codec's own opinion: steps are read off the profile."""
     profile = handmade()
     wide = 3 ** (int(name[-1]) - 1)
     layout = profile.layout
@@ -194,7 +187,6 @@ def test_to_the_nearest_step(name: str) -> None:
 
 
 def test_the_header() -> None:
-    """Offsets as record.py has them."""
     for name in [*TRANSFORMED, *PLAIN]:
         data, coded = stored(name), Record.parse(stored(name))
         kind, level = name.split("-")
@@ -225,7 +217,6 @@ def test_all_that_a_record_may_hold_is_here() -> None:
 
 
 def _write() -> None:
-    """Make the files anew."""
     FOLDER.mkdir(exist_ok=True)
     for name, data in {"profile": handmade().data, **written(handmade())}.items():
         file_of(name).write_bytes(data)

@@ -54,7 +54,6 @@ def test_every_bit_pattern_comes_back(shape: tuple[int, int, int], dtype: str, d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_smaller_than_raw(dtype: torch.dtype) -> None:
-    """Not by luck: the exponents of normal numbers hold 2 to 3 bits."""
     keys, values = torch.randn(2, 2, 256, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     size = len(encoded(keys, values))
     assert size < (keys.nbytes + values.nbytes) / {2: 1.15 if dtype == torch.float16 else 1.4, 4: 1.17}[dtype.itemsize]
@@ -138,7 +137,6 @@ def test_decoding_copies_nothing() -> None:
 
 
 def test_from_the_middle_of_a_record() -> None:
-    """A payload after a header: a view that does not start the buffer."""
     sides = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     record = bytearray(64) + bytearray(b"".join(Raw("raw").encode(*sides)))
     decoded = Raw("raw").decode_one(memoryview(record)[64:], (2, 3, 4), "float32")

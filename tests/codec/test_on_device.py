@@ -31,7 +31,6 @@ def on_device(items: list[Encoded], level: str, data: bytes) -> tuple[np.ndarray
 
 
 def numbers_of(items: Sequence[Encoded], of: Profile, kind: type[HostBuffer] | type[DeviceBuffer]) -> np.ndarray:
-    """int16 `[tokens, stride]`."""
     ends = list(accumulate(item.shape[1] for item in items))
     numbers = kind(torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16))
     records = [(Record.parse(item.payload), item) for item in items]
@@ -50,7 +49,6 @@ def check(interpreter: ProcessPoolExecutor, items: Sequence[Encoded], level: str
 
 
 def outlying(tokens: int) -> KV:
-    """Numbers that no symbol stands for."""
     keys, values = model().kv(0, tokens)
     keys[0, 3] += 400.0
     return keys, values

@@ -43,7 +43,6 @@ def test_every_table_has_an_escape_and_zero() -> None:
 
 
 def test_wider_and_wider() -> None:
-    """The first knows nothing but zeros; each of the others has a wider peak than the one before."""
     rows = shipped().frequencies.astype(float)
     low, high = shipped().bounds
     assert (low[0], high[0]) == (0, 0)
@@ -78,7 +77,6 @@ def test_a_bell_has_its_spread(spread: float) -> None:
     few=st.integers(0, ALPHABET),
 )
 def test_a_table_of_any_weights(weights: list[float], few: int) -> None:
-    """A sum of 2048, an escape, and no hole between the least and the largest number that it has."""
     given_weights = np.array(weights)
     given_weights[few:] = 0
     if not given_weights.sum():
@@ -106,7 +104,6 @@ def test_a_table_of_one_symbol(symbol: int, weight: float) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 5.0, 90.0])
 def test_the_cheapest_table_of_each_column(spread: float) -> None:
-    """By the cost of every number, an escape's symbol and its 16 bits included; also of what no table knows."""
     numbers = np.rint(np.random.default_rng(1).normal(0, spread, (33, 64))).clip(-ZERO).astype(np.int16)
     numbers[5, 7], numbers[6, 7] = (3000, 127) if spread > 1 else (0, 0)
     ids = cheapest(numbers)

@@ -38,7 +38,6 @@ def made(kind: tuple[int, int, int]) -> Profile:
 
 
 def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
-    """First columns of the blocks that a level codes."""
     return of.layout.places(of.active[NESTED.index(level), layer])
 
 
@@ -54,7 +53,6 @@ def test_the_same_sample_gives_the_same_profile(kind: tuple[int, int, int], made
 
 
 def test_there_and_back(kind: tuple[int, int, int], made: Profile) -> None:
-    """The transform loses nothing before numbers are rounded, and a row of the basis is a step at every level."""
     heads, dim, _ = kind
     layout = made.layout
     for layer in range(LAYERS):
@@ -69,7 +67,6 @@ def test_there_and_back(kind: tuple[int, int, int], made: Profile) -> None:
 
 
 def test_a_step_costs_the_same_in_every_direction(made: Profile, kind: tuple[int, int, int]) -> None:
-    """An error of one step in a coefficient, weighed by the sensitivity that was fitted to: a step squared."""
     heads, dim, _ = kind
     layout = made.layout
     for side in range(2):
@@ -110,7 +107,6 @@ def test_finer_levels_code_what_coarser_ones_do(made: Profile) -> None:
 
 
 def test_what_carries_nothing_is_not_coded() -> None:
-    """Of 64 channels a side 20 directions carry something: the second block is left out, and all of it at level 4."""
     low = profile(2, 32, 20)
     assert low.active.max() == 1
     assert len(coded_blocks(low, "1", 0)) == 2
@@ -323,7 +319,6 @@ def test_a_header_that_is_no_object() -> None:
 
 
 def test_a_transform_that_has_no_inverse() -> None:
-    """It can be read, and decode; to encode with it is refused."""
     basis: Any = PARTS["basis"].clone()
     basis[1, 0, 0, 5] = 0
     flat = Profile.from_bytes(rewritten({"basis": basis}))
@@ -335,7 +330,6 @@ def test_a_transform_that_has_no_inverse() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("reach", [3, 200, 32767])
 def test_numbers_are_counted_as_one_by_one(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All levels' counts follow from one of the finest numbers; few counters at once make several rounds."""
     layout = Layout(2, 33)
     draw = np.random.default_rng(reach)
     finest = np.rint(draw.standard_normal((500, layout.stride)) * 3).astype(np.int16)

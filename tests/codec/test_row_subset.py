@@ -20,7 +20,6 @@ SPARSE = [level for level in LEVELS if level not in WHOLE]
 
 
 def records(level: str, rows: tuple[int, ...] = ROWS) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Encoded]]:
-    """Three layers, and what is stored of them."""
     kvs = [model().kv(layer, TOKENS) for layer in range(3)]
     made = encode_rows(kvs, rows, level, profile())
     keys, _ = kvs[0]
@@ -98,7 +97,6 @@ def test_layers_of_one_chunk_hold_the_same_rows() -> None:
 
 
 def test_the_bytes() -> None:
-    """Of a format that later versions must read."""
     _, items = records("keep50-raw")
     assert bytes(items[0].payload[-17:]) == bytes.fromhex("0f02020010") + struct.pack("<II4s", 37, 7, b"kvk\1")
     assert len(items[0].payload) == 2 * 2 * 7 * 24 * 4 + 17

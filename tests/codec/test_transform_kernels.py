@@ -45,7 +45,6 @@ def weights_of(
     ("groups", "heads", "dim", "tokens"), [(1, 2, 24, 1), (2, 4, 20, 97), (1, 3, 64, 200), (2, 2, 1, 7)]
 )
 def test_numbers_are_those_of_torch(machine: str, dtype: str, groups: int, heads: int, dim: int, tokens: int) -> None:
-    """Heads of odd sizes, rows that fill no tile, sides that are views."""
     layout = Layout(groups, heads // groups * dim)
     by = products.forward_by(layout, DTYPES[dtype])
     matrices, means, weights = weights_of(layout, [layout.size] * SIDES * groups, by.tile)
@@ -183,7 +182,6 @@ def joined(records: list[Any]) -> list[bytes]:
 def test_a_record_does_not_depend_on_its_batch(
     machine: str, groups: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer by layer, some together, all together, and after a batch of longer chunks."""
     of, kvs = profile(groups=groups), some_layers(53)
     single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
     monkeypatch.setattr(encode, "AT_ONCE", at_once)
@@ -263,7 +261,6 @@ def test_what_is_decoded_here_and_by_torch(machine: str, level: str, dtype: str)
     ],
 )
 def test_who_multiplies_bfloat16(features: str, machine: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels where the CPU can and nothing is faster; what is held to less than the CPU has takes less."""
     monkeypatch.setattr(isas, "runnable", lambda: (machine,))
     monkeypatch.setenv(FEATURES, features)
     assert products.multiplies_pairs(torch.bfloat16) is pairs
@@ -273,7 +270,6 @@ def test_who_multiplies_bfloat16(features: str, machine: str, pairs: bool, monke
 
 
 def test_panels_of_pairs_hold_every_weight_once() -> None:
-    """Two rows in the place of one, the first in the lower bits, each rounded to even; an odd depth ends with zeros."""
     matrix = dice(5, 50)
     laid = np.concatenate(list(panels(matrix.numpy(), PAIRS)), 1).view(np.uint16).reshape(3, -1, 2)
     side_by_side = torch.from_numpy(laid.view(np.int16)).view(torch.bfloat16).transpose(1, 2).flatten(0, 1)

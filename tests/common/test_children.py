@@ -21,7 +21,6 @@ POISON = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise
 
 @pytest.fixture
 def poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: a folder of documents with modules of well-known names among them."""
     folder = tmp_path / "documents"
     folder.mkdir()
     for name in ("json", "numpy", "xxhash", "time", "fractions", "lmdb", "sitecustomize"):

@@ -1,7 +1,5 @@
 """Every error carries the exit code that `kvtool help troubleshooting` promises."""
 
-import pytest
-
 from kvtool.core import errors
 
 
@@ -26,14 +24,3 @@ def test_codes_are_the_contract() -> None:
         "RemoteError": 1,
         "NoSpaceError": 14,
     }
-
-
-def test_message_and_hint() -> None:
-    error = errors.NoSpaceError("the disk is full", "prune")
-    assert (str(error), error.message, error.hint) == ("the disk is full", "the disk is full", "prune")
-    assert errors.KvtoolError("why").hint == ""
-
-
-def test_one_except_catches_all() -> None:
-    with pytest.raises(errors.KvtoolError):
-        raise errors.DamagedError("record 3")

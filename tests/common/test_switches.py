@@ -32,7 +32,6 @@ def test_the_lists_are_those_of_who_follows_them() -> None:
 @pytest.mark.parametrize("variable", [*SWITCHES, "KVTOOL_CPU_FEATURES", "KVTOOL_DTYPE"])
 @pytest.mark.parametrize("command", ["query Who?", "ingest .", "inspect sparsity Who?"])
 def test_a_typo_is_said_first(variable: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the store is looked for, which is not there."""
     monkeypatch.setenv(variable, "avx521")
     done = kvtool(*command.split(), "--store", "/nowhere").failed(2, variable, "avx521")
     assert done.err.count("hint: ") == 1

@@ -55,7 +55,6 @@ def levels_in(path: Path) -> dict[str, list[str]]:
 
 
 def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
-    """Return every record of a level as it is stored, envelope included."""
     found = {}
     with Store.open(path) as store, store.snapshot() as snapshot:
         for key, data in snapshot.items(tables.RECORDS):
@@ -66,7 +65,6 @@ def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
 
 
 def coded_in(path: Path, level: str) -> dict[tuple[str, int], Record]:
-    """Every record of a lossy level, its envelope checked and its payload parsed."""
     return {
         (chunk, layer): Record.parse(decode_record(bytes.fromhex(chunk), data)[1])
         for (chunk, layer), data in rows(path, level).items()
@@ -79,19 +77,16 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def losses_of(path: Path, chunk: str) -> dict[str, float]:
-    """What is known of a chunk's lossy levels."""
     with Store.open(path) as store:
         return MeasuredLosses(store).of(bytes.fromhex(chunk), store.levels(bytes.fromhex(chunk)))
 
 
 def decoded(path: Path, chunk: str, level: str) -> ChunkKV:
-    """A chunk as it comes back from a level."""
     with Store.open(path) as store:
         return read_chunk(store, bytes.fromhex(chunk), level, LAYERS, ProfileCache(store))
 
 
 def error_of(path: Path, chunk: str, level: str) -> float:
-    """Relative error of a chunk at a level: the mean over layers and sides."""
     exact, made = decoded(path, chunk, "raw"), decoded(path, chunk, level)
     found = []
     for side, other in ((exact.keys, made.keys), (exact.values, made.values)):
@@ -125,14 +120,12 @@ def flip(data: bytearray) -> None:
 
 
 def drop_profile(path: Path) -> None:
-    """Take away the profile that the store's records name."""
     digest = bytes.fromhex(state_of(path)["profile"])
     with Store.open(path) as store:
         store.environment.write(lambda transaction: transaction.delete(tables.PROFILES + digest), 0)
 
 
 def damage_profile(path: Path) -> None:
-    """Flip a bit of it."""
     digest = bytes.fromhex(state_of(path)["profile"])
     with Store.open(path) as store:
         with store.snapshot() as snapshot:
@@ -142,7 +135,6 @@ def damage_profile(path: Path) -> None:
 
 
 def drop(path: Path, level: str, *chunks: str) -> None:
-    """Take a level away from chunks; from all where none is named."""
     with Store.open(path) as store, store.writer() as writer:
         writer.drop_level([bytes.fromhex(chunk) for chunk in chunks or chunks_in(path)], level)
 
@@ -162,7 +154,6 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
 
 
 def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4) -> Path:
-    """A store of raw records."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTOOL_HOME", str(folder / "home"))
         write_corpus(folder / "in", documents, paragraphs)
@@ -171,7 +162,6 @@ def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4
 
 
 def make_fitted(plain: Path, folder: Path) -> Path:
-    """Make a store with a profile and with all levels in addition to the raw records."""
     store = Path(shutil.copytree(plain, folder / "store"))
     run(store, *NESTED, fit=True)
     return store
@@ -210,11 +200,9 @@ def fitted_store(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def plain(plain_store: Path, tmp_path: Path) -> Path:
-    """A store of one's own, raw."""
     return Path(shutil.copytree(plain_store, tmp_path / "plain"))
 
 
 @pytest.fixture
 def fitted(fitted_store: Path, tmp_path: Path) -> Path:
-    """A store of one's own with a profile and all levels."""
     return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))

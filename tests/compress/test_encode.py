@@ -112,7 +112,6 @@ def test_a_new_chunk_alone_is_encoded(fitted: Path, tmp_path: Path) -> None:
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int, error: BaseException) -> None:
-    """Let a function work `after` times, then raise."""
     works, calls = getattr(place, name), [0]
 
     def call(*args: Any, **more: Any) -> Any:
@@ -153,7 +152,6 @@ def test_an_interrupted_run_is_taken_up_again(
 
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a slow run ends, whose every record is written at once."""
     for level in NESTED:
         drop(fitted, level)
     monkeypatch.setattr(writers, "BATCH_SECONDS", -1.0)
@@ -170,7 +168,6 @@ def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 5, 8])
 def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No record is left on another profile's base, at no commit."""
     old = state_of(fitted)["profile"]
     monkeypatch.setattr(level_writer, "_AT_ONCE", 1)
     with monkeypatch.context() as patch:
@@ -189,7 +186,6 @@ def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path) -> None:
-    """Nothing may refine a record of another profile, and no level that was there is lost."""
     old, there = state_of(fitted)["profile"], levels_in(fitted)
     report = refit(fitted, "2")
     new = state_of(fitted)["profile"]

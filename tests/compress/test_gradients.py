@@ -23,7 +23,6 @@ def decoder_of(family: str) -> Decoder:
 
 
 def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> CachedPrompt:
-    """A prompt of random ids over random keys and values."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (rows,), generator=draw).tolist()
     layers = [

@@ -66,7 +66,6 @@ def sparse(sparse_store: Path, tmp_path: Path) -> Path:
 
 
 def rows_in(path: Path, chunk: str, level: str) -> set[tuple[int, ...]]:
-    """Which rows the records of a chunk say that they hold."""
     found = set()
     for (own, _), data in rows(path, level).items():
         if own == chunk:
@@ -114,7 +113,6 @@ def test_bits_are_of_the_whole_chunk(sparse: Path) -> None:
 
 @pytest.mark.slow
 def test_again_with_another_profile(sparse: Path) -> None:
-    """A record of another profile is made anew, and no other level with it."""
     before = {level: rows(sparse, level) for level in ("3", "keep50-lossless", HALF)}
     old = state_of(sparse)["profile"]
     refit(sparse, "2", keep=0.5)
@@ -195,7 +193,6 @@ def test_a_chunk_that_cannot_be_read_twice_is_refused() -> None:
 
 
 def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -> None:
-    """Collect every layer's attention over a plain prefill."""
     cache = decoder.new_cache(len(text))
     cache.set_length(len(text))
     rows_of_text = QueryRows.of(torch.arange(len(text)), "cpu")
@@ -247,10 +244,10 @@ def test_max_loss_chooses_among_them(sparse: Path) -> None:
 def test_explained(sparse: Path) -> None:
     value = ask(sparse, "--level", HALF, "--explain", "--fusion", "reuse")
     for chunk in value["chunks"]:
-        spans = chunk["explained"]["spans"]
+        spans = chunk["explanation"]["spans"]
         gone = sum(span["token_end"] - span["token_start"] for span in spans if span["reason"] == "dropped")
         assert abs(gone - chunk["tokens"] // 2) <= 2  # a character of several tokens has one fate
-        assert chunk["explained"]["reasons"] == {}
+        assert chunk["explanation"]["reasons"] == {}
     assert (
         " not there"
         in kvtool("query", QUESTION, "--store", sparse, "--level", HALF, "--explain", "--fusion", "reuse", *SHORT)

@@ -67,7 +67,6 @@ def read(path: Path, chunk: str, level: str) -> ChunkKV:
 
 
 def assert_within(path: Path, chunk: str, level: str) -> None:
-    """Each layer's keys and values, as they come back, are off by what their record states at most."""
     exact, made, coded = read(path, chunk, "raw"), read(path, chunk, level), coded_in(path, level)
     for layer, sides in enumerate(zip(exact.layers, made.layers, strict=True)):
         for one, other, stated in zip(*sides, coded[chunk, layer].errors, strict=True):
@@ -109,7 +108,6 @@ SHAPES = ((4, 30, 16, 16), (2, 30, 32, 32), (1, 30, 8, 40))
 
 
 def layers_of(tokens: int, seed: int) -> list[LayerKV]:
-    """Keys and values of three layers that have nothing in common but their tokens."""
     draw = torch.Generator().manual_seed(seed)
     return [
         (torch.randn((heads, tokens, k), generator=draw), torch.randn((heads, tokens, v), generator=draw))
@@ -147,7 +145,7 @@ def test_layers_of_different_shapes(level: str, profile: Profile) -> None:
 @pytest.mark.parametrize("level", ["raw", "lossless"])
 def test_sides_of_different_width_to_the_bit(level: str) -> None:
     for layer, kv in enumerate(layers_of(9, 2)):
-        payload = bytearray().join(bytes(part) for part in CODECS[level].encode(*kv, layer))
+        payload = bytearray().join(bytes(part) for part in CODECS[level].encode_layers([kv])[0])
         made = CODECS[level].decode([Encoded(payload, shape_of_layer(kv), "float32")], layer)[0]
         assert all(map(torch.equal, made, kv))
 
@@ -155,7 +153,7 @@ def test_sides_of_different_width_to_the_bit(level: str) -> None:
 def test_zeros_behind_a_narrow_side_take_next_to_nothing(profile: Profile) -> None:
     narrow = [(keys[:, :, :8], values) for keys, values in layers_of(500, 3)[2:]]
     wide = [(values, values) for _, values in narrow]
-    sizes = [sum(map(len, CODECS["cachegen-2"].encode(*kvs[0]))) for kvs in (narrow, wide)]
+    sizes = [sum(map(len, CODECS["cachegen-2"].encode_layers(kvs[:1])[0])) for kvs in (narrow, wide)]
     assert sizes[0] < 0.7 * sizes[1]  # as numbers 0.6
 
 
@@ -165,7 +163,6 @@ def test_zeros_behind_a_narrow_side_take_next_to_nothing(profile: Profile) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_ingest_compress_and_ask(name: str, tmp_path: Path, one_thread: None) -> None:
-    """By the commands: each record of level 2 loses what it states at most, and is what a question reads."""
     path, model = tmp_path / "store", save_tiny(name, tmp_path / "model")
     corpus = write_corpus(tmp_path / "in", 1, 2)
     kvtool("ingest", corpus, "--store", path, "--model", model, *CHUNKS, *PREFIX).fine()

@@ -19,7 +19,6 @@ MODEL = "f" * 64
 
 
 def made(at: int = 0, **changes: object) -> Audit:
-    """Make an audit; only the given fields differ."""
     values: dict[str, object] = {
         "at": at,
         "question": "Who?",
@@ -104,7 +103,6 @@ def test_audits_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_several_threads_and_processes_keep_audits(tmp_path: Path) -> None:
-    """One of the processes is killed in between."""
     with Store.open(make_store(tmp_path / "store")) as store:
         workers = [start(store.path, "audits", word, "20") for word in ("a", "killed")]
         with ThreadPoolExecutor(2) as pool:

@@ -11,7 +11,6 @@ from kvtool.core.evaluate.reference import kl, kl_of_logits
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> list[float]:
-    """Of two models' logits."""
     return kl(p.double().log_softmax(-1), q.double().log_softmax(-1)).tolist()
 
 

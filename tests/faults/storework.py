@@ -38,12 +38,14 @@ def limited(store: Store, size: str) -> None:
 
 
 def hold(store: Store, seconds: str) -> None:
+    """Hold the writer lock."""
     with store.writer():
         say("held")
         time.sleep(float(seconds))
 
 
 def lock(store: Store, wait: str) -> None:
+    """Take the writer lock once."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     say("trying")
     with store.writer(float(wait)):
@@ -72,7 +74,7 @@ def read(store: Store, *paths: str) -> None:
 
 def audits(store: Store, word: str, count: str) -> None:
     """Keep audits next to the records."""
-    from tests.evaluate.test_audits import made  # which imports torch
+    from tests.evaluate.test_audits import made  # imports torch, which a small address space has no room for
 
     say("start")
     for number in range(int(count)):
@@ -80,15 +82,20 @@ def audits(store: Store, word: str, count: str) -> None:
             say("not kept")
 
 
-WORKS = {work.__name__: work for work in (add, limited, hold, lock, watch, read, audits)}
-
-
 def main() -> int:
     try:
         with (
             Store.create_or_open(Path(sys.argv[1])) if sys.argv[2] == "add" else Store.open(Path(sys.argv[1])) as store
         ):
-            WORKS[sys.argv[2]](store, *sys.argv[3:])
+            {
+                "add": add,
+                "limited": limited,
+                "hold": hold,
+                "lock": lock,
+                "watch": watch,
+                "read": read,
+                "audits": audits,
+            }[sys.argv[2]](store, *sys.argv[3:])
     except KvtoolError as error:
         sys.stderr.write(f"{error.message}\n{error.hint}\n")
         return error.exit_code

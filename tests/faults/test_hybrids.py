@@ -47,7 +47,7 @@ def statuses(row: dict[str, Any]) -> set[str]:
 
 def stretches(store: Path) -> dict[str, int]:
     with Store.open(store) as opened:
-        return dict(opened.stats()["stretches"])
+        return dict(opened.stats()["checkpoints"])
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_prune_between_two_turns(store: Path) -> None:
                 emptied(store)
                 assert stretches(store)["count"] == 0
             second = talk.ask(Request(SECOND, documents=("mill3.md",)))
-            assert second.tokens["standing"] >= first.tokens["prompt"]
+            assert second.tokens["resident"] >= first.tokens["prompt"]
             return [first.answer, second.answer]
 
     assert turns(False, "prefix") == turns(True, "prefix")
@@ -161,7 +161,7 @@ def test_a_chat_that_is_reset_answers_as_a_new_one(store: Path) -> None:
     rows = done.lines
     assert [row["turn"]["number"] for row in rows] == [1, 2, 1, 2]
     assert [row["answer"] for row in rows[:2]] == [row["answer"] for row in rows[2:]]
-    assert rows[0]["tokens"]["standing"] == rows[2]["tokens"]["standing"] == 0
+    assert rows[0]["tokens"]["resident"] == rows[2]["tokens"]["resident"] == 0
     assert rows[2]["tokens"]["reused"] > rows[0]["tokens"]["reused"]
 
 

@@ -84,7 +84,7 @@ def test_a_file_that_fails_among_good_ones(make: Any, fresh: Any, tmp_path: Path
     assert failure["error"]
     assert f"failed: {failure['path']}: {failure['error']}\n" in done.err
     again = fresh(tmp_path / "in").fine().json  # it fails as it did: that is no news
-    assert again["still_failing"] == [failure]
+    assert again["known_failures"] == [failure]
     assert again["documents"]["unchanged"] == 1
     assert again["chunks"]["computed"] == 0
     quiet = fresh(tmp_path / "in", "--quiet", "--strict")

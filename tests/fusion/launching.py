@@ -1,4 +1,4 @@
-"""A substitute for the kernel that places a layer, on the pretended GPU; and records as a store gives them."""
+"""A substitute for the kernel that places a layer, on the pretended GPU; records as a store gives them; cases there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.placing import LayerMemory
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rope import Rotary
-from tests.fusion.making import Case
+from tests.families import tiny_model
+from tests.fusion.making import BOS, CHUNKS, Case, Ids, decoder_of, on_cpu
 from tests.pretended import streams
 
 RopeTables = npt.NDArray[np.int64]
@@ -30,19 +33,14 @@ RopeTables = npt.NDArray[np.int64]
 
 @dataclass
 class Kernel:
-    """Follows the table of addresses when the stream comes to it, as the kernel does.
-
-    Attributes
-    ----------
-    kept : what records crossed to; a GPU's allocator gives it away again in the order of the stream only.
-    """
+    """Follows the table of addresses when the stream comes to it, as the kernel does. `kept`: what records crossed to;
+    a GPU's allocator gives it away again in the order of the stream only."""
 
     launches: list[RopeTables] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def instead(cls, patch: pytest.MonkeyPatch) -> Kernel:
-        """In place of the one that needs a GPU."""
         kernel = cls()
         targets = LayerMemory.targets
 
@@ -79,7 +77,6 @@ def _follow(there: torch.Tensor, sides: Sequence[torch.Tensor], turns: Sequence[
 
 
 def _at(buffer: torch.Tensor, address: int, head: int, row: int, tokens: int) -> torch.Tensor:
-    """Return the values at an address, `[kv_heads, tokens, head_dim]`."""
     _, heads, _, head_dim = buffer.shape
     extent = (heads - 1) * head + (tokens - 1) * row + head_dim
     memory = (ctypes.c_char * (extent * buffer.itemsize)).from_address(address)
@@ -119,3 +116,16 @@ class Records:
         heads, tokens, head_dim = keys.shape
         header = KVHeader(NAMES[keys.dtype], heads, tokens, head_dim, head_dim, RAW, layer)
         return encode_record(chunk_id, header, Raw(RAW).encode(keys, values))
+
+
+def on_gpu(name: str) -> Case:
+    return Case(name, "float32", decoder_of(tiny_model(name), "cuda"))
+
+
+def held_on_gpu(case: Case) -> ChunkCache:
+    return ChunkCache(StoreSource(Records(case), case.decoder), 10**9, device=held_on(case.decoder))
+
+
+def logits_on_cpu(name: str, selector: Selector, chunks: Sequence[Ids] = CHUNKS) -> torch.Tensor:
+    case = on_cpu(name)
+    return case.fuse(case.plan(chunks, lead_in=BOS), selector).logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -67,7 +68,6 @@ def tokenizer() -> Any:
 
 
 def decoder_of(model: Any, device: str = DEVICE) -> Decoder:
-    """A decoder around a model that no file holds."""
     dtype = str(model.dtype).removeprefix("torch.")
     files: Any = None
     return Decoder(Loaded(model.to(device), tokenizer(), files, device, dtype, "tiny", 0.0))
@@ -118,10 +118,8 @@ def plain_text(name: str, dtype: str, ids: Ids, count: int) -> Ids:
 
 
 def plain_rows(name: str, dtype: str, ids: Ids, first: int, start: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of rows from place `first` on by unmodified `transformers`; positions begin at `start`.
-
-    A cache of latents holds these as keys, and rotary keys as values.
-    """
+    """Keys and values of rows from place `first` on by unmodified `transformers`; positions begin at `start`. A cache
+    of latents holds these as keys, and rotary keys as values."""
     cache = DynamicCache()
     with torch.inference_mode():
         plain_model(name, dtype)(
@@ -135,12 +133,10 @@ def plain_rows(name: str, dtype: str, ids: Ids, first: int, start: int = 0) -> l
 
 
 def swapped(model: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From what `transformers` calls keys and values of a model to what we do, or back."""
     return (values, keys) if hasattr(text_config(model.config), "kv_lora_rank") else (keys, values)
 
 
 def sensitivity_of(ids: Ids) -> bytes:
-    """Any numbers, one a token, as a store keeps them."""
     chosen = random.Random(str(ids))
     return torch.tensor([chosen.uniform(0.1, 4) for _ in ids]).half().numpy().tobytes()
 
@@ -170,7 +166,6 @@ class Case:
         holes: Sequence[int] = (),
         prefix: Ids = PREFIX,
     ) -> Plan:
-        """Plan the prompt of these chunks, each stored after `lead_in` except the numbers in `holes`."""
         wanted = [
             Candidate(ids, reason="not stored") if index in holes else self.candidate(ids, lead_in)
             for index, ids in enumerate(chunks)
@@ -193,7 +188,6 @@ class Case:
 
 
 def new_case(name: str, dtype: str = "float32") -> Case:
-    """A case of a test's own, which may break it."""
     return Case(name, dtype, decoder_of(tiny_model(name, dtype)))
 
 
@@ -202,7 +196,6 @@ case = cache(new_case)  # shared by tests that leave it whole
 
 @cache
 def on_cpu(name: str) -> Case:
-    """Return a shared case of a model that computes on the CPU, even if another device is tested."""
     return Case(name, "float32", decoder_of(tiny_model(name), "cpu"))
 
 
@@ -219,7 +212,6 @@ def lossless(name: str) -> Selector | None:
 
 
 def idle(name: str) -> Selector | None:
-    """The selector where it recomputes nothing; None if it always recomputes."""
     return _at(name, _NOTHING, "reuse")
 
 
@@ -231,8 +223,8 @@ def _at(name: str, values: dict[str, Any], kind: str) -> Selector | None:
     return SELECTORS[name]() if _WITHOUT_PARAMETERS[name] == kind else None
 
 
-LOSSLESS = tuple(name for name in SELECTORS if lossless(name))
-IDLE = tuple(name for name in SELECTORS if idle(name))
+LOSSLESS = {name: selector for name in SELECTORS if (selector := lossless(name))}
+IDLE = {name: selector for name in SELECTORS if (selector := idle(name))}
 
 
 def variants(selector: Selector) -> list[Selector]:
@@ -248,8 +240,6 @@ def variants(selector: Selector) -> list[Selector]:
 
 @dataclass(frozen=True)
 class Fixed(Selector):
-    """Recomputes rows chosen in advance."""
-
     name = "fixed"
     chosen: torch.Tensor
 
@@ -279,12 +269,18 @@ def needed(fused: Fused, selector: Selector) -> list[Segment]:
     return [s for s in fused.plan.cached if chosen or not fused.recomputed[s.start : s.stop].all()]
 
 
+def join_loaders() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtool-loader"):
+            thread.join(30)
+
+
 def missing_at(layer: int, chunk: int) -> Callable[[Sequence[Segment], int], None]:
     """The record of the prompt's segment number `chunk` (0: the prefix) turns out missing at `layer`."""
 
     def check(segments: Sequence[Segment], at: int) -> None:
         for segment in segments:
-            if at == layer and segment.ids == (PREFIX, *CHUNKS)[chunk]:
+            if at == layer and segment.source.ids == (PREFIX, *CHUNKS)[chunk]:
                 raise RecordMissing(segment, f"damaged at layer {layer}")
 
     return check

@@ -1,8 +1,5 @@
-"""Fused logits against unmodified `transformers`, which gets positions and a mask and knows nothing of kvtool.
-
-Reused rows are prefilled at their final positions, so that nothing is moved; recomputed rows and the question are
-then computed over them, under a mask by position.
-"""
+"""Fused logits against unmodified `transformers`, which gets positions and a mask. Reused rows are prefilled at their
+final positions, so that nothing is moved; recomputed rows and the question are computed over them."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ def _mask(seen: torch.Tensor) -> torch.Tensor:
 
 
 def masks_of(model: Any, rows: torch.Tensor, keys: torch.Tensor) -> Any:
-    """The mask of rows over keys by their positions, or that of each type of layer."""
     before, window = keys <= rows[:, None], getattr(model.config, "sliding_window", None)
     near = before & (keys > rows[:, None] - window) if window else before
     if getattr(model.config, "layer_types", None):

@@ -12,7 +12,7 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
-from kvtool.core.model.preemption import between_layers, uninterrupted
+from kvtool.core.model.preemption import between_layers
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.fusion.making import CHUNKS, NAMES, PREFIX, Case, Ids, case, new_case, same_bits, tokens
 from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
@@ -26,8 +26,6 @@ MODES = tuple(name for name in SELECTORS if name != "prefix")
 
 @dataclass
 class Beside:
-    """Answers that are written while something else is computed: a token of each at every opportunity."""
-
     decoder: Decoder
     together: ContinuousBatch = field(default_factory=ContinuousBatch)
     sequences: list[AnswerSequence] = field(default_factory=list)
@@ -75,7 +73,6 @@ def test_each_mode(mode: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
 def test_each_family(name: str) -> None:
-    """By `blend`, which hooks into the layers."""
     check_fuse(case(name), "blend")
 
 
@@ -134,7 +131,7 @@ def test_what_it_raises_ends_the_pass() -> None:
 
 def test_a_pass_that_is_timed_stops_for_nothing() -> None:
     one, stops = case("llama").decoder, []
-    with between_layers(lambda: stops.append(True)), uninterrupted():
+    with between_layers(lambda: stops.append(True)), between_layers(None):
         one.prefill(tokens(30, 2))
     assert not stops
 

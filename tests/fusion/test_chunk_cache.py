@@ -7,14 +7,9 @@ import pytest
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import ChunkCache, RecentChunks
-from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, case, same_bits, tokens
+from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, same_bits, tokens
 
 LAYERS = 4
-
-
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
 
 
 def test_a_chunk_is_read_once(llama: Case) -> None:

@@ -17,7 +17,7 @@ from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
+from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import QueryRows
@@ -36,8 +36,7 @@ from tests.fusion.making import (
     assert_full,
     case,
     distance,
-    idle,
-    lossless,
+    missing_at,
     same_bits,
     tokens,
 )
@@ -51,8 +50,6 @@ DROPPED = sum(len(ids) - len(kept) for ids, kept in zip(CHUNKS, KEPT, strict=Tru
 
 @dataclass
 class SomeRows:
-    """Gives the rows that the plan says are stored."""
-
     inner: KVSource
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[tuple[torch.Tensor, ...]]:
@@ -65,7 +62,6 @@ def sparse(source: Candidate, kept: tuple[int, ...] | None) -> Candidate:
 
 
 def plan_of(one: Case, lead_in: tuple[int, ...] = BOS, question: tuple[int, ...] = QUESTION) -> Plan:
-    """A prompt of CHUNKS, of which only the rows KEPT are stored."""
     chunks = [sparse(one.candidate(ids, lead_in), kept) for ids, kept in zip(CHUNKS, KEPT, strict=True)]
     return build_plan(one.candidate(PREFIX, ()), chunks, question)
 
@@ -113,11 +109,6 @@ def masked(one: Case, links: int = 0, question: tuple[int, ...] = QUESTION, keep
     return one.decoder.compute([whole.ids[place] for place in at.tolist()], rows, cache, keep=keep)
 
 
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
-
-
 # ---- the laws ----------------------------------------------------------------------------------------------------
 
 
@@ -125,11 +116,9 @@ def llama() -> Case:
 @pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3"])
 def test_recompute_everything_is_full_prefill(family: str, name: str) -> None:
     """Then all of a chunk is there, even if only some rows of it were stored."""
-    selector = lossless(name)
-    assert selector is not None
     for lead_in in (BOS, PREFIX):
         plan = plan_of(case(family), lead_in)
-        fused = fuse(case(family), selector, plan)
+        fused = fuse(case(family), LOSSLESS[name], plan)
         assert_full(case(family), plan.ids, fused.logits)
         assert (fused.tokens.dropped, fused.tokens.prompt) == (0, plan.length)
 
@@ -137,9 +126,8 @@ def test_recompute_everything_is_full_prefill(family: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", IDLE)
 def test_recompute_nothing_is_reuse(name: str, dtype: str) -> None:
-    one, selector = case("llama", dtype), idle(name)
-    assert selector is not None
-    reused, other = fuse(one, Reuse()), fuse(one, selector)
+    one = case("llama", dtype)
+    reused, other = fuse(one, Reuse()), fuse(one, IDLE[name])
     assert same_bits(reused, other)
     assert other.tokens == reused.tokens
     assert other.tokens.recomputed == 0
@@ -207,14 +195,9 @@ def test_a_plan_of_whole_chunks_is_left_alone(llama: Case) -> None:
 
 
 def test_a_record_that_cannot_be_read_is_a_whole_hole(llama: Case) -> None:
-    def check(segments: Sequence[Segment], layer: int) -> None:
-        for segment in segments:
-            if layer == 2 and segment.source.ids == CHUNKS[1]:
-                raise RecordMissing(segment, "damaged")
-
-    fused = llama.fuse(plan_of(llama), Reuse(), SpySource(SomeRows(llama.source), check))
+    fused = llama.fuse(plan_of(llama), Reuse(), SpySource(SomeRows(llama.source), missing_at(2, 2)))
     hole = fused.plan.chunks[1]
-    assert (hole.status, hole.ids, hole.reason) == ("miss", CHUNKS[1], "damaged")
+    assert (hole.status, hole.ids, hole.reason) == ("miss", CHUNKS[1], "damaged at layer 2")
     assert fused.tokens.dropped == DROPPED - len(CHUNKS[1]) + len(KEPT[1] or ())
 
 

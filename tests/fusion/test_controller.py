@@ -21,19 +21,16 @@ FLOOR = 0.15
 
 
 def speeds(token: float = 1e-5, *, own_memory: bool = True, busy: float = 1.0, **others: float) -> Speeds:
-    """Loading takes `token` seconds a token; at other levels as given (`l2=…`)."""
     loads = {"raw": LoadSpeed(0.0, token, busy, 1e9)}
     loads |= {name[1:]: LoadSpeed(0.0, one, busy, 1e9) for name, one in others.items()}
     return Speeds(PASS, loads, LAYERS, cores=4, threads=4, own_memory=own_memory)
 
 
 def at(level: str) -> tuple[Span, ...]:
-    """The same prompt with its chunks at another level."""
     return tuple(replace(span, level=level) if span.status == "hit" else span for span in SPANS)
 
 
 def mode(name: str, ratio: float = FLOOR) -> Selector:
-    """A mode that recomputes this share."""
     return SELECTORS[name]().with_amount(ratio)
 
 
@@ -45,7 +42,6 @@ def choose(spans: tuple[Span, ...] = SPANS, with_speeds: Speeds | None = None, b
 
 
 def seconds(prompt: PromptRows, name: str, ratio: float | None = None) -> float:
-    """What a mode is expected to take."""
     selector = SELECTORS[name]() if ratio is None else mode(name, ratio)
     return prompt.seconds(selector.cost(prompt))
 

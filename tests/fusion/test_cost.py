@@ -18,7 +18,6 @@ def rows_of(plan: Plan) -> PromptRows:
 
 
 def read_by(plan: Plan, cost: Cost) -> list[int]:
-    """Starts of the segments of the kinds that are read."""
     leading, found = True, []
     for segment in plan.cached:
         leading = leading and segment.status == "exact"
@@ -34,9 +33,7 @@ def test_a_mode_costs_what_it_says(name: str, lead_in: tuple[int, ...]) -> None:
     llama = case("llama")
     plan = llama.plan(lead_in=lead_in)
     prompt = rows_of(plan)
-    for selector in (SELECTORS[name](), idle(name), lossless(name)):
-        if selector is None:
-            continue
+    for selector in filter(None, (SELECTORS[name](), idle(name), lossless(name))):
         source = SpySource(llama.source)
         fused = llama.fuse(plan, selector, source)
         cost = selector.cost(prompt)

@@ -28,11 +28,6 @@ CONTEXT = sum(map(len, CHUNKS))
 LAYERS, HEADS, KV_HEADS = 4, 4, 2
 
 
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
-
-
 def adds_up(fused: Fused) -> bool:
     counts = fused.tokens
     return (
@@ -60,9 +55,7 @@ def test_epic_takes_them_from_the_ends_it_names(llama: Case, link: Any) -> None:
     wanted: set[int] = set()
     for chunk in fused.plan.chunks:
         everything = range(chunk.start, chunk.stop)
-        wanted |= set(everything[:head]) | set(
-            everything[len(everything) - tail :] if len(everything) > tail else everything
-        )
+        wanted |= {*everything[:head], *everything[max(0, len(everything) - tail) :]}
     assert set(chosen) == wanted
 
 
@@ -122,19 +115,17 @@ def test_prefix_full_and_reuse(llama: Case) -> None:
 @pytest.mark.parametrize("holes", [(), (0,), (1, 3), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str, holes: tuple[int, ...]) -> None:
-    for selector in (SELECTORS[name](), idle(name), lossless(name)):
+    for selector in filter(None, (SELECTORS[name](), idle(name), lossless(name))):
         for lead_in in (BOS, PREFIX):
-            if selector is not None:
-                fused = llama.fuse(llama.plan(lead_in=lead_in, holes=holes), selector)
-                assert adds_up(fused)
-                assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
+            fused = llama.fuse(llama.plan(lead_in=lead_in, holes=holes), selector)
+            assert adds_up(fused)
+            assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
-    """What attention weighs at a time, or masks, is one block of rows."""
     seen: list[int] = []
     softmax, attend = torch.softmax, F.scaled_dot_product_attention
 
@@ -156,15 +147,13 @@ def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sdpa, "BLOCK", eager._LEAST_ROWS)
     monkeypatch.setattr(torch, "softmax", spy)
     for plan in plans:
-        for selector in (SELECTORS[name](), lossless(name)):
-            if selector is not None:
-                llama.fuse(plan, selector)
+        for selector in filter(None, (SELECTORS[name](), lossless(name))):
+            llama.fuse(plan, selector)
     assert seen or (name == "full" and kernel == "sdpa")  # which needs no mask at all
     assert max(seen, default=0) <= eager._LEAST_ROWS
 
 
 def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) -> tuple[Fused, list[int]]:
-    """The fused prompt, and how many tokens the loader rotated at each layer."""
     plan = case_.plan(lead_in=BOS)
     seen = [0] * LAYERS
     place = Rotary.place

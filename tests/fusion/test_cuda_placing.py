@@ -19,15 +19,11 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, StoreSource, held_on
 from tests.families import tiny_model
-from tests.fusion.launching import Kernel, Records
+from tests.fusion.launching import Kernel, Records, held_on_gpu, logits_on_cpu, on_gpu
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
 from tests.pretended.streams import Log
 
 LAYERS = 4
-
-
-def on_gpu(name: str) -> Case:
-    return Case(name, "float32", decoder_of(tiny_model(name), "cuda"))
 
 
 def sources(own: Case) -> dict[str, KVSource]:
@@ -48,8 +44,7 @@ def test_a_real_gpu_places_in_one_launch(family: str) -> None:
 @pytest.mark.parametrize("source", ["memory", "records"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str, source: str) -> None:
-    wanted = on_cpu(family).fuse(on_cpu(family).plan(lead_in=BOS), Epic()).logits
-    own = on_gpu(family)
+    own, wanted = on_gpu(family), logits_on_cpu(family, Epic())
     plan = own.plan(lead_in=BOS)
     fused = own.fuse(plan, Epic(), sources(own)[source])
     assert distance(fused.logits, wanted) <= 1e-4
@@ -71,7 +66,7 @@ def test_records_held_are_read_from_where_they_are(
     spy = SpySource(StoreSource(Records(own), own.decoder))
     hot = ChunkCache(spy, limit, device=held_on(own.decoder) if there else None)
     for chunks in (CHUNKS[:2], CHUNKS, CHUNKS[::-1]):
-        wanted = on_cpu("llama").fuse(on_cpu("llama").plan(chunks, lead_in=BOS), Reuse()).logits
+        wanted = logits_on_cpu("llama", Reuse(), chunks)
         assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Reuse(), hot).logits, wanted) <= 1e-4
     if limit == 10**9:
         assert len(spy.reads) == 2 * LAYERS
@@ -89,8 +84,7 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
 
     monkeypatch.setattr(LayerMemory, "upload", counted)
     own = on_gpu("llama")
-    hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
-    plan = own.plan(lead_in=BOS)
+    hot, plan = held_on_gpu(own), own.plan(lead_in=BOS)
     for _ in range(2):  # the first question brings the records to where they are held
         own.fuse(plan, Reuse(), hot)
     assert crossed == [64 * len(plan.cached)] * LAYERS  # only the table; the second question needs no thread
@@ -101,10 +95,8 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
 def test_what_is_held_is_placed_before_the_pass_by_no_thread(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, selector: type[Selector]
 ) -> None:
-    own = on_gpu("qwen3")
-    wanted = on_cpu("qwen3").fuse(on_cpu("qwen3").plan(lead_in=BOS), selector()).logits
-    hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
-    plan = own.plan(lead_in=BOS)
+    own, wanted = on_gpu("qwen3"), logits_on_cpu("qwen3", selector())
+    hot, plan = held_on_gpu(own), own.plan(lead_in=BOS)
     own.fuse(plan, Reuse(), hot)
     kernel.launches.clear()
     monkeypatch.setattr(loader.Loader, "_run", None)
@@ -120,7 +112,7 @@ def test_of_chunks_that_are_held_only_the_wanted_part_is_placed(kernel: Kernel) 
 
     own, cpu = on_gpu("llama"), on_cpu("llama")
     wanted = cpu.fuse(cut(cpu), Reuse()).logits
-    hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
+    hot = held_on_gpu(own)
     for _ in range(2):  # read, then held
         assert distance(own.fuse(cut(own), Reuse(), hot).logits, wanted) <= 1e-4
 
@@ -135,15 +127,13 @@ def test_memory_is_used_again_only_when_its_layer_stands(
     monkeypatch.setattr(loader, "default_workers", lambda: 1)
     own = on_gpu("llama")
     plan, source = own.plan(lead_in=BOS), StoreSource(Records(own), own.decoder)
-    wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
+    wanted = logits_on_cpu("llama", Reuse())
     assert distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
     monkeypatch.setattr("tests.pretended.streams.Event.synchronize", lambda self: None)
     assert not distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
 
 
 def test_a_flipped_bit_is_found_where_it_stands(kernel: Kernel) -> None:
-    """The digest is that of the very bytes that would cross."""
-
     def flip(data: bytearray, layer: int) -> None:
         if layer == 2:
             data[100] ^= 1
@@ -220,6 +210,6 @@ def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch:
     monkeypatch.setattr(placing, "_MOST", 5000)
     monkeypatch.setattr(placing, "_LEAST", 64)
     own = on_gpu("llama")
-    wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
+    wanted = logits_on_cpu("llama", Reuse())
     fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))
     assert distance(fused.logits, wanted) <= 1e-4

@@ -15,11 +15,10 @@ from kvtool.core.common.types import Ids
 from kvtool.core.fusion import held_pass
 from kvtool.core.fusion.engine import Fused, fuse_into
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.captured import CapturedWork, CapturedWorks, memory_of
 from tests.families import tiny_model
-from tests.fusion.launching import Kernel, Records
-from tests.fusion.making import BOS, CHUNKS, QUESTION, Case, decoder_of, distance, on_cpu
+from tests.fusion.launching import Kernel, held_on_gpu, on_gpu
+from tests.fusion.making import BOS, CHUNKS, QUESTION, decoder_of, distance, on_cpu
 from tests.fusion.test_cuda_placing import LAYERS, Counting
 from tests.pretended import OnDevice
 from tests.pretended.streams import Log
@@ -31,9 +30,8 @@ class Held:
     """A model on the device, which holds all its chunks, and the memory of one prompt after the other."""
 
     def __init__(self, family: str) -> None:
-        self.case = Case(family, "float32", decoder_of(tiny_model(family), "cuda"))
-        records = StoreSource(Records(self.case), self.case.decoder)
-        self.source = ChunkCache(records, 10**9, device=held_on(self.case.decoder))
+        self.case = on_gpu(family)
+        self.source = held_on_gpu(self.case)
         self.case.fuse(self.case.plan(lead_in=BOS), SELECTORS["reuse"](), self.source)
         self.cache = self.case.decoder.new_cache(1)
 

@@ -26,6 +26,7 @@ from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from tests.fusion.making import (
     BOS,
     CHUNKS,
+    LOSSLESS,
     NAMES,
     PREFIX,
     QUESTION,
@@ -33,7 +34,7 @@ from tests.fusion.making import (
     SpySource,
     assert_full,
     case,
-    lossless,
+    join_loaders,
     missing_at,
     needed,
     new_case,
@@ -46,11 +47,6 @@ LAYERS = 4
 
 def loader_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "kvtool-loader"]
-
-
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -114,8 +110,6 @@ def test_a_record_that_turns_out_missing_becomes_a_hole(llama: Case, name: str, 
 
 
 class CountingSource:
-    """Gives copies, and counts the layers of which any is still alive."""
-
     def __init__(self, inner: KVSource) -> None:
         self.inner = inner
         self.given: dict[int, list[weakref.ref[torch.Tensor]]] = {}
@@ -146,8 +140,6 @@ def test_each_thread_stages_one_layer(llama: Case, workers: int) -> None:
 
 
 class SlowSource(MemorySource):
-    """One chunk's record of one layer is not through until `release` is set."""
-
     release: ClassVar[threading.Event]
     layer: ClassVar[int] = 1
     chunk: ClassVar[int] = 2
@@ -167,9 +159,7 @@ def slow(llama: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowSource]:
     monkeypatch.setattr(SlowSource, "release", threading.Event(), raising=False)
     yield SlowSource(llama.kept)
     SlowSource.release.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvtool-loader"):
-            thread.join(30)
+    join_loaders()
 
 
 @pytest.mark.parametrize("name", [name for name in SELECTORS if SELECTORS[name].uses_cache and name != "prefix"])
@@ -184,12 +174,10 @@ def test_a_record_that_is_slow_becomes_a_hole(llama: Case, name: str, slow: Slow
 
 
 def test_what_a_slow_read_brings_at_last_is_given_up(llama: Case, slow: SlowSource) -> None:
-    """The thread ends, and writes nothing into what the answer is made of."""
     fused = llama.fuse(llama.plan(lead_in=BOS), Reuse(), slow, patience=0.05)
     before = [buffer.keys.clone() for buffer in fused.cache.buffers]
     slow.release.set()
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("kvtool-loader")]:
-        thread.join(30)
+    join_loaders()
     assert not loader_threads()
     for buffer, keys in zip(fused.cache.buffers, before, strict=True):
         assert torch.equal(buffer.keys, keys)
@@ -212,7 +200,6 @@ def test_every_record_missing_is_full_prefill(llama: Case) -> None:
 
 
 def test_the_same_chunk_twice(llama: Case) -> None:
-    """A missing record is a hole at each place, one after the other."""
     chunks = [CHUNKS[0], CHUNKS[1], CHUNKS[0]]
     plan = llama.plan(chunks, lead_in=BOS)
     fused = llama.fuse(plan, Reuse(), SpySource(llama.source, before=missing_at(1, 1)))
@@ -250,14 +237,11 @@ def test_holes_are_computed_in_place(name: str, dtype: str) -> None:
     """All rows of holes and question are fresh; with everything else recomputed that is full prefill."""
     shared = case(name, dtype)
     plan = shared.plan(lead_in=BOS, holes=(0, 2))
-    for mode in SELECTORS:
-        selector = lossless(mode)
-        if selector is not None:
-            assert_full(shared, plan.ids, shared.fuse(plan, selector).logits)
+    for selector in LOSSLESS.values():
+        assert_full(shared, plan.ids, shared.fuse(plan, selector).logits)
 
 
 def test_an_exact_chunk_behind_a_hole(llama: Case) -> None:
-    """The prefix is a hole; the chunk after it is still what full prefill gives."""
     plan = llama.plan([CHUNKS[1]], lead_in=PREFIX)
     plan = plan.without(plan.segments[0], "not stored")
     assert [segment.status for segment in plan.segments] == ["miss", "exact", "fresh"]

@@ -52,12 +52,10 @@ def beside_the_cache(one: Case, size: int, selector: Selector) -> int:
 
 
 def growth(selector: Selector) -> int:
-    """Bytes that the longer prompt takes more than the shorter one."""
     return beside_the_cache(case("llama"), LONG, selector) - beside_the_cache(case("llama"), SHORT, selector)
 
 
 def test_a_longer_prompt_takes_no_more_but_its_cache() -> None:
-    """The same rows over six times the keys."""
     assert (len(QUESTION) + CHUNKS * 8) * HEADS > TOKEN_BYTES  # a matrix of scores, be it of bytes, would be noticed
     assert growth(Epic(8, shift=False)) <= TOKEN_BYTES * MORE
 

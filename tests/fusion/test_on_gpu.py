@@ -17,17 +17,12 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats
-from tests.families import tiny_model
-from tests.fusion.making import BOS, Case, decoder_of, distance, on_cpu
+from tests.fusion.launching import logits_on_cpu, on_gpu
+from tests.fusion.making import BOS, Case, distance
 from tests.pretended.streams import Log
 
 # Times that the CPU waits for the device in one pass of 4 layers, besides that for its end: all else is queued ahead.
 WAITS = {"infoflow": 1, "union": 1, "blend": 3}
-
-
-def on_gpu(name: str) -> Case:
-    """A case of a test's own on the device, with its records in main memory."""
-    return Case(name, "float32", decoder_of(tiny_model(name), "cuda"))
 
 
 def logits_of(own: Case, selector: Selector, source: KVSource | None = None) -> torch.Tensor:
@@ -38,7 +33,7 @@ def logits_of(own: Case, selector: Selector, source: KVSource | None = None) -> 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
-    wanted = logits_of(on_cpu(family), SELECTORS[name]())
+    wanted = logits_on_cpu(family, SELECTORS[name]())
     own = on_gpu(family)
     plan = own.plan(lead_in=BOS)
     gpu.waits.clear()
@@ -48,8 +43,6 @@ def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
 
 
 class Elsewhere:
-    """Hands out copies in ordinary memory, as of what was decoded there."""
-
     def __init__(self, inner: KVSource) -> None:
         self.inner = inner
 
@@ -62,22 +55,20 @@ class Elsewhere:
 def test_sides_of_other_shapes(gpu: Log, family: str) -> None:
     """Latents, and heads that differ from layer to layer, from pinned memory and from any other."""
     own = on_gpu(family)
-    wanted = logits_of(on_cpu(family), Epic())
+    wanted = logits_on_cpu(family, Epic())
     assert distance(logits_of(own, Epic()), wanted) <= 1e-4
     assert distance(logits_of(own, Epic(), Elsewhere(own.source)), wanted) <= 1e-4
 
 
 def test_records_held_on_the_device(gpu: Log) -> None:
-    """The second question reads, from another stream, what the first one kept."""
     own = on_gpu("llama")
     hot = ChunkCache(own.source, 10**9)
-    wanted = logits_of(on_cpu("llama"), Epic())
+    wanted = logits_on_cpu("llama", Epic())
     assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
     assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
 
 
-def _nothing(*ignored: object) -> None:
-    """What a mutant does in place of something."""
+def _nothing(*ignored: object) -> None: ...
 
 
 def _no_wait_for_layers(patch: pytest.MonkeyPatch) -> None:
@@ -102,7 +93,7 @@ def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [_no_wait_for_layers, _no_wait_for_the_copy, _table_in_another_stream])
 def test_a_race_shows(gpu: Log, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]) -> None:
-    wanted = logits_of(on_cpu("llama"), Epic())
+    wanted = logits_on_cpu("llama", Epic())
     own = on_gpu("llama")
     plan = own.plan(lead_in=BOS)
     broken(monkeypatch)

@@ -28,9 +28,31 @@ def test_segments_stand_one_after_another() -> None:
     assert plan.mask("fresh").nonzero()[:, 0].tolist() == [9, 10]
 
 
-def test_only_the_first_chunk_is_exact_behind_the_prefix() -> None:
-    plan = build_plan(stored(PREFIX, ()), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
-    assert statuses(plan) == ["exact", "exact", "hit", "fresh"]
+NEIGHBOURS = [stored(A, PREFIX), stored(B, (*PREFIX, *A))]
+LOST = Candidate(PREFIX, reason="not stored")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "chunks", "expected"),
+    [
+        (stored(PREFIX, ()), [stored(A, PREFIX), stored(B, PREFIX)], ["exact", "exact", "hit"]),
+        *(
+            (stored(PREFIX, ()), [stored(A, behind), stored(B, behind)], ["exact", "hit", "hit"])
+            for behind in ((), (0,), (0, 1), (1, 2), (0, 1, 2, 3))
+        ),
+        (stored(PREFIX, ()), NEIGHBOURS, ["exact", "exact", "exact"]),
+        (stored(PREFIX, ()), NEIGHBOURS[::-1], ["exact", "hit", "hit"]),
+        (Candidate((*PREFIX, 3), reason="not stored"), [stored(A, PREFIX)], ["miss", "hit"]),
+        # Rows are full prefill's whether the segments before them were read or are computed in place.
+        (LOST, [stored(A, PREFIX), stored(B, PREFIX)], ["miss", "exact", "hit"]),
+    ],
+)
+def test_a_chunk_is_exact_after_its_own_lead_in_only(
+    prefix: Candidate, chunks: list[Candidate], expected: list[str]
+) -> None:
+    plan = build_plan(prefix, chunks, QUESTION)
+    assert statuses(plan) == [*expected, "fresh"]
+    assert plan.segments[0].reason == prefix.reason
 
 
 def test_the_rest_of_a_chunk_is_never_exact() -> None:
@@ -39,30 +61,6 @@ def test_the_rest_of_a_chunk_is_never_exact() -> None:
     for first, status in ((0, "exact"), (1, "hit")):
         part = replace(whole, ids=A[first:3], part=Part(first, 3, len(A)))
         assert statuses(build_plan(stored(PREFIX, ()), [part], QUESTION)) == ["exact", status, "fresh"]
-
-
-@pytest.mark.parametrize("behind", [(), (0,), (0, 1), (1, 2), (0, 1, 2, 3)], ids=str)
-def test_no_chunk_is_exact_behind_anything_else(behind: tuple[int, ...]) -> None:
-    plan = build_plan(stored(PREFIX, ()), [stored(A, behind), stored(B, behind)], QUESTION)
-    assert statuses(plan) == ["exact", "hit", "hit", "fresh"]
-
-
-def test_a_chunk_behind_its_neighbour_is_exact_after_it() -> None:
-    chunks = [stored(A, PREFIX), stored(B, (*PREFIX, *A))]
-    assert statuses(build_plan(stored(PREFIX, ()), chunks, QUESTION)) == ["exact", "exact", "exact", "fresh"]
-    assert statuses(build_plan(stored(PREFIX, ()), chunks[::-1], QUESTION)) == ["exact", "hit", "hit", "fresh"]
-
-
-def test_a_prefix_of_another_length_makes_nothing_exact() -> None:
-    other = Candidate((*PREFIX, 3), reason="not stored")
-    assert statuses(build_plan(other, [stored(A, PREFIX)], QUESTION)) == ["miss", "hit", "fresh"]
-
-
-def test_a_hole_does_not_change_what_an_exact_chunk_is() -> None:
-    """Its rows are full prefill's whether the segments before it were read or are computed in place."""
-    plan = build_plan(Candidate(PREFIX, reason="not stored"), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
-    assert statuses(plan) == ["miss", "exact", "hit", "fresh"]
-    assert plan.segments[0].reason == "not stored"
 
 
 def test_giving_up_a_record_leaves_the_rest() -> None:

@@ -53,8 +53,6 @@ def plan_of(chunks: Sequence[Ids] = CHUNKS, question: Ids = QUESTION, prefix: Id
 
 @dataclass
 class Shelf:
-    """State checkpoints in memory, as bytes."""
-
     infos: dict[bytes, StretchInfo] = field(default_factory=dict)
     parts: dict[tuple[bytes, Place], bytes] = field(default_factory=dict)
     read_of: list[tuple[bytes, Place]] = field(default_factory=list)
@@ -111,10 +109,7 @@ def test_behind_a_stored_beginning_it_says_the_same(name: str) -> None:
     assert second.fused.tokens.reused == first.fused.plan.length - len(QUESTION)
     assert not second.new
     said = generate(
-        decoder(name),
-        second.fused.cache,
-        first_token(second.fused.logits, Sampling()),
-        Sampling(max_tokens=32),
+        decoder(name), second.fused.cache, first_token(second.fused.logits, Sampling()), Sampling(max_tokens=32)
     )
     assert said.ids == plain_text(name, "float32", tuple(second.fused.plan.ids), 32)
 

@@ -40,11 +40,6 @@ LAYERS = 4
 CONTEXT = sum(map(len, CHUNKS))
 
 
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
-
-
 def ours(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
     cache = one.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
@@ -73,11 +68,8 @@ def eager(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> to
 
 @contextmanager
 def weights_as_used(model: Any) -> Iterator[None]:
-    """Have a model whose sinks scale what was attended (Granite) give the weights that this comes to.
-
-    What it gives are those before the scale, which sum to 1. The scale is read off: what it attended over the mean of
-    the values under the weights.
-    """
+    """Have a model whose sinks scale what was attended (Granite) give the weights that this comes to, not those that
+    sum to 1. The scale is read off: what it attended over the mean of the values under the weights."""
     module = sys.modules[type(model).__module__]
     own = getattr(module, "eager_attention_forward", None)
     if own is None or not any(hasattr(part, "sinks") for part in model.modules()):
@@ -99,28 +91,24 @@ def weights_as_used(model: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_attention_of_the_model(name: str) -> None:
-    holds(case(name))
-
-
-def holds(one: Case) -> None:
-    """Question attention over reused rows is what the model's own eager attention gives."""
-    plan = one.plan(lead_in=BOS)
+    one = case(name)
     for layers in (range(2, LAYERS), range(1)):
-        assert torch.allclose(ours(one, plan, layers), eager(one, plan, layers), atol=2e-6, rtol=1e-4)
+        check_attention(one, one.plan(lead_in=BOS), layers)
+
+
+def check_attention(one: Case, plan: Plan, layers: range = range(LAYERS), pooling: Pooling = "rows") -> None:
+    mine, right = ours(one, plan, layers, pooling), eager(one, plan, layers, pooling)
+    assert torch.allclose(mine, right, atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", ["rows", "last", "both"])
 @pytest.mark.parametrize("length", [1, 64, 65, 200])
 def test_questions_of_any_length(llama: Case, length: int, pooling: Pooling) -> None:
-    """Blocks of rows are summed up as one."""
-    plan = llama.plan(lead_in=BOS, question=tokens(length, 8))
-    mine, right = (one(llama, plan, range(LAYERS), pooling) for one in (ours, eager))
-    assert torch.allclose(mine, right, atol=2e-6, rtol=1e-4)
+    check_attention(llama, llama.plan(lead_in=BOS, question=tokens(length, 8)), pooling=pooling)
 
 
 def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS, holes=(1,))
-    assert torch.allclose(ours(llama, plan, range(LAYERS)), eager(llama, plan, range(LAYERS)), atol=2e-6, rtol=1e-4)
+    check_attention(llama, llama.plan(lead_in=BOS, holes=(1,)))
 
 
 def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.fusion.source import KVSource, RecordMissing
+from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Sampling, first_token, generate
 from tests.fusion.making import (
     BOS,
@@ -31,8 +31,8 @@ from tests.fusion.making import (
     assert_full,
     case,
     distance,
-    idle,
-    lossless,
+    join_loaders,
+    missing_at,
     needed,
     new_case,
     same_bits,
@@ -41,11 +41,6 @@ from tests.fusion.making import (
 LAYERS = 4
 FIRST = CHUNKS[:1]
 LATER = (CHUNKS[1:3], CHUNKS[3:])  # the second and the third round
-
-
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
 
 
 def in_rounds(
@@ -77,18 +72,14 @@ def in_rounds(
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in LOSSLESS), ("union", "bfloat16")])
 def test_recompute_everything_in_rounds_is_full_prefill(name: str, family: str, dtype: str) -> None:
-    selector = lossless(name)
-    assert selector is not None
-    fused = in_rounds(case(family, dtype), selector, said=3)
+    fused = in_rounds(case(family, dtype), LOSSLESS[name], said=3)
     assert_full(case(family, dtype), fused.plan.ids, fused.logits)
 
 
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("name", IDLE)
 def test_recompute_nothing_in_rounds_is_one_round(name: str, family: str) -> None:
-    selector = idle(name)
-    assert selector is not None
-    one = case(family)
+    one, selector = case(family), IDLE[name]
     whole = one.fuse(one.plan(lead_in=BOS), selector)
     fused = in_rounds(one, selector, said=3)
     assert fused.plan == whole.plan
@@ -98,7 +89,6 @@ def test_recompute_nothing_in_rounds_is_one_round(name: str, family: str) -> Non
 
 
 def test_link_tokens_in_rounds_are_those_of_one_round(llama: Case) -> None:
-    """A row sees only the rows before it: what is chosen chunk by chunk is the same either way."""
     whole, fused = llama.fuse(llama.plan(lead_in=BOS), Epic()), in_rounds(llama, Epic())
     assert torch.equal(fused.recomputed, whole.recomputed)
     assert distance(fused.logits, whole.logits) <= 1e-4
@@ -149,9 +139,7 @@ def test_resident_rows_stay(llama: Case, name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_a_hole_in_a_later_round_is_computed_in_place(llama: Case, name: str) -> None:
-    selector = lossless(name)
-    assert selector is not None
-    fused = in_rounds(llama, selector, holes=[CHUNKS[1], CHUNKS[3]])
+    fused = in_rounds(llama, LOSSLESS[name], holes=[CHUNKS[1], CHUNKS[3]])
     assert [segment.status for segment in fused.plan.chunks] == ["hit", "miss", "hit", "miss"]
     assert_full(llama, fused.plan.ids, fused.logits)
 
@@ -160,14 +148,9 @@ def test_a_hole_in_a_later_round_is_computed_in_place(llama: Case, name: str) ->
 @pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
 @pytest.mark.parametrize("name", ["reuse", "epic", "blend", "infoflow", "union"])
 def test_damage_met_in_a_later_round(llama: Case, name: str, layer: int) -> None:
-    def check(segments: Sequence[Segment], at: int) -> None:
-        for segment in segments:
-            if at == layer and segment.ids == CHUNKS[1]:
-                raise RecordMissing(segment, "damaged")
-
     selector = SELECTORS[name]()
-    fused = in_rounds(llama, selector, SpySource(llama.source, before=check))
-    assert [(one.status, one.reason) for one in fused.plan.chunks if one.status == "miss"] == [("miss", "damaged")]
+    fused = in_rounds(llama, selector, SpySource(llama.source, before=missing_at(layer, 2)))
+    assert [one.reason for one in fused.plan.chunks if one.status == "miss"] == [f"damaged at layer {layer}"]
     assert distance(fused.logits, in_rounds(llama, selector, holes=[CHUNKS[1]]).logits) <= 1e-4
 
 
@@ -188,12 +171,9 @@ def test_a_slow_record_of_a_later_round_writes_nothing_into_the_prompt() -> None
     fused = in_rounds(one, Reuse(), Slow(one.source), later=LATER[:1], patience=0.05)
     before = [side.clone() for layer in fused.cache.buffers for side in layer.view()]
     release.set()
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("kvtool-loader")]:
-        thread.join(30)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(before, [side for layer in fused.cache.buffers for side in layer.view()], strict=True)
-    )
+    join_loaders()
+    after = [side for layer in fused.cache.buffers for side in layer.view()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert fused.plan.chunks[1].reason.startswith("slow")
     assert distance(fused.logits, expected.logits) <= 1e-4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvtool.core.fusion import shift
 from kvtool.core.fusion.engine import extend_fused, joined
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.native.isa import isa_here
@@ -153,7 +153,6 @@ def test_rows_that_blend_drops_keep_what_their_layer_made_of_them(monkeypatch: p
 
 
 def test_a_chunk_with_three_probes_or_fewer_is_left_alone() -> None:
-    """A few tokens that are no ordinary ones would move all the others wrongly."""
     own = case("llama")
     plan = own.plan(lead_in=BOS)
     second, fourth = plan.chunks[1], plan.chunks[3]
@@ -171,8 +170,7 @@ def test_no_row_takes_more_than_twice_the_change() -> None:
     """A probe of hardly any sensitivity would otherwise throw the others far away."""
     own = case("llama")
     plan = own.plan(lead_in=BOS)
-    quiet = [replace(s, source=replace(s.source, sensitivity=_sensitivity(len(s.ids)))) for s in plan.chunks]
-    plan = Plan((plan.segments[0], *quiet, plan.segments[-1]))
+    plan = with_sensitivities(plan, {chunk: [1e-4] * 2 + [4.0] * (len(chunk.ids) - 2) for chunk in plan.chunks})
     chosen = plan.mask()
     for chunk in plan.chunks[1::2]:
         chosen[chunk.start : chunk.start + 2] = True
@@ -184,9 +182,7 @@ def test_a_chunk_whose_sensitivity_was_not_kept_is_left_alone() -> None:
     """Every row would take the whole change of those that move most."""
     own = case("llama")
     plan = own.plan(lead_in=BOS)
-    bare = [replace(s, source=replace(s.source, sensitivity=b"")) for s in plan.chunks]
-    some = Plan((plan.segments[0], *bare[:2], *plan.chunks[2:], plan.segments[-1]))
-    none = Plan((plan.segments[0], *bare, plan.segments[-1]))
+    some, none = (with_sensitivities(plan, dict.fromkeys(chunks, ())) for chunks in (plan.chunks[:2], plan.chunks))
     moved = own.fuse(some, Epic(5)).shifted.rows
     assert not moved[: plan.chunks[2].start].any()
     assert moved[plan.chunks[3].start :].any()
@@ -198,24 +194,24 @@ def test_where_no_row_takes_anything_nothing_is_shifted() -> None:
     own = case("llama")
     plan = own.plan(lead_in=BOS)
     fourth = plan.chunks[3]
-    still = torch.tensor([4.0] * 2 + [0.0] * (len(fourth.ids) - 2)).half().numpy().tobytes()
-    segments = [replace(s, source=replace(s.source, sensitivity=still)) if s == fourth else s for s in plan.segments]
+    still = with_sensitivities(plan, {fourth: [4.0] * 2 + [0.0] * (len(fourth.ids) - 2)})
     chosen = plan.mask()
     chosen[fourth.start : fourth.start + 2] = True
-    fused = own.fuse(Plan(tuple(segments)), ShiftedRows(chosen))
+    fused = own.fuse(still, ShiftedRows(chosen))
     assert fused.shifted.to_json() == {"tokens_shifted": 0, "size": 0.0, "common": 0.0}
-    assert same_bits(fused, own.fuse(Plan(tuple(segments)), Fixed(chosen)))
+    assert same_bits(fused, own.fuse(still, Fixed(chosen)))
 
 
-def _sensitivity(tokens: int) -> bytes:
-    """Two of hardly any, then of much."""
-    return torch.tensor([1e-4] * 2 + [4.0] * (tokens - 2))[:tokens].half().numpy().tobytes()
+def with_sensitivities(plan: Plan, changed: Mapping[Segment, Sequence[float]]) -> Plan:
+    def of(segment: Segment) -> Segment:
+        numbers = torch.tensor(changed[segment][: len(segment.ids)]).half().numpy().tobytes()
+        return replace(segment, source=replace(segment.source, sensitivity=numbers))
+
+    return Plan(tuple(of(segment) if segment in changed else segment for segment in plan.segments))
 
 
 @dataclass(frozen=True)
 class ShiftedRows(Fixed):
-    """Chosen rows, and the others shifted."""
-
     shift: bool = True
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvtool.core.fusion.selectors.reuse import Reuse
 from tests.families import WINDOWED, tiny_model
-from tests.fusion.making import BOS, Case, Ids, assert_full, case, decoder_of, lossless, plain_text, tokens
+from tests.fusion.making import BOS, LOSSLESS, Case, Ids, assert_full, case, decoder_of, plain_text, tokens
 
 # Prefix 9, then chunks of 40 and a question of 7: many windows of 12 to 32, and few of 96.
 MANY: tuple[Ids, ...] = tuple(tokens(40, 70 + number) for number in range(8))
@@ -16,10 +16,9 @@ MANY: tuple[Ids, ...] = tuple(tokens(40, 70 + number) for number in range(8))
 @pytest.mark.parametrize("mode", ["full", "epic", "union", "blend"])
 def test_prompts_of_many_windows(name: str, mode: str) -> None:
     """Recompute-all is full prefill, and 32 tokens of its answer are those of plain `transformers`."""
-    one, selector = case(name), lossless(mode)
-    assert selector is not None
+    one = case(name)
     plan = one.plan(MANY, lead_in=BOS)
-    fused = one.fuse(plan, selector, reserve=32)
+    fused = one.fuse(plan, LOSSLESS[mode], reserve=32)
     assert_full(one, plan.ids, fused.logits)
     ids, logits = [], fused.logits
     for _ in range(32):

@@ -312,8 +312,8 @@ class StoreLife:
 
     def _pin(self, dice: random.Random) -> None:
         source = dice.choice(sorted(self.committed))
-        for how in ("pin", "unpin")[: dice.randint(1, 2)]:
-            self._command("store", how, source)
+        for more in ((), ("--remove",))[: dice.randint(1, 2)]:
+            self._command("store", "pin", source, *more)
 
     def _budget(self, dice: random.Random) -> None:
         self._refused(lambda: self.near.budget(dice.choice(("none", "1GB"))))

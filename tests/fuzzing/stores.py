@@ -106,7 +106,7 @@ def store_open(data: bytes) -> None:
     path.mkdir(exist_ok=True)
     (path / layout.STORE_FILE).write_bytes(data)
     with refused():
-        layout.read_store_file(path)
+        layout.read_uuid(path)
 
 
 # ---- records -----------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def rans(data: bytes) -> None:
     except DamagedError:
         return
     ids = np.arange(64, dtype=np.uint16) % len(tables)
-    stream, out = Stream(words, states), np.zeros((rows, 64), np.int16)
+    stream, out = Stream.of(words, states), np.zeros((rows, 64), np.int16)
     try:
         expected = reference.decode(stream, rows, ids, tables)
     except DamagedError:

@@ -40,7 +40,7 @@ def test_leases_that_are_nested_too_deep() -> None:
 def test_a_store_file_of_strange_json(tmp_path: Path, text: bytes) -> None:
     (tmp_path / layout.STORE_FILE).write_bytes(text)
     with pytest.raises(DamagedError):
-        layout.read_store_file(tmp_path)
+        layout.read_uuid(tmp_path)
 
 
 def test_a_manifest_that_is_no_object(tmp_path: Path) -> None:

@@ -49,11 +49,9 @@ class Head:
 
     @property
     def is_up(self) -> bool:
-        """Whether it runs."""
         return self._child.poll() is None
 
     def close(self) -> None:
-        """End it with all that it has started."""
         self._child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(PATIENCE)
@@ -72,7 +70,6 @@ class Head:
 
 @pytest.fixture(scope="session")
 def head() -> Iterator[Head]:
-    """One for all tests."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # names of sockets have to be short
         started = Head(Path(folder))
         try:

@@ -31,7 +31,6 @@ def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, 
 
 @pytest.mark.slow
 def test_the_first_use_of_a_gguf_file_is_a_phase_of_its_own(tmp_path: Path) -> None:
-    """Half a minute of the packaged model, which was taken for the reading of settings."""
     model, folder = write_gguf(tmp_path / "tiny.gguf"), write_corpus(tmp_path / "in", 1, 1)
     first, second = (
         kvtool("ingest", folder, "--store", tmp_path / store, "--model", model, "--json", "-v").fine()

@@ -16,7 +16,6 @@ from tests.cli.working import damages, kvtool, listing, write_corpus
 
 @pytest.fixture
 def folder(fresh: Any, tmp_path: Path) -> Path:
-    """Two ingested documents."""
     made = write_corpus(tmp_path / "in", 2, 1)
     fresh(made).fine()
     return made

@@ -40,7 +40,6 @@ def reading() -> Iterator[Reading]:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A sound file of each format."""
     folder, fact = tmp_path_factory.mktemp("sound"), next(facts("en"))
     for ending, write in WRITERS.items():
         write(folder / f"a.{ending}", fact)
@@ -54,7 +53,6 @@ def refused(reading: Reading, name: str, data: bytes) -> str:
 
 
 def replaced(data: bytes, name: str, content: str) -> bytes:
-    """A ZIP file with another content of one member."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
         for each in old.namelist():
@@ -63,13 +61,11 @@ def replaced(data: bytes, name: str, content: str) -> bytes:
 
 
 def claiming(data: bytes, size: int) -> bytes:
-    """Make a ZIP file whose directory says that its first member unpacks to so many bytes."""
     at = data.index(b"PK\1\2") + 24
     return data[:at] + struct.pack("<I", size) + data[at + 4 :]
 
 
 def locked(data: bytes) -> bytes:
-    """A PDF that asks for a password."""
     word = "<" + "5a" * 32 + ">"
     lock = f"/Root 1 0 R /Encrypt << /Filter /Standard /V 1 /R 2 /O {word} /U {word} /P -4 >> /ID [{word} {word}]"
     return data.replace(b"/Root 1 0 R", lock.encode())

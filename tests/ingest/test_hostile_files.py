@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvtool.core.corpus import reading
-from kvtool.core.ingest import stream, survey
+from kvtool.core.ingest import stream
 from tests.cli.working import listing
+from tests.ingest.test_seen import before_reading
 
 
 @pytest.fixture
@@ -44,11 +45,11 @@ def test_any_exception_of_one_file(
     assert [Path(failure["path"]).name for failure in done.json["failures"]] == ["b.txt"]
     assert "b.txt" in done.err
     assert len(listing(tmp_path / "fresh")) == 2
+    fresh(folder, "--fail-fast", "--retry", store=tmp_path / "fast").failed(1, "b.txt")
 
 
 @pytest.mark.slow
 def test_a_byte_that_its_encoding_cannot_replace(folder: Path, fresh: Any) -> None:
-    """It was `UnicodeEncodeError`, and the end of the ingest."""
     data = ("今天天气很好。我们去公园散步吧。\n" * 6000).encode("gbk")
     (folder / "b.txt").write_bytes(data + b"\xff\xff\n" + data)
     done = fresh(folder, "--dry-run").fine().json
@@ -66,14 +67,11 @@ def test_a_file_too_large_to_read(folder: Path, fresh: Any) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_goes_while_it_is_looked_for(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = survey.read_regular
+    def vanish(path: Path) -> None:
+        if path.name == "b.txt":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    def gone(path: str, most: int) -> bytes:
-        if path.endswith("b.txt"):
-            raise FileNotFoundError(2, "No such file or directory", path)
-        return real(path, most)
-
-    monkeypatch.setattr(survey, "read_regular", gone)
+    before_reading(monkeypatch, vanish)
     done = fresh(folder).fine().json
     assert done["documents"]["added"] == 2
     assert done["skipped"]["gone"] == 1

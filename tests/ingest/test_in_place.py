@@ -18,7 +18,6 @@ BEFORE = ((), PREFIX, ())  # tokens of a chunk's own before it, which are not st
 
 
 def made_of(own: Case) -> list[PrefilledChunk]:
-    """Prefill chunks of several lengths in one batch."""
     pairs = zip(CHUNKS, BEFORE, strict=False)
     chunks = [ChunkSpec(bytes([number]) * ID_BYTES, *pair, b"") for number, pair in enumerate(pairs)]
     return prefill(own.decoder, LeadIns(LeadIn(own.decoder, PREFIX), None), chunks)

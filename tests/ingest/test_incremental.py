@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.ingest import stream
 from tests.cli.working import (
     CHUNKS,
-    PREFIX,
     chunks_of,
     damages,
     drop_records,
@@ -176,20 +174,12 @@ def test_a_dry_run_counts_the_chunks_that_go(fresh: Any, tmp_path: Path) -> None
 
 
 def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
-    """Records that got lost are made again, although no file changed."""
     before = payloads(store)
     drop_records(store, *chunks_of(store, "mill3.md")[1:3])
     report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
     assert report["documents"]["unchanged"] == 5
     assert report["chunks"]["computed"] == 2
     assert payloads(store) == before
-
-
-def test_include_and_exclude(fresh: Any, tmp_path: Path) -> None:
-    folder = write_corpus(tmp_path / "in", 3)
-    (folder / "note.txt").write_text("A note.")
-    assert fresh(folder, "--include", "*.txt").fine().json["documents"]["added"] == 1
-    assert fresh(folder, "--exclude", "mill0*").fine().json["documents"]["added"] == 2
 
 
 @pytest.mark.slow
@@ -211,15 +201,6 @@ def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_small_batches_give_the_same_bytes(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_corpus(tmp_path / "in", documents=5)
-    fresh(folder, store=tmp_path / "large").fine()
-    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
-    fresh(folder, store=tmp_path / "small").fine()
-    assert payloads(tmp_path / "small") == payloads(tmp_path / "large")
-
-
-@pytest.mark.slow
 def test_a_split_of_the_store_is_remembered(fresh: Any, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "in", 2)
     fresh(folder).fine()
@@ -229,23 +210,3 @@ def test_a_split_of_the_store_is_remembered(fresh: Any, tmp_path: Path) -> None:
     assert report["chunks"]["computed"] >= 4  # of at most 64 tokens, as at first
     report = kvtool("ingest", folder, "--store", tmp_path / "fresh", "--chunk-tokens", "200", "--json").fine().json
     assert report["documents"]["changed"] == 3
-
-
-def test_a_file_that_fails_stops_no_other(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.errors import KvtoolError
-
-    folder = write_corpus(tmp_path / "in", 3)
-    real = stream.prepare
-
-    def refuse(file: Any, *rest: Any) -> Any:
-        if file.found.path.name == "mill1.md":
-            raise KvtoolError("too odd to cut", "simplify it")
-        return real(file, *rest)
-
-    monkeypatch.setattr(stream, "prepare", refuse)
-    fresh(folder, "--fail-fast", store=tmp_path / "fast").failed(1, "mill1.md: too odd")
-    done = fresh(folder).fine(3).json
-    assert done["documents"]["added"] == 2
-    assert done["documents"]["failed"] == 1
-    assert fresh(folder, "--continue-on-error").fine().json["documents"]["unchanged"] == 2
-    assert PREFIX == ("--lead-in", "prefix")

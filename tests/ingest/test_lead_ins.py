@@ -89,7 +89,6 @@ def test_another_lead_in_says_how_much_is_made_anew(store: Path, corpus: Path) -
 
 
 def test_another_lead_in_for_one_more_document(store: Path, tmp_path: Path) -> None:
-    """The others keep their records, and both kinds answer together."""
     (tmp_path / "new.txt").write_text("The seventh mill was built by a miller.")
     count = sum(len(document["chunks"]) for document in listing(store))
     done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lead-in", "bos").fine()
@@ -155,7 +154,6 @@ def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_model_may_move(tiny: Path, tmp_path: Path) -> None:
-    """A model is known by its contents, not by its path."""
     folder, path = write_corpus(tmp_path / "in", 1), tmp_path / "s"
     first = Path(shutil.copytree(tiny, tmp_path / "first"))
     kvtool("ingest", folder, "--store", path, "--model", first, *CHUNKS, "--lead-in", "bos").fine()

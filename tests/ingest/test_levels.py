@@ -21,7 +21,6 @@ def at(tiny: Path, tmp_path: Path) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("level", ["cachegen-2", "lossless"])
 def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> None:
-    """The prompt's own beginning is exact; what is there is not computed again; the answers come from it."""
     corpus, path = write_corpus(tmp_path / "in", 3, 3), tmp_path / "store"
     row = kvtool("ingest", corpus, *at, "--level", level, "--json").fine().json
     chunks = chunks_in(path)
@@ -68,7 +67,6 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
-    """New chunks are encoded with it, an edited document's too; the old ones stay as they are."""
     corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
     kvtool("ingest", corpus, *at).fine()
     run(path, "2", fit=True)
@@ -123,7 +121,6 @@ def test_the_first_documents_of_a_store_are_compressed_at_once(at: tuple[Any, ..
 
 @pytest.mark.slow
 def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:
-    """And nothing is stored without it."""
     corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
     kvtool("ingest", corpus, *at).fine()
     run(path, "2", fit=True)

@@ -92,17 +92,7 @@ def test_a_full_disk_under_the_log_ends_no_ingest(fresh: Any, tmp_path: Path) ->
     assert "the log /dev/full is not complete" in done.err
 
 
-@pytest.mark.parametrize("wait", ["0", "0s", "0.001m", "1ms"])
-def test_lock_wait_takes_a_duration(wait: str, fresh: Any, tmp_path: Path) -> None:
-    fresh(write_corpus(tmp_path / "in", 1, 1), "--lock-wait", wait).fine()
-
-
-def test_a_lock_wait_that_is_no_duration(fresh: Any, tmp_path: Path) -> None:
-    fresh(write_corpus(tmp_path / "in", 1, 1), "--lock-wait", "10x").failed(2, "lock-wait")
-
-
 def test_every_command_of_the_documentation(fresh: Any, tmp_path: Path) -> None:
-    """As written there, but with other paths: silent, and 0."""
     fresh(write_corpus(tmp_path / "documents", 2, 1)).fine()
     places = {"/srv/documents": tmp_path / "documents", "/var/lib/kvtool/store": tmp_path / "fresh"}
     places |= {"/var/log/kvtool": tmp_path}

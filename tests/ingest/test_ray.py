@@ -72,7 +72,6 @@ CALLS = ("prefix", "chunks")
 
 
 def backwards(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Backwards]:
-    """Have ingests take such workers; lists them."""
     started: list[Backwards] = []
 
     def start(options: object, recipe: Recipe) -> Backwards:
@@ -84,7 +83,6 @@ def backwards(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Backwards]:
 
 
 def killing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kill the first worker before the first batch is taken; lists the killed ones."""
     killed: list[int] = []
     plain = RayStorer._take
 
@@ -105,7 +103,6 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(tiny: Path, tmp_path: Path) -> tuple[object, ...]:
-    """The command of an ingest, whose store `alone` one process has made."""
     here = ("ingest", write_corpus(tmp_path / "corpus"), "--model", tiny, *CHUNKS, *PREFIX, "--json", "--store")
     kvtool(*here, tmp_path / "alone").fine()
     return here

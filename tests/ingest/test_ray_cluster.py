@@ -41,7 +41,6 @@ def test_an_address_without_a_cluster_is_told_soon() -> None:
 
 
 def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once Ray is there, and while it starts."""
     came = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     own = signal.getsignal(signal.SIGTERM)

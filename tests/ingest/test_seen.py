@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,25 @@ from kvtool.core.cache.store import Store
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.reading import Document, Reading
 from kvtool.core.ingest import survey
-from tests.cli.working import kvtool
+from tests.cli.working import chunks_of, drop_records, kvtool
 from tests.remote.serving import wreck
+
+
+def before_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]) -> None:
+    """Let something happen before each file is read."""
+    real = survey.read_regular
+
+    def read(path: str, most: int) -> bytes:
+        act(Path(path))
+        return real(path, most)
+
+    monkeypatch.setattr(survey, "read_regular", read)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each file was read, by name."""
     counted: Counter[str] = Counter()
-    real = survey.read_regular
-
-    def counting(path: str, most: int) -> bytes:
-        counted[Path(path).name] += 1
-        return real(path, most)
-
-    monkeypatch.setattr(survey, "read_regular", counting)
+    before_reading(monkeypatch, lambda path: counted.update([path.name]))
     return counted
 
 
@@ -43,7 +48,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all files had been lying there for long."""
     monkeypatch.setattr(survey, "_RACY_SECONDS", -1e9)
 
 
@@ -109,7 +113,6 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
 @pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
-    """Only what it says in the same way again is known, and no matter for cron."""
     works = tmp_path / "works"
     script = tmp_path / "convert.sh"
     script.write_text(
@@ -119,7 +122,7 @@ def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path
     (folder / "a.foo").write_text("x")
     how = ("--reader", f"foo={script} {{}}")
     assert "down" in fresh(folder, *how).fine(3).json["failures"][0]["error"]
-    assert fresh(folder, *how).fine().json["still_failing"]
+    assert fresh(folder, *how).fine().json["known_failures"]
     works.touch()
     assert fresh(folder, *how).fine().json["documents"]["added"] == 1
 
@@ -129,15 +132,12 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else an answer would call it changed although it is what was ingested."""
-    real = survey.read_regular
 
-    def growing(name: str, most: int) -> bytes:
-        path = Path(name)
+    def grow(path: Path) -> None:
         if path.name == "one.txt" and path.stat().st_size < 100:
             path.write_text(path.read_text() + " It was built by the baker, and by nobody else in the whole valley.")
-        return real(name, most)
 
-    monkeypatch.setattr(survey, "read_regular", growing)
+    before_reading(monkeypatch, grow)
     fresh(folder).fine()
     with Store.open(tmp_path / "fresh") as store:
         entry = store.file(str(folder / "one.txt"))
@@ -146,11 +146,8 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
 
 
 class TestFailures:
-    """Files that could not be read: each is reported once, and not read again."""
-
     @pytest.fixture
     def parsed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """The files that were given to a reader."""
         given: list[str] = []
         real = Reading.documents
 
@@ -172,14 +169,14 @@ class TestFailures:
         self, fresh: Any, folder: Path, broken: Path, parsed: list[str], reads: Counter[str]
     ) -> None:
         first = fresh(folder).fine(3).json
-        assert (first["still_failing"], first["not_read_again"], parsed.count("broken.docx")) == ([], 0, 1)
+        assert (first["known_failures"], first["not_retried"], parsed.count("broken.docx")) == ([], 0, 1)
         reads.clear()
         again = fresh(folder).fine().json
-        assert again["still_failing"] == first["failures"]
-        assert (again["failures"], again["documents"]["failed"], again["not_read_again"]) == ([], 0, 1)
+        assert again["known_failures"] == first["failures"]
+        assert (again["failures"], again["documents"]["failed"], again["not_retried"]) == ([], 0, 1)
         strict = fresh(folder, "--strict").fine(3).json
         assert strict["failures"] == first["failures"]
-        assert (strict["still_failing"], strict["documents"]["failed"], strict["not_read_again"]) == ([], 1, 1)
+        assert (strict["known_failures"], strict["documents"]["failed"], strict["not_retried"]) == ([], 1, 1)
         fresh(folder, "--fail-fast").fine()
         fresh(folder, "--fail-fast", "--strict").failed(1, "broken.docx")
         assert (parsed.count("broken.docx"), reads["broken.docx"]) == (1, 0)
@@ -209,7 +206,7 @@ class TestFailures:
         self, fresh: Any, folder: Path, parsed: list[str]
     ) -> None:
         fresh(folder).fine(3)
-        assert fresh(folder).fine().json["not_read_again"] == 0
+        assert fresh(folder).fine().json["not_retried"] == 0
         assert parsed.count("broken.docx") == 2
 
     @pytest.mark.usefixtures("settled")
@@ -217,14 +214,12 @@ class TestFailures:
         self, fresh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         errors = ["no permission", "no permission", "no such disk"]
-        real = survey.read_regular
 
-        def failing(path: str, most: int) -> bytes:
-            if path.endswith("two.txt") and errors:
+        def fail(path: Path) -> None:
+            if path.name == "two.txt" and errors:
                 raise OSError(5, errors.pop(0))
-            return real(path, most)
 
-        monkeypatch.setattr(survey, "read_regular", failing)
+        before_reading(monkeypatch, fail)
         assert [fresh(folder).code for _ in range(4)] == [3, 0, 3, 0]
         assert errors == []
 
@@ -312,10 +307,7 @@ def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
     (folder / "one.txt").write_text("Another mill stands on the ridge.")
     assert computed()[1] == 1  # the file's old chunks are removed: nobody refers to them
     assert computed() == (1, 0)
-    with Store.open(tmp_path / "fresh") as store, store.writer() as writer:
-        document = store.document(str(folder / "two.txt"))
-        assert document is not None
-        writer.drop_level([document.chunks[0].chunk_id], "raw")
+    drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))
     assert computed()[1] == 1
     assert computed() == (1, 0)
 
@@ -327,10 +319,7 @@ def test_a_run_that_broke_off_vouches_for_nothing(
 ) -> None:
     """The hole that it found, and did not fill, is found again."""
     fresh(folder).fine()
-    with Store.open(tmp_path / "fresh") as store, store.writer() as writer:
-        document = store.document(str(folder / "two.txt"))
-        assert document is not None
-        writer.drop_level([document.chunks[0].chunk_id], "raw")
+    drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))
     with monkeypatch.context() as broken:
         broken.setattr("kvtool.core.ingest.job._Job._storer", lambda *_: 1 / 0)
         assert fresh(folder).code != 0
@@ -343,12 +332,10 @@ def test_a_file_that_came_back_without_its_kv_is_computed_again(fresh: Any, fold
     """Whole, forgotten, and pulled from a shared store that has lost the KV of it."""
     fresh(folder).fine()
     fresh(folder).fine()
-    with Store.open(tmp_path / "fresh") as store:
-        document = store.document(str(folder / "two.txt"))
-        assert document is not None
+    (chunk,) = chunks_of(tmp_path / "fresh", "two.txt")
     url = f"file://{tmp_path}/tier"
     kvtool("store", "push", url, "--store", tmp_path / "fresh").fine()
     kvtool("store", "rm", folder / "two.txt", "--store", tmp_path / "fresh").fine()
-    wreck(url, document.chunks[0].chunk_id.hex(), "raw", 0)
+    wreck(url, chunk, "raw", 0)
     assert kvtool("store", "pull", url, "--store", tmp_path / "fresh").code == 13
     assert fresh(folder).fine().json["chunks"]["computed"] == 1

@@ -27,7 +27,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is read and what is committed, in the order in which it happens."""
     order: list[str] = []
     survey, commit = stream.survey, Writer.commit_file
 

@@ -23,7 +23,6 @@ Interrupted = Callable[..., None]
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Make a file of a few dozen chunks, with a small one next to it."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "small.md").write_text("A small mill.")
@@ -33,7 +32,6 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def interrupted(large: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> Interrupted:
-    """Ingest the large file, with Ctrl-C in the middle of it."""
     monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     real = ChunkStorer._prefill
 

@@ -14,6 +14,7 @@ from kvtool.core.corpus.readers import file_of, read_documents
 from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, SecretFile, UnreadableFile
 from kvtool.core.corpus.readers.unknown import SNIFFED, check
 from tests.cli.working import kvtool, listing
+from tests.ingest.test_seen import before_reading
 
 WORDS = "Permission is hereby granted, free of charge, to any person who has a copy of this.\n"
 PAGE = """.\\" A comment.
@@ -189,14 +190,9 @@ def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:
 def test_a_file_of_an_unknown_kind_that_cannot_be_read_is_no_failure(
     folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtool.core.ingest import survey
-
-    real = survey.read_regular
-
-    def denied(path: str, most: int) -> bytes:
-        if path.endswith("rules.lst"):
+    def deny(path: Path) -> None:
+        if path.name == "rules.lst":
             raise PermissionError(13, "Permission denied")
-        return real(path, most)
 
-    monkeypatch.setattr(survey, "read_regular", denied)
+    before_reading(monkeypatch, deny)
     assert fresh(folder).fine().json["unsupported"]["binary"] == 4

@@ -20,8 +20,6 @@ from tests.cli.working import kvtool
 
 
 class Told:
-    """The reports of a watcher."""
-
     def __init__(self) -> None:
         self.took: list[tuple[str, str]] = []
         self.warned: list[str] = []
@@ -38,9 +36,15 @@ class Told:
         self.loaded += text.startswith("loading")
 
     def taken(self) -> list[tuple[str, str]]:
-        """What was taken since this was asked last, in no order."""
         taken, self.took = sorted(self.took), []
         return taken
+
+
+def followed(watcher: Watcher, told: Told) -> list[tuple[str, str]]:
+    """What a round takes once a file may have changed."""
+    watcher.wait()
+    watcher.round(told.events)
+    return told.taken()
 
 
 @pytest.fixture
@@ -69,7 +73,6 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def watcher(tiny: Path, folder: Path, place: Path, told: Told) -> Iterator[Watcher]:
-    """One that has caught up."""
     with closing(Watcher(place, options(tiny, folder))) as watcher:
         assert watcher.round(told.events) is not None
         assert told.taken() == [("added", "a.md")]
@@ -81,15 +84,11 @@ def test_files_that_come_change_and_go_are_followed_with_one_loaded_model(
     watcher: Watcher, folder: Path, told: Told
 ) -> None:
     (folder / "b.md").write_text("The second mill grinds corn.")
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("added", "b.md")]
+    assert followed(watcher, told) == [("added", "b.md")]
     (folder / "new").write_text("The first mill was torn down.")
     (folder / "new").replace(folder / "a.md")  # as editors save
     (folder / "b.md").unlink()
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("changed", "a.md"), ("removed", "b.md")]
+    assert followed(watcher, told) == [("changed", "a.md"), ("removed", "b.md")]
     assert told.loaded == 1
 
 
@@ -120,9 +119,7 @@ def test_a_locked_store_is_tried_again(
     with Store.open(place) as store, store.writer():
         assert watcher.round(told.events) is None
     assert len(told.warned) == 1
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("added", "b.md")]
+    assert followed(watcher, told) == [("added", "b.md")]
 
 
 def test_a_file_that_cannot_be_read_is_told_once_for_each_of_its_contents(
@@ -146,13 +143,9 @@ def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
     assert len(told.warned) == 1
     moved.rename(folder)
     (folder / "b.md").write_text("The second mill grinds corn.")
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("added", "b.md")]
+    assert followed(watcher, told) == [("added", "b.md")]
     (folder / "c.md").write_text("The third mill stands still.")  # it is listened to again
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("added", "c.md")]
+    assert followed(watcher, told) == [("added", "c.md")]
 
 
 @pytest.mark.slow
@@ -169,17 +162,11 @@ def test_the_documents_of_a_folder_that_is_empty_stay_until_something_is_in_it(
     assert told.warned == 2 * [f"nothing is at {folder} now"]
     folder.rmdir()
     moved.rename(folder)
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == []
+    assert followed(watcher, told) == []
     (folder / "b.md").write_text("The second mill grinds corn.")
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("added", "b.md")]
+    assert followed(watcher, told) == [("added", "b.md")]
     (folder / "a.md").unlink()
-    watcher.wait()
-    watcher.round(told.events)
-    assert told.taken() == [("removed", "a.md")]
+    assert followed(watcher, told) == [("removed", "a.md")]
 
 
 @pytest.mark.slow
@@ -193,18 +180,12 @@ def test_a_named_file_is_followed_when_it_is_replaced_and_forgotten_when_it_is_d
         told.taken()
         (tmp_path / "new").write_text("Another note on mills.")
         (tmp_path / "new").replace(note)
-        watcher.wait()
-        watcher.round(told.events)
-        assert told.taken() == [("changed", "note.txt")]
+        assert followed(watcher, told) == [("changed", "note.txt")]
         note.unlink()
-        watcher.wait()
-        watcher.round(told.events)
-        assert told.taken() == [("removed", "note.txt")]
+        assert followed(watcher, told) == [("removed", "note.txt")]
         assert watcher.round(told.events) is None
         note.write_text("A third note.")
-        watcher.wait()
-        watcher.round(told.events)
-        assert told.taken() == [("added", "note.txt")]
+        assert followed(watcher, told) == [("added", "note.txt")]
 
 
 def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, told: Told) -> None:
@@ -228,9 +209,7 @@ def test_an_empty_folder_makes_no_store_before_there_is_something_in_it(
         assert watcher.round(told.events) is None
         assert not place.exists()
         (empty / "a.md").write_text("The first mill grinds flour.")
-        watcher.wait()
-        watcher.round(told.events)
-        assert told.taken() == [("added", "a.md")]
+        assert followed(watcher, told) == [("added", "a.md")]
 
 
 def test_a_path_that_is_not_there_is_refused(tiny: Path, folder: Path, place: Path) -> None:
@@ -257,6 +236,4 @@ def test_what_went_while_the_store_was_locked_is_forgotten_later(
     with closing(Watcher(place, options(tiny, folder))) as watcher:
         with Store.open(place) as store, store.writer():
             assert watcher.round(told.events) is None
-        watcher.wait()
-        watcher.round(told.events)
-        assert told.taken() == [("removed", "a.md")]
+        assert followed(watcher, told) == [("removed", "a.md")]

@@ -58,7 +58,6 @@ def test_the_bits_are_those_of_torch(isa: str, dtype: torch.dtype, dims: tuple[i
 
 @pytest.mark.parametrize("isa", [name for name in runnable() if name != "scalar"])
 def test_from_a_record_into_a_buffer_with_room(isa: str) -> None:
-    """Strides as they are; nothing outside the place is touched."""
     keys = random(20, 3, 32, dtype=torch.bfloat16).transpose(0, 1)
     buffer = torch.full((3, 50, 32), 9.0, dtype=torch.bfloat16)
     cos, sin = table_of(40, 32)
@@ -113,7 +112,6 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several spans, keys rotated and values as they are, also from a format of 16 bits to float32; or by torch."""
     decoder = case("llama").decoder
     shape = decoder.shapes[0]
     table, out = decoder.rotary.table(torch.arange(20)), torch.zeros(2, 1, shape.heads, 20, shape.key_dim)
@@ -149,7 +147,6 @@ def test_moves_that_machine_code_does_not_know_move_nothing() -> None:
 
 
 def test_a_rotation_by_pairs_is_left_to_the_model() -> None:
-    """Neighbours instead of halves, as GLM and Cohere have it: tried, and found to be another one."""
     decoder = new_case("llama").decoder
 
     def by_pairs(query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:

@@ -39,7 +39,6 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def sides_of(shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of each span; values are stored tokens before heads, as in some caches."""
     found = []
     for _, tokens in SPANS:
         keys = draw(shape.heads, tokens, shape.head_dim + shape.apart)[:, :, : shape.head_dim].to(shape.dtype)

@@ -71,7 +71,6 @@ def by_torch(
 
 
 def moved_by_code(runs: ShiftSpans, sides: list[torch.Tensor], isa: str, rotated: bool = True) -> torch.Tensor:
-    """Probes are written anew between the two calls, as a pass writes them."""
     mover = ShiftKernel(runs, [(sides[0], sides[1])], ISAS[isa], ["" if rotated else None])
     mover.keep(0)
     written(sides, runs)
@@ -105,7 +104,6 @@ def check(sides: list[torch.Tensor], runs: ShiftSpans, isa: str, rotated: bool) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (64, 32), (80, 80), (128, 128), (256, 64)])
 def test_it_is_what_torch_gives(isa: str, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
-    """In buffers with spare rows at the end; nothing but the rows that take an offset is touched."""
     sides = [random(3, COUNT + 6, head_dim, seed=side).to(dtype) for side in range(2)]
     sides[0][0, 3, 2] = torch.nan
     check(sides, runs_of(rotary_dim), isa, rotated=True)
@@ -118,7 +116,6 @@ def test_keys_of_a_layer_without_rotation_and_heads_in_another_order(isa: str) -
 
 
 def test_helpers_give_the_same_bits() -> None:
-    """Each head of each run is one thread's."""
     runs, isa = runs_of(128), NATIVE[0]
     alone, helped = ([random(16, COUNT, 128, seed=side) for side in range(2)] for _ in range(2))
     sums = moved_by_code(runs, alone, isa)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvtool.core.fusion import loader
-from kvtool.core.kernels.attention import dispatch, eager, sdpa
+from kvtool.core.kernels.attention import dispatch, eager
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model import attention
@@ -77,13 +78,11 @@ def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
-    """Scattered rows attend to all keys of the prompt."""
-
     patch.setattr(attention, "attend", _all_visible)
 
 
 def _all_visible(query: Any, key: Any, value: Any, params: AttentionParams, ranges: KeyRanges) -> torch.Tensor:
-    return sdpa.fused(query, key, value, None, params.scale)
+    return F.scaled_dot_product_attention(query, key, value, scale=params.scale, enable_gqa=True)
 
 
 def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,6 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    """Run layers before their records are in the buffers."""
     patch.setattr(loader.Loader, "wait", lambda self, layer: None)
 
 

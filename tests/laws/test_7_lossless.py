@@ -32,7 +32,7 @@ def any_bits(shape: tuple[int, int, int], dtype: str, seed: int) -> torch.Tensor
 
 
 def holds(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> None:
-    payload = bytearray(b"".join(codec.encode(keys, values)))
+    payload = bytearray(b"".join(codec.encode_layers([(keys, values)])[0]))
     shape = tuple(keys.shape)
     decoded = codec.decode([Encoded(payload, shape, NAMES[keys.dtype])])[0]
     for given, got in zip((keys, values), decoded, strict=True):
@@ -51,7 +51,7 @@ def test_a_level_is_a_codec() -> None:
 @pytest.mark.parametrize("level", lossy())
 def test_a_lossy_level_is_within_the_error_that_it_states(level: str) -> None:
     sides, of = synthetic.model().kv(0, 40, seed=3), synthetic.profile()
-    payload = bytearray(b"".join(CODECS[level].encode(*sides, 0, of)))
+    payload = bytearray(b"".join(CODECS[level].encode_layers([sides], of)[0]))
     decoded = CODECS[level].decode([synthetic.item_of(payload, sides[0])], 0, synthetic.shelf(of))[0]
     for given, got, stated in zip(sides, decoded, CODECS[level].stated_error(payload), strict=True):
         wrong = (got - given).square().mean().sqrt() / given.square().mean().sqrt()
@@ -79,7 +79,7 @@ def test_of_a_view(level: str) -> None:
 @pytest.mark.parametrize("level", LOSSLESS)
 def test_the_same_bytes_for_the_same_numbers(level: str) -> None:
     sides = any_bits((2, 9, 8), "float16", 4), any_bits((2, 9, 8), "float16", 5)
-    assert CODECS[level].encode(*sides) == CODECS[level].encode(*(side.clone() for side in sides))
+    assert CODECS[level].encode_layers([sides]) == CODECS[level].encode_layers([tuple(side.clone() for side in sides)])
 
 
 class _Swapped(Raw):

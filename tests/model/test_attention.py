@@ -26,12 +26,20 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 KEY, VALUE = random(1, KV_HEADS, KEYS, DIM, seed=1), random(1, KV_HEADS, KEYS, DIM, seed=2)
 
 
-def by_formula(query: torch.Tensor, positions: torch.Tensor, scaling: float, length: int) -> torch.Tensor:
-    """softmax(QKᵀ · scaling, keys at positions ≤ the row's) V, `[batch, rows, heads, head_dim]`."""
-    key, value = (side[:, :, :length].repeat_interleave(HEADS // KV_HEADS, 1) for side in (KEY, VALUE))
-    scores = query @ key.transpose(-1, -2) * scaling
-    hidden = torch.arange(length) > positions[:, None]
-    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ value).transpose(1, 2)
+PLAIN = AttentionParams(0.3)
+
+
+def by_formula(query: torch.Tensor, positions: list[int], params: AttentionParams = PLAIN) -> torch.Tensor:
+    """softmax(QKᵀ · scale, capped, of the keys in a row's window, with sinks) V, `[batch, rows, heads, head_dim]`."""
+    key, value = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (KEY, VALUE))
+    scores = query @ key.transpose(-1, -2) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * (scores / params.softcap).tanh()
+    keys, places = torch.arange(KEYS), torch.tensor(positions)[:, None]
+    hidden = (keys > places) | (keys <= places - (params.window or KEYS))
+    powers = scores.masked_fill(hidden, -math.inf).exp()
+    sinks = torch.zeros(HEADS) if params.sinks is None else params.sinks.exp()
+    return (powers @ value / (powers.sum(-1, keepdim=True) + sinks[:, None, None])).transpose(1, 2)
 
 
 def rows(*positions: int) -> QueryRows:
@@ -41,14 +49,8 @@ def rows(*positions: int) -> QueryRows:
 @pytest.mark.parametrize(
     "positions",
     [
-        [0],
-        [199],
-        [3, 7, 50, 51, 199],
-        list(range(20)),
-        list(range(0, 200, 2)),
-        list(range(200 - BLOCK, 200)),
-        list(range(199 - BLOCK, 200)),
-        list(range(200)),
+        *([0], [199], [3, 7, 50, 51, 199]),
+        *map(list, (range(20), range(0, 200, 2), range(200 - BLOCK, 200), range(199 - BLOCK, 200), range(200))),
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
@@ -59,17 +61,12 @@ def test_a_row_sees_the_keys_up_to_its_position(
 ) -> None:
     monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
     monkeypatch.setattr(sdpa, "LONG_PREFILL", long_prefill)
-    take(kernel, monkeypatch)
+    monkeypatch.setenv(ATTENTION, kernel)
     query = random(1, HEADS, len(positions), DIM)
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
     assert weights is None
     assert out.shape == (1, len(positions), HEADS, DIM)
-    torch.testing.assert_close(out, by_formula(query, torch.tensor(positions), 0.3, KEYS))
-
-
-def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use this kernel even if another one suits this machine better."""
-    monkeypatch.setenv(ATTENTION, kernel)
+    torch.testing.assert_close(out, by_formula(query, positions))
 
 
 def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +80,17 @@ def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "bmm", spy)
     monkeypatch.setattr(eager, "_SCORE_BYTES", 1)  # blocks of 16 rows
-    at = torch.arange(KEYS)
+    at = list(range(KEYS))
     query = random(1, HEADS, KEYS, DIM)
-    out = eager.attend(query, KEY, VALUE, AttentionParams(0.3), KeyRanges(at.tolist(), at))
-    torch.testing.assert_close(out.transpose(1, 2), by_formula(query, at, 0.3, KEYS))
+    out = eager.attend(query, KEY, VALUE, PLAIN, KeyRanges(at, torch.tensor(at)))
+    torch.testing.assert_close(out.transpose(1, 2), by_formula(query, at))
     assert seen - {DIM} == {64, 128, 192, 200}
 
 
 def test_without_rows_a_prefill_is_causal() -> None:
     query = random(1, HEADS, 30, DIM)
     out, _ = rows_attention(MODULE, query, KEY[:, :, :30], VALUE[:, :, :30], None, scaling=0.3)
-    torch.testing.assert_close(out, by_formula(query, torch.arange(30), 0.3, 30))
+    torch.testing.assert_close(out, by_formula(query, list(range(30))))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -124,20 +121,11 @@ def test_windows_caps_and_sinks(
     kernel: str, positions: list[int], scoring: AttentionParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
-    take(kernel, monkeypatch)
+    monkeypatch.setenv(ATTENTION, kernel)
     query = random(1, HEADS, len(positions), DIM)
     more = {"sliding_window": scoring.window, "softcap": scoring.softcap, "s_aux": scoring.sinks}
     out, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions), **more)
-    key, value = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (KEY, VALUE))
-    scores = query @ key.transpose(-1, -2) * 0.3
-    if scoring.softcap is not None:
-        scores = scoring.softcap * (scores / scoring.softcap).tanh()
-    behind, places = torch.arange(KEYS), torch.tensor(positions)[:, None]
-    hidden = (behind > places) | (behind <= places - (scoring.window or KEYS))
-    powers = scores.masked_fill(hidden, -math.inf).exp()
-    sinks = torch.zeros(HEADS) if scoring.sinks is None else scoring.sinks.exp()
-    expected = powers @ value / (powers.sum(-1, keepdim=True) + sinks[:, None, None])
-    torch.testing.assert_close(out, expected.transpose(1, 2))
+    torch.testing.assert_close(out, by_formula(query, positions, scoring))
 
 
 def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:

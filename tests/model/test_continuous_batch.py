@@ -30,6 +30,21 @@ def alone(case_: Case, number: int, **more: object) -> Generated:
     return generate(case_.decoder, cache, first_token(logits, wanted), wanted)
 
 
+def batch_of(*sequences: AnswerSequence) -> ContinuousBatch:
+    batch = ContinuousBatch()
+    for sequence in sequences:
+        batch.add(sequence)
+    return batch
+
+
+def run(batch: ContinuousBatch) -> list[AnswerSequence]:
+    """Generate until all answers are done; return them in that order."""
+    done: list[AnswerSequence] = []
+    while batch.sequences:
+        done += batch.step()
+    return done
+
+
 def said(answer: Generated) -> tuple[object, ...]:
     return answer.ids, answer.text, answer.end, answer.stop, answer.steps
 
@@ -37,10 +52,9 @@ def said(answer: Generated) -> tuple[object, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_says_what_it_says_alone(name: str) -> None:
     """The third joins late, and those that are done leave."""
-    shared, batch, found = case(name), ContinuousBatch(), {}
+    shared, found = case(name), {}
     sequences = [begun(shared, number) for number in range(3)]
-    batch.add(sequences[0])
-    batch.add(sequences[1])
+    batch = batch_of(*sequences[:2])
     for number in range(40):
         if number == 4:
             batch.add(sequences[2])
@@ -52,24 +66,19 @@ def test_each_says_what_it_says_alone(name: str) -> None:
 
 
 def test_who_leaves_is_not_missed() -> None:
-    shared, batch = case("llama"), ContinuousBatch()
+    shared = case("llama")
     sequences = [begun(shared, number) for number in range(4)]
-    for sequence in sequences:
-        batch.add(sequence)
+    batch = batch_of(*sequences)
     batch.step()
     batch.remove(sequences[1])
     rest = [sequences[0], *sequences[2:]]
-    done: list[AnswerSequence] = []
-    while batch.sequences:
-        done += batch.step()
-    assert sorted(map(rest.index, done)) == [0, 1, 2]
+    assert sorted(map(rest.index, run(batch))) == [0, 1, 2]
     assert [said(sequence.end()) for sequence in rest] == [said(alone(shared, number)) for number in (0, 2, 3)]
     assert len(sequences[1].end().ids) == 2
 
 
 def test_a_listener_that_fails_ends_its_own_answer_only() -> None:
-    shared, batch = case("llama"), ContinuousBatch()
-    heard: list[str] = []
+    shared, heard = case("llama"), list[str]()
 
     def leave(piece: str) -> None:
         heard.append(piece)
@@ -77,12 +86,7 @@ def test_a_listener_that_fails_ends_its_own_answer_only() -> None:
             raise BrokenPipeError("nobody listens")
 
     sequences = [begun(shared, 0), begun(shared, 2, leave)]
-    for sequence in sequences:
-        batch.add(sequence)
-    done: list[AnswerSequence] = []
-    while batch.sequences:
-        done += batch.step()
-    assert done == [sequences[1], sequences[0]]
+    assert run(batch_of(*sequences)) == sequences[::-1]
     assert len(heard) == 3
     with pytest.raises(BrokenPipeError):
         sequences[1].end()
@@ -90,10 +94,9 @@ def test_a_listener_that_fails_ends_its_own_answer_only() -> None:
 
 
 def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, batch = case("mixtral"), ContinuousBatch()
+    shared = case("mixtral")
     sequences = [begun(shared, 0), begun(shared, 1)]
-    for sequence in sequences:
-        batch.add(sequence)
+    batch = batch_of(*sequences)
     batch.step()
 
     def full(*_: object) -> torch.Tensor:
@@ -109,9 +112,9 @@ def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_of_one_token_is_done_at_once() -> None:
     shared = case("llama")
     logits, cache = shared.decoder.prefill(tokens(9, 1))
-    wanted, batch = Sampling(1), ContinuousBatch()
+    wanted = Sampling(1)
     sequence = AnswerSequence(shared.decoder, cache, [first_token(logits, wanted)], wanted)
-    batch.add(sequence)
+    batch = batch_of(sequence)
     assert batch.step() == [sequence]
     assert batch.step() == []
     assert (len(sequence.end().ids), cache.buffers[0].length) == (1, 9)
@@ -146,11 +149,7 @@ def test_an_answer_ends_with_its_own_stop() -> None:
     whole = alone(shared, 2)
     stop = whole.text[3:5]
     one, other = begun(shared, 2, stop=(stop,)), begun(shared, 2)
-    batch = ContinuousBatch()
-    batch.add(one)
-    batch.add(other)
-    while batch.sequences:
-        batch.step()
+    run(batch_of(one, other))
     cut = one.end()
     assert (cut.text, cut.stop, cut.end) == (whole.text[: whole.text.index(stop)], stop, None)
     assert said(other.end()) == said(whole)

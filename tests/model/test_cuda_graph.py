@@ -8,6 +8,7 @@ import torch
 from kvtool.core.model.decode import TorchBackend
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
 from tests.families import KINDS, tiny_model
 from tests.fusion.making import MOE, decoder_of, distance, rms, tokens
 from tests.pretended.streams import Log
@@ -46,9 +47,7 @@ def test_a_static_step_is_a_step(name: str, dtype: str) -> None:
 def test_a_graph_gives_what_the_forward_gives(gpu: Log, name: str, reserve: int) -> None:
     """Also where the cache has to grow on the way."""
     wanted = by_forward(decoder_of(tiny_model(name), "cpu"))
-    decoder = decoder_of(tiny_model(name), "cuda")
-    _, cache = decoder.prefill(PROMPT, reserve)
-    backend = CudaGraphBackend(decoder, cache)
+    backend, _, cache = on_gpu(name, reserve)
     gpu.waits.clear()
     for token, expected in zip(ANSWER, wanted, strict=True):
         out = backend.step(token)
@@ -59,10 +58,14 @@ def test_a_graph_gives_what_the_forward_gives(gpu: Log, name: str, reserve: int)
     assert {buffer.length for buffer in cache.buffers} == {len(PROMPT) + len(ANSWER)}
 
 
+def on_gpu(name: str, reserve: int) -> tuple[CudaGraphBackend, Decoder, PromptCache]:
+    decoder = decoder_of(tiny_model(name), "cuda")
+    _, cache = decoder.prefill(PROMPT, reserve)
+    return CudaGraphBackend(decoder, cache), decoder, cache
+
+
 def test_the_cache_is_whole_between_steps(gpu: Log) -> None:
-    decoder = decoder_of(tiny_model("llama"), "cuda")
-    _, cache = decoder.prefill(PROMPT, 30)
-    backend = CudaGraphBackend(decoder, cache)
+    backend, decoder, cache = on_gpu("llama", 30)
     for token in ANSWER:
         backend.step(token)
     after = decoder.extend(tokens(3, 9), cache)
@@ -76,9 +79,7 @@ def test_the_cache_is_whole_between_steps(gpu: Log) -> None:
 def test_what_cannot_be_captured_is_stepped_plainly(gpu: Log, name: str) -> None:
     """Experts are chosen on the host: a capture that waits for the device fails, and says why."""
     wanted = by_forward(decoder_of(tiny_model(name), "cpu"))
-    decoder = decoder_of(tiny_model(name), "cuda")
-    _, cache = decoder.prefill(PROMPT, 10)
-    backend = CudaGraphBackend(decoder, cache)
+    backend, *_ = on_gpu(name, 10)
     for token, expected in zip(ANSWER, wanted, strict=True):
         assert distance(backend.step(token), expected) <= 1e-4
     if backend.why:

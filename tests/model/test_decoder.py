@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvtool.core.errors import DamagedError, ModelError
-from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.families import VOCAB, tiny_model
+from tests.fusion.making import decoder_of
 
 
 def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
     """With a slice's strides `matmul` takes the batched kernel, which copies the LM head's weight at every call."""
     model = tiny_model("llama")
-    decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
+    decoder = decoder_of(model, "cpu")
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def spy(head: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -32,7 +31,7 @@ def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
 def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
     """A plain call of the model over it would attend as a prefill does, whatever the cache holds."""
     model = tiny_model("llama")
-    decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
+    decoder = decoder_of(model, "cpu")
     _, cache = decoder.prefill([1, 2, 3])
     with pytest.raises(ModelError, match="positions"), torch.inference_mode():
         model(torch.tensor([[4, 5]]), past_key_values=cache)
@@ -42,8 +41,7 @@ def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_token_that_the_model_does_not_know_is_told(token: int) -> None:
     """As a damaged store may give one: a GPU would end the process for it."""
-    model = tiny_model("llama")
-    decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
+    decoder = decoder_of(tiny_model("llama"), "cpu")
     with pytest.raises(DamagedError, match=f"token {token} is none of the model's {VOCAB}"):
         decoder.prefill([1, token, 3])
     with pytest.raises(DamagedError, match="none of the model's"):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.onednn import OneDnnBlockedWeight, can_pack, pack_weights
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model import layer_cpu
 from kvtool.core.model.attention import QueryRows
@@ -50,9 +48,10 @@ def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(logits), torch.cat(sides)
 
 
-def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collects a number for each layer that is computed the quick way."""
-    quick: list[int] = []
+def counted(name: str, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32") -> tuple[Decoder, list[int]]:
+    """Make a decoder, and collect a number for each layer that it computes the quick way from its second pass on."""
+    decoder, quick = new_case(name, dtype).decoder, list[int]()
+    prefilled(decoder)
     compute = FusedDecoderLayer.compute
 
     def counting(self: FusedDecoderLayer, *given: Any) -> torch.Tensor:
@@ -60,7 +59,7 @@ def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return compute(self, *given)
 
     monkeypatch.setattr(FusedDecoderLayer, "compute", counting)
-    return quick
+    return decoder, quick
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -79,9 +78,7 @@ def test_the_models_own_numbers(name: str, dtype: str) -> None:
 
 
 def test_a_pass_of_rows_takes_it_at_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = new_case("qwen3").decoder
-    prefilled(decoder)
-    quick = counted(decoder, monkeypatch)
+    decoder, quick = counted("qwen3", monkeypatch)
     prefilled(decoder)
     assert quick == [*range(len(decoder.layers))] * 2
 
@@ -100,9 +97,7 @@ def _another_mlp(decoder: Decoder) -> Callable[[], None]:
 def test_a_layer_that_someone_has_touched_is_the_models_own(
     touch: Callable[[Decoder], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = new_case("llama").decoder
-    prefilled(decoder)
-    quick = counted(decoder, monkeypatch)
+    decoder, quick = counted("llama", monkeypatch)
     undo = touch(decoder)
     prefilled(decoder)
     assert quick == [0, 2, 3] * 2
@@ -112,9 +107,7 @@ def test_a_layer_that_someone_has_touched_is_the_models_own(
 
 
 def test_gradients_and_plain_attention_pass_through_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = new_case("llama").decoder
-    prefilled(decoder)
-    quick = counted(decoder, monkeypatch)
+    decoder, quick = counted("llama", monkeypatch)
     with decoder.plain_attention():
         decoder.model(input_ids=torch.tensor([IDS])).logits.sum()
     embedded = decoder.base.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
@@ -135,25 +128,18 @@ def test_a_layer_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_stored_is_the_models_own_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk of a store follows a lead-in: with other bits, later chunks would not match earlier ones."""
-    decoder = new_case("llama", "bfloat16").decoder
-    decoder.unfused = "as if it had been tried"
-    expected = LeadIn(decoder, IDS).layers
-    decoder.unfused = None
-    prefilled(decoder)
-    quick = counted(decoder, monkeypatch)
-    found = LeadIn(decoder, IDS).layers
+    plain = new_case("llama", "bfloat16").decoder
+    plain.unfused = "as if it had been tried"
+    decoder, quick = counted("llama", monkeypatch, "bfloat16")
+    for ours, own in zip(LeadIn(decoder, IDS).layers, LeadIn(plain, IDS).layers, strict=True):
+        assert all(map(torch.equal, ours, own))
     assert decoder.unfused == ""
     assert not quick
-    for ours, own in zip(found, expected, strict=True):
-        assert torch.equal(ours[0], own[0])
-        assert torch.equal(ours[1], own[1])
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced"])
 def test_norms_that_were_changed_are_the_models(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    decoder = new_case("llama", "bfloat16").decoder
-    prefilled(decoder)
-    quick = counted(decoder, monkeypatch)
+    decoder, quick = counted("llama", monkeypatch, "bfloat16")
     weight = decoder.layers[1].input_layernorm.weight
     if change == "in place":
         with torch.no_grad():
@@ -187,49 +173,19 @@ def test_a_copy_of_a_model_computes_by_itself(copied_by: Callable[[Any], Any]) -
         assert torch.equal(copied(ids).logits, decoder.model(ids).logits)
 
 
-def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collects the threads that each pass gathers."""
-    asked: list[int] = []
-
-    def counting(threads: int) -> AbstractContextManager[None]:
-        asked.append(threads)
-        return use_pool(threads)
-
-    monkeypatch.setattr(decoder_module, "use_pool", counting)
-    return asked
-
-
-def test_few_rows_have_a_crew_where_all_their_products_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_have_a_crew_where_all_their_products_are_our_own(
+    monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
     """In addition to torch's threads, which wait spinning, a pool would only slow them down."""
-    decoder = new_case("qwen2", "bfloat16").decoder
+    decoder, asked = new_case("qwen2", "bfloat16").decoder, list[int]()
     prefilled(decoder)
-    asked = crews(monkeypatch)
+    monkeypatch.setattr(decoder_module, "use_pool", lambda count: (asked.append(count), use_pool(count))[1])
     expected = prefilled(decoder)
     assert asked == [1, 1]
     monkeypatch.setattr(layer_cpu, "_is_in_team", lambda product, count, dtype: count < 30)
-    threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        found = prefilled(decoder)
-        assert asked[2:] == [1, 2]
-        LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
-        assert asked[4:] == [1]
-    finally:
-        torch.set_num_threads(threads)
+    found = prefilled(decoder)
+    assert asked[2:] == [1, 2]
+    LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
+    assert asked[4:] == [1]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("count", [1, 8, 320, 321])
-def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn((64, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear: Any = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if not can_pack(linear.weight):
-        pytest.skip("this CPU has no layout of its own")
-    pack_weights(linear)
-    calls: list[int] = []
-    multiply = OneDnnBlockedWeight.multiply
-    monkeypatch.setattr(OneDnnBlockedWeight, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
-    with torch.inference_mode():
-        linear.rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
-    assert layer_cpu._is_in_team(linear, count, torch.bfloat16) == bool(calls)

@@ -78,12 +78,6 @@ class Counting(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def operations(work: object) -> int:
-    with Counting() as counting:
-        work()  # type: ignore[operator]
-    return counting.count
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_few_operations_a_layer(name: str) -> None:
     """All but attention and the placing of heads: 7 products, 2 norms, 2 sums, the gate."""
@@ -91,16 +85,11 @@ def test_few_operations_a_layer(name: str) -> None:
     layer = FusedForward(decoder, decoder.spec)._layers[0]
     hidden = torch.zeros((7, 64))
 
-    def all_but_attention() -> None:
+    mixed = torch.zeros((7, decoder.config.num_attention_heads * decoder.shapes[0].key_dim))
+    with torch.inference_mode(), Counting() as counting:
         layer.heads(hidden)
-        layer.after_attention(torch.zeros((7, layer_width(decoder))), hidden)
-
-    with torch.inference_mode():
-        assert operations(all_but_attention) <= 16
-
-
-def layer_width(decoder: Decoder) -> int:
-    return int(decoder.config.num_attention_heads * decoder.shapes[0].key_dim)
+        layer.after_attention(mixed, hidden)
+    assert counting.count <= 16
 
 
 @pytest.mark.slow
@@ -112,18 +101,13 @@ def test_a_model_that_computes_something_else_has_none() -> None:
         assert decoder.fused_forward is None  # only the model's own forward calls the hook
         handle.remove()
         model = tiny_model("llama")
-        model.model.layers[1].mlp.act_fn = _Broken()
+        model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
         assert decoder_of(model, "cuda").fused_forward is not None  # whatever function it is, it is called
         strange = tiny_model("llama")
         strange.model.layers[2].add_module("more", torch.nn.Identity())
         declined = decoder_of(strange, "cuda")
         assert declined.fused_forward is None
         assert "has more" in str(declined.unfused)
-
-
-class _Broken(torch.nn.Module):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows * 0.5
 
 
 @pytest.mark.slow
@@ -186,7 +170,7 @@ def _kernel_and_torch(
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary", "normed", "rows", "fused"),
+    "shape",
     [
         (4, 2, 16, 16, False, 1, False),
         (9, 3, 64, 64, False, 37, False),
@@ -196,17 +180,8 @@ def _kernel_and_torch(
         (2, 2, 32, 0, False, 33, True),
     ],
 )
-def test_the_kernel_places_heads(
-    interpreter: ProcessPoolExecutor,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    rotary: int,
-    normed: bool,
-    rows: int,
-    fused: bool,
-) -> None:
-    ours, wanted = interpreter.submit(_kernel_and_torch, heads, kv_heads, dim, rotary, normed, rows, fused).result()
+def test_the_kernel_places_heads(interpreter: ProcessPoolExecutor, shape: tuple[int | bool, ...]) -> None:
+    ours, wanted = interpreter.submit(_kernel_and_torch, *shape).result()
     for one, other in zip(ours, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 

@@ -38,8 +38,7 @@ def test_keys_and_values_are_parts_of_what_is_attended() -> None:
     buffer.reserve(9)
     buffer.length = 5
     keys, values = buffer.view()
-    assert keys.shape == (1, 1, 5, 10)
-    assert values.shape == (1, 1, 5, 6)
+    assert (keys.shape, values.shape) == ((1, 1, 5, 10), (1, 1, 5, 6))
     assert keys[0, 0, 4].tolist() == [3.0] * 6 + [2.0] * 4
     assert joined(values, keys) is keys
     written = [1, 4]  # the other rows are whatever the memory held, NaN too, which equals nothing
@@ -92,8 +91,6 @@ def test_where_heads_of_their_own_pay() -> None:
 
 
 class _InAnotherLayout(torch.nn.Linear):
-    """Stands for a product that keeps no plain weight."""
-
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, self.hidden)  # type: ignore[arg-type]
 

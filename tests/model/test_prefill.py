@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, Ids, case, new_case, plain_rows, tokens
-
-
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return case("llama")
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Ids, case, new_case, plain_rows, tokens
 
 
 @pytest.mark.parametrize("lead_in", [(), BOS, PREFIX, tokens(100, 40)], ids=["none", "bos", "prefix", "long"])
@@ -27,8 +22,8 @@ def test_rows_are_those_of_a_plain_prefill(name: str, lead_in: Ids) -> None:
         torch.testing.assert_close(kv.values[layer][None], values, atol=2e-4, rtol=1e-4)
 
 
-def test_shapes(llama: Case) -> None:
-    decoder = llama.decoder
+def test_shapes() -> None:
+    decoder = case("llama").decoder
     kvs = prefill_chunks(decoder, LeadIn(decoder, PREFIX), [PrefillItem(ids) for ids in CHUNKS])
     for ids, kv in zip(CHUNKS, kvs, strict=True):
         shape = (decoder.shapes[0].heads, len(ids), decoder.shapes[0].key_dim)
@@ -36,8 +31,8 @@ def test_shapes(llama: Case) -> None:
         assert kv.dtype == decoder.dtype
 
 
-def test_the_lead_in_is_computed_once_and_the_lm_head_never(llama: Case) -> None:
-    decoder = llama.decoder
+def test_the_lead_in_is_computed_once_and_the_lm_head_never() -> None:
+    decoder = case("llama").decoder
     lead_in = LeadIn(decoder, PREFIX)
     widths: list[tuple[int, ...]] = []
     heads: list[int] = []
@@ -54,12 +49,12 @@ def test_the_lead_in_is_computed_once_and_the_lm_head_never(llama: Case) -> None
     assert heads == []
 
 
-def test_the_lead_in_is_left_as_it_is(llama: Case) -> None:
-    lead_in = LeadIn(llama.decoder, PREFIX)
+def test_the_lead_in_is_left_as_it_is() -> None:
+    decoder = case("llama").decoder
+    lead_in = LeadIn(decoder, PREFIX)
     before = [side.clone() for layer in lead_in.layers for side in layer]
-    prefill_chunks(llama.decoder, lead_in, [PrefillItem(ids) for ids in CHUNKS])
-    after = [side for layer in lead_in.layers for side in layer]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    prefill_chunks(decoder, lead_in, [PrefillItem(ids) for ids in CHUNKS])
+    assert all(map(torch.equal, before, [side for layer in lead_in.layers for side in layer]))
     assert len(lead_in) == len(PREFIX)
 
 
@@ -75,6 +70,7 @@ def test_extending_a_full_cache(room: int) -> None:
     torch.testing.assert_close(logits[-1], whole, atol=1e-4, rtol=1e-4)
 
 
-def test_kv_bytes(llama: Case) -> None:
-    (kv,) = prefill_chunks(llama.decoder, LeadIn(llama.decoder, ()), [PrefillItem(CHUNKS[0])])
-    assert llama.decoder.kv_bytes(len(CHUNKS[0])) == kv.nbytes
+def test_kv_bytes() -> None:
+    decoder = case("llama").decoder
+    (kv,) = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(CHUNKS[0])])
+    assert decoder.kv_bytes(len(CHUNKS[0])) == kv.nbytes

@@ -114,16 +114,17 @@ def test_thinking_is_switched_off() -> None:
     assert tokenizer.convert_tokens_to_ids("<think>") in header
 
 
+def control_of(tokenizer: Any, ids: tuple[int, ...] | None) -> list[int]:
+    assert ids is not None
+    control = {*tokenizer.all_special_ids, *tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}
+    return [token for token in ids if token in control]
+
+
 def test_control_text_stays_text(styled: Any) -> None:
     """In passage, question and instruction: the control tokens of the prompt are the template's own."""
-    control = set(styled.all_special_ids) | set(styled.convert_tokens_to_ids(["<think>", "</think>"]))
-
-    def found(ids: tuple[int, ...]) -> list[int]:
-        return [i for i in ids if i in control]
-
     plain = whole(styled, ["One."], "Who?", "Be brief.")
     hostile = whole(styled, [EVIL], EVIL, f"Be brief. {EVIL}")
-    assert found(plain) == found(hostile)
+    assert control_of(styled, plain) == control_of(styled, hostile)
     assert styled.decode(hostile).count(EVIL.strip()) == 3
 
 
@@ -144,13 +145,9 @@ def test_messages_read_as_the_template_writes_them(name: str) -> None:
 
 
 def test_control_text_in_messages_stays_text(styled: Any) -> None:
-    control = set(styled.all_special_ids) | set(styled.convert_tokens_to_ids(["<think>", "</think>"]))
-    plain, hostile = (
-        message_tokens(styled, [("system", "Be brief."), ("user", text)]) for text in ("Who?", f"Who? {EVIL}")
-    )
-    assert plain is not None
-    assert hostile is not None
-    assert [i for i in plain if i in control] == [i for i in hostile if i in control]
+    said = ([("system", "Be brief."), ("user", text)] for text in ("Who?", f"Who? {EVIL}"))
+    plain, hostile = (message_tokens(styled, messages) for messages in said)
+    assert control_of(styled, plain) == control_of(styled, hostile)
     assert EVIL in styled.decode(hostile)
 
 
@@ -229,14 +226,15 @@ def test_a_renderer_that_needs_its_packages_is_imported_with_them(monkeypatch: p
     """As that of a later transformers may: here the bare package has no version."""
     from kvtool.core.model import template
 
-    needy = "import builtins; real = builtins.__import__\n"
-    needy += "def bare():\n"
-    needy += "    return 'transformers' in sys.modules and not hasattr(sys.modules['transformers'], '__version__')\n"
-    needy += "def needing(name, *more, **named):\n"
-    needy += "    if name.endswith('chat_template_utils') and bare():\n"
-    needy += "        raise ImportError(name)\n"
-    needy += "    return real(name, *more, **named)\n"
-    needy += "builtins.__import__ = needing\n"
+    needy = """import builtins; real = builtins.__import__
+def bare():
+    return "transformers" in sys.modules and not hasattr(sys.modules["transformers"], "__version__")
+def needing(name, *more, **named):
+    if name.endswith("chat_template_utils") and bare():
+        raise ImportError(name)
+    return real(name, *more, **named)
+builtins.__import__ = needing
+"""
     expected = prompt_parts(with_template(CHATML + "{# as it is #}")).prefix
     monkeypatch.setattr(template, "_PROGRAM", template._PROGRAM.replace("\n", f"\n{needy}", 1))
     assert prompt_parts(with_template(CHATML + "{# needy #}")).prefix == expected
@@ -305,7 +303,6 @@ def test_lead_in_passage() -> None:
 
 
 def test_the_default_instruction_is_documented() -> None:
-    """It was named nowhere: not in the page of concepts, nor in the help, nor by `inspect`."""
     page = Path(prompt.__file__).parents[2] / "docs" / "guide" / "concepts.md"
     assert f"> {DEFAULT_SYSTEM}\n" in page.read_text(encoding="utf-8")
     assert DEFAULT_SYSTEM in options_of(IngestOptions)["system"].default_text

@@ -57,16 +57,7 @@ def test_multipliers_windows_and_ropes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [
-        ("gpt-oss", "sinks"),
-        ("gemma4-shared", "what others keep"),
-        ("deepseek-v2", "latents"),
-        ("gpt-neox", "has attention"),
-        ("cohere2", "norms in other places"),
-        ("stablelm", "has dropout"),
-        ("olmo", "clipped"),
-        ("bitnet", "has attn_sub_norm"),
-    ],
+    [("gpt-neox", "has attention"), ("olmo", "clipped"), ("bitnet", "has attn_sub_norm")],  # others: test_layer_cpu.py
 )
 def test_what_is_not_known_is_declined_by_name(name: str, why: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=why):
@@ -82,11 +73,9 @@ def test_a_parameter_beside_the_modules_is_not_passed_over() -> None:
 
 def test_reading_changes_nothing() -> None:
     model = tiny_model("qwen3")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     read_model_spec(decoder_of(model))
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

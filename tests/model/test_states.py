@@ -1,19 +1,16 @@
-"""Models that keep states: which are taken, what their caches hold."""
+"""Models that keep states: what their caches hold."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import transformers as t
 
-from kvtool.core.checkpoint.support import check_supported, keeps_states
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import NothingLayer, StateAndRowsLayer, StateCache, StateLayer
-from tests.families import FAMILIES, HYBRIDS, SHAPE, tiny_model
+from tests.families import SHAPE, tiny_model
 from tests.fusion.making import decoder_of, tokens
 
 HELD = {
@@ -22,32 +19,6 @@ HELD = {
     "nemotron-h": [StateLayer, NothingLayer, BufferLayer, NothingLayer],
     "falcon-h1": [StateAndRowsLayer] * 4,
 }
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_taken_with_their_states(name: str) -> None:
-    check_supported(HYBRIDS[name]())
-    assert keeps_states(HYBRIDS[name]())
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_others_keep_none(name: str) -> None:
-    assert not keeps_states(FAMILIES[name]())
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (t.Mamba2Config(), "in every layer"),
-        (t.GraniteMoeHybridConfig(), "in every layer"),  # as nobody trains it: no layer attends
-        (t.Qwen3NextConfig(layer_types=["linear_attention", "sliding_attention"] * 24), "besides sliding_attention"),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_refused_with_the_reason(config: Any, reason: str) -> None:
-    with pytest.raises(ModelError, match="recurrent state") as caught:
-        check_supported(config)
-    assert reason in caught.value.message
 
 
 @pytest.mark.parametrize("name", HELD)

@@ -1,18 +1,11 @@
-"""LLVM IR of every kernel for every instruction set, in a normal form that a refactoring leaves as it is.
-
-python -m tests.native.kernels write              # writes kernels.json anew: after a change that was meant
-python -m tests.native.kernels show NAME          # the normal form of one kernel
-"""
+"""LLVM IR of every kernel for every instruction set; `python -m tests.native.kernels` writes kernels.json anew."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import struct
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +16,6 @@ Kernels = Iterator[tuple[str, Callable[[], str]]]
 
 
 def kernels() -> dict[str, Callable[[], str]]:
-    """Return what makes the text of each kernel, by name."""
     makers = (_entropy, _transforms, _flash, _quantised, _layer, _decoding, _rows, _threads)
     found = [one for maker in makers for one in maker()]
     assert len(dict(found)) == len(found)
@@ -31,7 +23,7 @@ def kernels() -> dict[str, Callable[[], str]]:
 
 
 def hashes() -> dict[str, str]:
-    """Hash every kernel's normal forms for all instruction sets; of what is made for any CPU, that of an x86 one."""
+    """Hash every kernel's texts for all instruction sets; of what is made for any CPU, that of an x86 one."""
     from kvtool.core.native.isa import ISAS
 
     found: dict[str, Any] = {}
@@ -39,7 +31,7 @@ def hashes() -> dict[str, str]:
         for name, make in kernels().items():
             kind, _, isa = name.rpartition("/")
             kind = kind if isa in (*ISAS, "avx512bf16") else name
-            found.setdefault(kind, hashlib.sha256()).update(normal(make()).encode())
+            found.setdefault(kind, hashlib.sha256()).update(make().encode())
     return {kind: digest.hexdigest()[:16] for kind, digest in found.items()}
 
 
@@ -104,13 +96,11 @@ def _quantised() -> Kernels:
 
 def _layer() -> Kernels:
     from kvtool.core.kernels.layer.cpu import layer_module
-    from kvtool.core.kernels.linear import onednn as ir_panels
     from kvtool.core.native.isa import ISAS
     from kvtool.core.native.simd import ACTIVATIONS
 
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
         yield f"layer/{element}/{act}/{name}", lambda n=name, e=element, a=act: layer_module(ISAS[n], e, a)
-    yield "layer/panels/avx512bf16", ir_panels.panels_module
 
 
 def _decoding() -> Kernels:
@@ -152,162 +142,6 @@ def _threads() -> Kernels:
     yield "threads", lambda: pool_module(SCALAR)
 
 
-# ---- the normal form ---------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Instruction:
-    block: int
-    text: str
-    name: str = ""  # of its value; empty: it has none
-
-    @property
-    def operands(self) -> list[str]:
-        return _NAME.findall(self.text)
-
-    @property
-    def is_phi(self) -> bool:
-        """Whether it takes a value by where the block was entered from."""
-        return self.text.startswith("phi")
-
-    @property
-    def is_pure(self) -> bool:
-        """Return True if it may be anywhere in its block, and be removed if nothing uses its value."""
-        text = self.text
-        if text.startswith("call"):
-            return "@llvm." in text and not re.search(r"@llvm\.(memcpy|prefetch)", text)
-        if text.startswith("load"):
-            return not re.match(r"load (volatile|atomic)", text)
-        return not text.startswith(("br ", "ret", "store", "atomicrmw", "alloca", "phi"))
-
-
-_NAME = re.compile(r"%[\w.]+")
-_SWAPPED = re.compile(r"(add|mul|and|or|xor|fadd|fmul|icmp eq|icmp ne) (<[^>]*>|\S+) ([^,]+), ([^,]+)$")
-_GREATER = re.compile(r"(icmp [us]|fcmp [ou])g([te]) (<[^>]*>|\S+) ([^,]+), ([^,]+)$")
-_FMA = re.compile(r"(call (.*) @llvm\.fmuladd\.\w+\()(.*)\)$")
-_SAME = (  # value that is another one
-    re.compile(r"getelementptr .*, ptr (\S+), i64 0$"),
-    re.compile(r"(?:add|sub|shl|lshr) i64 (\S+), 0$"),
-    re.compile(r"add i64 0, (\S+)$"),
-    re.compile(r"mul i64 (\S+), 1$"),
-)
-
-
-def normal(text: str) -> str:
-    """Rewrite LLVM IR such that numbering, declarations, the order of pure instructions and dead ones do not show."""
-    functions, constants, lines = [], [], []
-    for line in text.splitlines():
-        if line.startswith("@"):
-            constants.append(line)
-        elif line.startswith("define"):
-            lines = [line]
-        elif line == "}":
-            functions.append(_function(lines))
-        elif line.strip() and not line.startswith("declare"):
-            lines.append(line.strip())
-    return "\n".join(sorted(constants) + sorted(functions)) + "\n"
-
-
-def _function(lines: list[str]) -> str:
-    head, body = _constants(lines[0]), lines[1:]
-    renamed = {name: f"%a{at}" for at, name in enumerate(_NAME.findall(head))}
-    renamed |= {f"%{line[:-1]}": f"%b{at}" for at, line in enumerate(one for one in body if one.endswith(":"))}
-    found, block, effects = list[_Instruction](), -1, 0
-    same, keys = dict[str, str](), dict(renamed)  # equal instructions have one key
-    for line in body:
-        if line.endswith(":"):
-            block += 1
-            continue
-        name, _, text = line.partition(" = ") if line.startswith("%") else ("", "", line)
-        text = _NAME.sub(lambda one: same.get(one[0], one[0]), text)
-        one = _Instruction(block, _folded(_ordered(_constants(text), keys)), name)
-        alias = next((match[1] for match in (known.match(one.text) for known in _SAME) if match), "")
-        if alias or one.text.startswith(("splat", "zeroinit")):
-            same[name] = alias or one.text
-            continue
-        where = f"{block}" if one.is_pure and not text.startswith("load") else f"{block} {effects}"
-        if not one.is_pure:
-            effects += 1
-        key = _key(f"{where} {one.text}", keys)
-        if one.is_pure and key in keys:
-            same[name] = keys[key]
-            continue
-        keys |= {name: key, key: name} if name else {}
-        found.append(one)
-    head = _NAME.sub(lambda name: renamed[name[0]], head)
-    return "\n".join([head, *_printed(found, renamed, same), "}"])
-
-
-def _key(text: str, keys: dict[str, str]) -> str:
-    return hashlib.sha256(_NAME.sub(lambda one: keys.get(one[0], "?"), text).encode()).hexdigest()
-
-
-def _ordered(text: str, keys: dict[str, str]) -> str:
-    """Operands that may change places in an order that is not that of their names."""
-    if match := _GREATER.match(text):
-        text = f"{match[1]}l{match[2]} {match[3]} {match[5]}, {match[4]}"
-    if match := _SWAPPED.match(text):
-        first, second = sorted((match[3], match[4]), key=lambda one: (one not in keys, keys.get(one)))
-        text = f"{match[1]} {match[2]} {first}, {second}"
-    if match := _FMA.match(text):
-        kind = match[2]
-        *factors, more = (part.strip(", ") for part in match[3].split(f"{kind} ")[1:])
-        first, second = sorted(factors, key=lambda one: (one not in keys, keys.get(one)))
-        text = f"{match[1]}{kind} {first}, {kind} {second}, {kind} {more})"
-    return text
-
-
-def _constants(text: str) -> str:
-    """Float constants by their bits, zeros alike."""
-    text = re.sub(r"(?<=[\s(\[])-?\d+\.\d+(?=[\s,)]|$)", lambda one: _bits(float(one[0])), text)
-    return re.sub(r"splat \(\w+ (0|0x0+)\)", "zeroinitializer", text)
-
-
-def _folded(text: str) -> str:
-    """A cast of a constant as the constant."""
-    if match := re.match(r"(bitcast|sitofp) <\d+ x i32> splat \(i32 (-?\d+)\) to <\d+ x float>$", text):
-        number = int(match[2])
-        value = number if match[1] == "sitofp" else struct.unpack("<f", struct.pack("<I", number & 0xFFFFFFFF))[0]
-        return f"splat (float {_bits(float(value))})"
-    return text
-
-
-def _bits(number: float) -> str:
-    return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
-
-
-def _printed(found: list[_Instruction], renamed: dict[str, str], same: dict[str, str]) -> list[str]:
-    """The living instructions of each block, in the order in which those with an effect need them."""
-
-    def whole(name: str) -> str:
-        return whole(same[name]) if name in same else name
-
-    for one in found:  # phis name values that come later
-        one.text = _NAME.sub(lambda name: whole(name[0]), one.text)
-    by_name = {one.name: one for one in found if one.name}
-    ordered, placed = list[_Instruction](), set[_Instruction]()
-
-    def visit(one: _Instruction, through_phis: bool = False) -> None:
-        for name in one.operands if through_phis or not one.is_phi else ():
-            if name in by_name and name not in renamed:
-                visit(by_name[name])
-        if one not in placed:
-            placed.add(one)
-            renamed.setdefault(one.name, f"%{len(renamed)}")
-            ordered.append(one)
-
-    for one in found:
-        if not one.is_pure and not one.is_phi:
-            visit(one)
-    for one in ordered:  # which grows
-        visit(one, through_phis=True)
-    lines = list[str]()
-    for block in range(1 + max(one.block for one in found)):
-        own = sorted((one for one in ordered if one.block == block), key=lambda one: not one.is_phi)
-        lines += [f"b{block}:", *(f"  {one.name} = {one.text}" if one.name else f"  {one.text}" for one in own)]
-    return [_NAME.sub(lambda one: renamed.get(one[0], one[0]), line) for line in lines]
-
-
 def declared(text: str) -> str:
     """Declare every intrinsic and every function of another module that a text calls."""
     lines = set[str]()
@@ -321,14 +155,5 @@ def declared(text: str) -> str:
     return "\n".join([*kept, *sorted(lines), ""])
 
 
-def main(action: str = "", *rest: str) -> None:
-    if action == "write":
-        TABLE.write_text(json.dumps(hashes(), indent=0, sort_keys=True) + "\n")
-    elif action == "show":
-        sys.stdout.write(normal(kernels()[rest[0]]()))
-    else:
-        sys.exit(__doc__)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    TABLE.write_text(json.dumps(hashes(), indent=0, sort_keys=True) + "\n")

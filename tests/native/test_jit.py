@@ -29,7 +29,6 @@ def answer(number: int) -> int:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of code that was made, not read."""
     keys: list[str] = []
 
     def noted(key: str, code: bytes) -> None:

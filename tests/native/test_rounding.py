@@ -74,7 +74,6 @@ def test_every_number_is_widened_as_torch_does(name: str, form: str) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", runnable())
 def test_nan_stays_nan_where_a_kernel_asks_for_it(name: str, form: str) -> None:
-    """The integers of these would round over into the sign, or to infinity."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32).repeat(5)
     given = bits.view(torch.float32)
     assert bool(given.isnan().all())

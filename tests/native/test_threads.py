@@ -145,7 +145,6 @@ def test_each_share_of_many_jobs_is_done_once(number: int, helping: list[int], m
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_threads_meet_at_a_barrier_and_wake_from_any_sleep(number: int) -> None:
-    """One that is not woken would be waited for without end."""
     function, meet = meeting(50), Barrier()
     for pause in (*[0.0] * 20, *[0.001] * 20, 0.003, 0.03, 0.2, 0.0, 0.05, *[0.0015] * 50):
         job = (ctypes.c_int64 * 4)(number, meet.address)
@@ -156,7 +155,6 @@ def test_threads_meet_at_a_barrier_and_wake_from_any_sleep(number: int) -> None:
 
 @pytest.mark.parametrize(("wanted", "expected"), [(2, 2), (3, 3), (9, 4)])
 def test_no_more_take_part_than_a_job_has_room_for(wanted: int, expected: int) -> None:
-    """Machine code has memory for each of the threads that were asked for."""
     function, job = waiting(), (ctypes.c_int64 * 2)(0, 1)
     with use_pool(4) as pool:
         assert pool is not None
@@ -235,7 +233,6 @@ def test_nobody_waits_for_helpers_that_the_system_does_not_let_run(monkeypatch: 
 
 
 def test_no_thread_to_be_had_is_no_error(helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's number of threads is limited: those that were started before end, and only the caller works."""
     start, started = _thread.start_new_thread, []
 
     def one(function: Callable[[], object], given: tuple[()]) -> None:

@@ -30,7 +30,6 @@ VALUES = dict(zip(LAYERS, (0.1, 0.2, 0.3, 0.4), strict=True))
 
 
 def resolve(flags: dict[str, Any] | None = None, *, config: Any = None, **more: Any) -> Resolved:
-    """All rooms' options, with flags by their settings' names."""
     return module.resolve(
         SETTINGS, {KNOWN[name]: value for name, value in (flags or {}).items()}, config=config, **more
     )

@@ -21,29 +21,21 @@ TRUE, FALSE = "The harbour clock was built by Ada Lane in 1901.", "The harbour c
 
 @dataclass(frozen=True)
 class Scene:
-    """The user's documents, and the stores of both.
-
-    Attributes
-    ----------
-    own : a document of the user. `mine` : the store that has it. `theirs` : one that says what it likes of it.
-    """
+    """The user's documents, and the stores of both."""
 
     own: Path
     mine: Path
     theirs: Path
 
     def ingest(self, *more: object, store: Path | None = None) -> dict[str, object]:
-        """Ingest the user's documents with the settings of both stores."""
         return kvtool("ingest", self.own.parent, "--store", store or self.mine, *PREFIX, *more, "--json").fine().json
 
     def ask(self, *more: object, store: Path | None = None) -> dict[str, object]:
-        """Ask the user's question."""
         path = store or self.mine
         asked = ("query", "Who built the harbour clock?", "--max-tokens", "8", "--store", path, "--json")
         return kvtool(*asked, *more).fine().json
 
     def pack(self, name: str = "theirs.kvpack") -> Path:
-        """Their store as a pack."""
         path = self.theirs.parent / name
         with pytest.MonkeyPatch.context() as patch:  # an honest export says nothing that is not so
             patch.setattr("kvtool.core.remote.values._checked_file", lambda key, *parts: parts)
@@ -52,7 +44,6 @@ class Scene:
 
 
 def make_scene(folder: Path, tiny: Path) -> Scene:
-    """Make two stores, `mine` and `theirs`, that have the same true document."""
     own, mine = folder / "docs" / "clock.md", folder / "mine"
     own.parent.mkdir()
     own.write_text(TRUE + "\n")
@@ -63,25 +54,17 @@ def make_scene(folder: Path, tiny: Path) -> Scene:
 
 
 def of_file(store: Store, path: Path) -> tuple[FileEntry, DocumentEntry]:
-    """A file's entry and its one document."""
-    entry, document = store.file(str(path)), store.document(str(path))
-    assert entry is not None
-    assert document is not None
-    return entry, document
+    return store.file(str(path)), store.document(str(path))  # type: ignore[return-value]
 
 
 def ids_of(path: Path, source: Path) -> list[bytes]:
-    """Chunks of a document."""
     with Store.open(path) as store:
         return [ref.chunk_id for ref in of_file(store, source)[1].chunks]
 
 
-def rewrite(
-    path: Path, source: Path, change: Callable[[FileEntry, DocumentEntry], tuple[FileEntry, DocumentEntry]]
-) -> None:
-    """Let a store say something else of a file."""
-    with Store.open(path) as store, store.writer() as writer:
-        entry, document = change(*of_file(store, source))
+def rewrite(scene: Scene, change: Callable[[FileEntry, DocumentEntry], tuple[FileEntry, DocumentEntry]]) -> None:
+    with Store.open(scene.theirs) as store, store.writer() as writer:
+        entry, document = change(*of_file(store, scene.own))
         writer.commit_file(entry, [document])
 
 
@@ -89,7 +72,6 @@ def poison(path: Path, chunk: bytes, level: str = "raw", spared: int = 0) -> lis
     """Replace a chunk's records by others that are sound, and of no text; returns them. The first `spared` stay."""
     with Store.open(path) as store, store.writer() as writer:
         info = store.chunk_info(chunk)
-        assert info is not None
         records = []
         for record in records_of(store, chunk, level, info.layers):
             header, payload = decode_record(chunk, record)
@@ -112,5 +94,5 @@ def with_foreign_tokens(scene: Scene, tiny: Path) -> None:
         refs = tuple(replace(ref, chunk_id=chunk) for ref, chunk in zip(document.chunks, false, strict=True))
         return replace(entry, mtime_ns=entry.mtime_ns + 10**9), replace(document, chunks=refs)
 
-    rewrite(scene.theirs, scene.own, change)
+    rewrite(scene, change)
     kvtool("store", "rm", folder, "--store", scene.theirs, "--yes").fine()

@@ -18,16 +18,7 @@ from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import import_sources
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.values import survey
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    break_record,
-    chunks_of,
-    damages,
-    kvtool,
-    state,
-    write_corpus,
-)
+from tests.cli.working import CHUNKS, PREFIX, break_record, chunks_of, damages, kvtool, state, write_corpus
 from tests.compress.making import check_sound
 
 PARTS = 3
@@ -74,7 +65,7 @@ def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> Non
     import_sources(tmp_path / "other", _all(parts)[::-1], trust=MINE)
     assert state(tmp_path / "other") == state(parts / "whole")
     again = import_sources(tmp_path / "all", _all(parts), trust=MINE)
-    assert [report.files.moved + report.chunks.moved + report.bytes for report in again] == [0] * PARTS
+    assert [report.files.transferred + report.chunks.transferred + report.bytes for report in again] == [0] * PARTS
 
 
 def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tiny: Path) -> None:
@@ -88,7 +79,6 @@ def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tin
 
 
 def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp_path: Path) -> None:
-    """And none of them loses a record for another's sake."""
     made: dict[str, str | None] = {}
     sources = [Path(shutil.copytree(part, tmp_path / part.name)) for part in _all(parts)[:2]]
     for source in sources:
@@ -120,9 +110,7 @@ def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: 
         path = tmp_path / "-".join(order)
         import_sources(path, [tmp_path / name for name in order], trust=MINE)
         with Store.open(path) as store:
-            document = store.document(str(changed))
-            assert document is not None
-            assert document.text == "The first mill was sold.\n"
+            assert store.document(str(changed)).text == "The first mill was sold.\n"  # type: ignore[union-attr]
 
 
 def test_a_shard_forgets_only_what_is_gone(parts: Path, tmp_path: Path, tiny: Path) -> None:
@@ -156,16 +144,14 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
     (chunk, *_) = chunks_of(broken, "mill2.md")
     break_record(broken, chunk, 1)
     (report,) = import_sources(tmp_path / "all", [broken])
-    assert [row["what"] for row in report.damaged] == [f"chunk {chunk} at level raw"]
+    assert [row["subject"] for row in report.damaged] == [f"chunk {chunk} at level raw"]
     assert damages(tmp_path / "all") == []
     (report,) = import_sources(tmp_path / "all", [parts / "whole"])
-    assert report.chunks.moved == 1
+    assert report.chunks.transferred == 1
     assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
 
 
-def test_a_source_that_is_written_to_is_taken_as_it_was(
-    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_sees_a_snapshot_of_its_source(parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(shutil.copytree(parts / "whole", tmp_path / "source"))
 
     def surveyed(store: Store, *more: Any) -> Any:

@@ -57,7 +57,6 @@ class Stopwatch:
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the machine may not be while tests run."""
     monkeypatch.setattr(speeds, "is_busy", lambda: False)
 
 

@@ -34,16 +34,16 @@ def cache(store: Path) -> Iterator[package.Cache]:
 def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
     talk = cache.conversation(**ASKING)
     first = talk.ask(FIRST)
-    assert first.tokens["standing"] == 0
+    assert first.tokens["resident"] == 0
     before = talk.tokens
     assert before > first.tokens["prompt"]
     again = talk.ask(Request(FIRST, search=FIRST))  # finds what the prompt has
     assert not again.chunks
-    assert {chunk.id for chunk in again.again} == {chunk.id for chunk in first.chunks}
-    assert {chunk.status for chunk in again.again} == {"standing"}
+    assert {chunk.id for chunk in again.resident_chunks} == {chunk.id for chunk in first.chunks}
+    assert {chunk.status for chunk in again.resident_chunks} == {"resident"}
     assert again.places == first.places
     assert again.bytes_read == again.tokens["reused"] == again.tokens["recomputed"] == 0
-    assert again.tokens["standing"] == before
+    assert again.tokens["resident"] == before
     assert max(again.fused.tokens.rows) == again.tokens["fresh"] == again.tokens["prompt"] - before
     third = talk.ask(Request(SECOND, search=SECOND))
     new = {chunk.id for chunk in third.chunks}
@@ -82,7 +82,7 @@ def test_a_question_that_finds_nothing_is_asked_of_what_stands(cache: package.Ca
     talk.ask(FIRST)
     reply = talk.ask(Request("xyzzy?", search="xyzzy"))
     assert not reply.chunks
-    assert reply.tokens["standing"] > 0
+    assert reply.tokens["resident"] > 0
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_documents_and_modes_may_change_between_turns(cache: package.Cache) -> N
     assert by_name.tokens["recomputed"] <= 2 * len(by_name.chunks)
     last = talk.ask(Request("And the first mill?", documents=("mill0.md", "mill4.md")), QueryOptions(fusion="auto"))
     assert {Path(chunk.source).name for chunk in last.chunks} == {"mill0.md"}
-    assert {Path(chunk.source).name for chunk in last.again} == {"mill4.md"}
+    assert {Path(chunk.source).name for chunk in last.resident_chunks} == {"mill4.md"}
     assert last.fusion == "union"
 
 
@@ -126,7 +126,7 @@ def test_an_answer_that_is_ended_stands_as_far_as_it_was_said(cache: package.Cac
     reply = talk.ask(FIRST, going=lambda: bool(left and left.pop()))
     assert len(reply.generated.ids) == 3
     assert reply.generated.end is None
-    assert talk.ask(SECOND).tokens["standing"] > reply.tokens["prompt"] + 3
+    assert talk.ask(SECOND).tokens["resident"] > reply.tokens["prompt"] + 3
 
 
 def test_a_full_context_is_said_and_makes_room(cache: package.Cache) -> None:
@@ -135,11 +135,11 @@ def test_a_full_context_is_said_and_makes_room(cache: package.Cache) -> None:
     with pytest.raises(ContextFullError, match="the model takes 2048"):
         talk.ask(SECOND, QueryOptions(max_tokens=2000))
     standing = talk.tokens
-    assert talk.ask(SECOND).tokens["standing"] >= standing
+    assert talk.ask(SECOND).tokens["resident"] >= standing
     talk.start_over()
     assert talk.tokens == 0
     reply = talk.ask("And when?")
-    assert reply.tokens["standing"] == 0
+    assert reply.tokens["resident"] == 0
     assert reply.turn["number"] == 1
     assert "fifth mill" in reply.turn["search"]
     talk.reset()
@@ -162,7 +162,7 @@ def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path)
         talk.ask(FIRST)
         cache._release()
         reply = talk.ask(SECOND)
-        assert reply.tokens["standing"] == 0
+        assert reply.tokens["resident"] == 0
         assert "the conversation starts over" in said[-1]
     with pytest.raises(UsageError, match="was closed"):
         talk.ask(SECOND)
@@ -179,8 +179,8 @@ def test_a_model_that_keeps_states(tmp_path: Path) -> None:
         talk = cache.conversation(**ASKING)
         first = talk.ask("Who built the first mill?")
         reply = talk.ask(Request("And the second?", documents=("mill1.md",)))
-        assert reply.tokens["standing"] > first.tokens["prompt"]
-        assert reply.tokens["fresh"] == reply.tokens["prompt"] - reply.tokens["standing"]
+        assert reply.tokens["resident"] > first.tokens["prompt"]
+        assert reply.tokens["fresh"] == reply.tokens["prompt"] - reply.tokens["resident"]
     with torch.inference_mode():
         expected = model(torch.tensor([reply.fused.plan.text_ids])).logits[0, -1]
     assert float((reply.fused.logits - expected).abs().max()) <= 1e-4
@@ -190,7 +190,7 @@ def test_over_a_session_of_ones_own(cache: package.Cache) -> None:
     talk = Conversation.over(cache._opened(), QueryOptions(**ASKING))
     assert talk.ask(FIRST).to_json()["turn"] == {"number": 1, "search": FIRST}
     row = talk.ask(FIRST).to_json()
-    assert {one["status"] for one in row["again"]} == {"standing"}
+    assert {one["status"] for one in row["resident_chunks"]} == {"resident"}
 
 
 # ---- a store that others change meanwhile ------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_new_documents_leave_what_stands(store: Path, tmp_path: Path) -> None:
         standing = talk.tokens
         (tmp_path / "other.md").write_text("Who built the third mill? Baker Z built the third mill.", "utf-8")
         cache.ingest(tmp_path / "other.md")
-        assert talk.ask(SECOND).tokens["standing"] == standing
+        assert talk.ask(SECOND).tokens["resident"] == standing
 
 
 def test_what_cannot_be_gone_through_anew_starts_over(store: Path) -> None:
@@ -250,5 +250,5 @@ def test_what_cannot_be_gone_through_anew_starts_over(store: Path) -> None:
             (path,) = [entry.path for entry in opened.files() if entry.path.endswith("mill2.md")]
             writer.remove_file(path)
             writer.drop_chunks([bytes.fromhex(chunk) for chunk in chunks])
-        assert talk.ask(SECOND).tokens["standing"] == 0
+        assert talk.ask(SECOND).tokens["resident"] == 0
     assert any("starts over" in text for text in told)

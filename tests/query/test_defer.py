@@ -33,7 +33,11 @@ def ask(store: Path, *more: object) -> Done:
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("timing_ms", "rounds", "left", "revision")}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("timing_ms", "rounds", "chunks_remaining", "revision")
+    }
 
 
 # ---- the rounds ----
@@ -44,8 +48,8 @@ def test_a_sure_answer_loads_no_more(store: Path) -> None:
     row = ask(store, "--defer", *AT_ONCE).json
     (one,) = row["rounds"]
     assert one["chunks"] == [chunk["id"] for chunk in row["chunks"]] == chunks[:2]
-    assert row["left"] == len(chunks) - 2
-    assert one["enough"]
+    assert row["chunks_remaining"] == len(chunks) - 2
+    assert one["sufficient"]
     assert 0 < one["confidence"] <= 1
     assert one["bytes_read"] == row["bytes_read"] > 0
     plain = kvtool("query", QUESTION, "--store", store, "--chunks", *chunks[:2], *SHORT, "--json").fine().json
@@ -60,9 +64,9 @@ def test_an_unsure_one_loads_everything_and_reads_it_once(store: Path) -> None:
         : len(row["rounds"])
     ]
     assert without_times(row) == without_times(plain)
-    assert row["left"] == 0
+    assert row["chunks_remaining"] == 0
     assert sum(one["bytes_read"] for one in row["rounds"]) == row["bytes_read"]
-    assert [one["enough"] for one in row["rounds"]] == [False] * (len(row["rounds"]) - 1) + [True]
+    assert [one["sufficient"] for one in row["rounds"]] == [False] * (len(row["rounds"]) - 1) + [True]
     assert row["rounds"][-1]["confidence"] is None
 
 
@@ -80,8 +84,8 @@ def test_every_mode_in_rounds_is_lossless_where_it_recomputes_everything(mode: s
     stand = 0
     for one in row["rounds"]:
         counts = one["tokens"]
-        assert counts["standing"] == stand
-        assert counts["prompt"] == sum(counts[name] for name in ("standing", "reused", "recomputed", "fresh"))
+        assert counts["resident"] == stand
+        assert counts["prompt"] == sum(counts[name] for name in ("resident", "reused", "recomputed", "fresh"))
         stand = counts["prompt"] - tokens["fresh"]
 
 
@@ -197,7 +201,7 @@ def test_confidence_is_the_geometric_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sure", "text", "enough", "why"),
+    ("sure", "text", "sufficient", "why"),
     [
         (0.8, "Ilse Varnholt", True, "sure: 0.800"),
         (0.5, "Ilse Varnholt", True, "at least 0.500"),
@@ -207,9 +211,9 @@ def test_confidence_is_the_geometric_mean() -> None:
         (0.99, "알 수 없습니다", False, "알 수 없"),
     ],
 )
-def test_verdicts(sure: float, text: str, enough: bool, why: str) -> None:
+def test_verdicts(sure: float, text: str, sufficient: bool, why: str) -> None:
     given, reason = judge(sure, text, 0.5)
-    assert given == enough
+    assert given == sufficient
     assert why in reason
 
 

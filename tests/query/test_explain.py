@@ -34,10 +34,10 @@ def test_every_recomputed_token_has_a_reason(mode: str, store: Path) -> None:
     row = ask(store, "--fusion", mode, "--explain", "--json").json
     counted = 0
     for chunk in row["chunks"]:
-        runs = chunk["explained"]["spans"]
+        runs = chunk["explanation"]["spans"]
         assert [run["token_start"] for run in runs] == [0, *(run["token_end"] for run in runs[:-1])]
         assert runs[-1]["token_end"] == chunk["tokens"]
-        by_reason = chunk["explained"]["reasons"]
+        by_reason = chunk["explanation"]["reasons"]
         assert set(by_reason) <= {REASONS.get(mode)}
         assert sum(run["token_end"] - run["token_start"] for run in runs if run["reason"]) == sum(by_reason.values())
         counted += sum(by_reason.values())

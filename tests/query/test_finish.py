@@ -84,7 +84,7 @@ def test_a_turn_that_looped_stands_without_the_loop(store: Path, says: Callable[
         before = talk.tokens
         header = turn_header(tokenizer())
         assert before == reply.tokens["prompt"] + len(encode(tokenizer(), ONCE)) + len(header)
-        assert talk.ask("And when?").tokens["standing"] == before
+        assert talk.ask("And when?").tokens["resident"] == before
 
 
 @pytest.mark.slow

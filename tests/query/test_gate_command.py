@@ -11,7 +11,6 @@ from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, fail_gate, kvtool
 
 @pytest.fixture
 def failed(store: Path) -> Path:
-    """A store whose model has failed."""
     fail_gate(store)
     return store
 

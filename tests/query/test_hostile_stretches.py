@@ -36,7 +36,6 @@ def decoder() -> Decoder:
 
 
 def states_of(decoder: Decoder) -> Tensors:
-    """The state of the first layer as a part has it."""
     _, cache = decoder.prefill(tokens(9, 1))
     return {f"{what} {number}": state for (what, number), state in cache.buffers[0].states().items()}
 
@@ -75,7 +74,6 @@ def test_states_that_are_no_layers(wrong: str, decoder: Decoder) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a store with a prompt's state checkpoints, next to its model."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hostile")
     write_corpus(folder / "corpus", 3)
@@ -102,7 +100,6 @@ def ask(store: Path, question: str, mode: str = "prefix") -> Done:
 
 
 def stretch_in(store: Path) -> tuple[bytes, StretchInfo]:
-    """Return the last one of the prompt that has states at its end."""
     with Store.open(store) as opened:
         found = opened.stretches()
     return max(((one, info) for one, info in found.items() if info.states), key=lambda pair: pair[1].start)

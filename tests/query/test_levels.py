@@ -47,7 +47,6 @@ from tests.compress.making import (
 
 @pytest.fixture(scope="module")
 def both(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same corpus at level raw and at level lossless."""
     folder = tmp_path_factory.mktemp("levels")
     write_corpus(folder / "in")
     for level in ("raw", "lossless"):
@@ -150,7 +149,6 @@ def fitted(fitted_store: Path, tmp_path: Path) -> Path:
 
 
 def know(path: Path, **losses: float) -> None:
-    """Record measured losses of levels, given as `l1=0.5`."""
     with Store.open(path) as store, store.writer() as writer:
         rows = {name[1:]: {"kl_answer": loss} for name, loss in losses.items()}
         state = store.codec_state()

@@ -29,7 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a store, next to the documents that it was made of."""
     folder = tmp_path_factory.mktemp("made")
     write_corpus(folder / "corpus")
     exactly = ("--store-dtype", "float32")  # what is stored is what was computed
@@ -52,7 +51,7 @@ def told(row: dict[str, Any]) -> tuple[str, int, int]:
 
 def stretches(store: Path) -> dict[str, int]:
     with Store.open(store) as opened:
-        return dict(opened.stats()["stretches"])
+        return dict(opened.stats()["checkpoints"])
 
 
 def keys_of(store: Path) -> list[bytes]:
@@ -132,7 +131,7 @@ def test_modes_are_refused_before_the_model_is_loaded(store: Path, monkeypatch: 
 def test_what_else_is_refused(store: Path, tmp_path: Path) -> None:
     batch = tmp_path / "batch.jsonl"
     batch.write_text('{"question": "Who?", "answers": ["He"]}', "utf-8")
-    kvtool("inspect", "quality", "--batch", batch, "--store", store).failed(2, "recurrent state", "that would need")
+    kvtool("eval", batch, "--store", store).failed(2, "recurrent state", "that would need")
     kvtool("query", FIRST, "--store", store, "--defer").failed(2, "--defer")
     for words in (("compress",), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
         kvtool(*words, "--store", store).failed(2, "recurrent state", "that would need", "--fusion prefix")
@@ -216,8 +215,8 @@ def test_prune_takes_stretches_first(store: Path) -> None:
     ask(store, FIRST)
     assert stretches(store)["count"] > 0
     row = emptied(store).json
-    assert row["steps"][0]["step"] == "stretches"
-    assert row["steps"][0]["stretches"] > 0
+    assert row["steps"][0]["step"] == "checkpoints"
+    assert row["steps"][0]["checkpoints"] > 0
     assert stretches(store) == {"count": 0, "bytes": 0}
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
@@ -226,7 +225,6 @@ def test_prune_takes_stretches_first(store: Path) -> None:
 
 
 def flip(store: Path, key: bytes) -> None:
-    """Flip a bit in the middle of a value's payload."""
     with Store.open(store) as opened:
         with opened.snapshot() as snapshot:
             value = snapshot.get(tables.STRETCHES, key)
@@ -252,7 +250,7 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
     flip(store, list(each_kind(store))[kind])
     with Store.open(store) as opened:
         (damage, *_) = verify(opened)
-        assert "(in stretches)" in damage.reason
+        assert "(in checkpoints)" in damage.reason
     done = ask(store, SECOND)
     damaged = done.json
     assert ("is damaged, and was computed again" in done.err) == bool(kind)  # without its description it is not stored
@@ -356,7 +354,7 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
     report = kvtool("store", "export", place, "--only", "mill2.md", "--store", store, "--json").fine().json
     kvtool("store", "import", place, "--store", taken, "--mine").fine()
     with Store.open(taken) as opened:
-        assert report["stretches"] == len(opened.stretches()) == len(whole["chunks"]) + 1
+        assert report["checkpoints"] == len(opened.stretches()) == len(whole["chunks"]) + 1
         assert all(info.own for info in opened.stretches().values())
         assert verify(opened) == []
     second = ask(taken, SECOND).json
@@ -367,7 +365,7 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
     place.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     again = kvtool("store", "import", place, "--store", tmp_path / "again", "--mine", "--json")
     assert again.code == 13
-    assert "stretch" in again.json["damaged"][0]["what"]
+    assert "state checkpoint" in again.json["damaged"][0]["subject"]
     assert ask(tmp_path / "again", SECOND).json["answer"] == second["answer"]
 
 

@@ -32,7 +32,6 @@ OPTIONS = QueryOptions(max_tokens=4, top_k=3)
 
 @pytest.fixture
 def own(corpus: Path, store: Path, tmp_path: Path) -> Path:
-    """A corpus of one's own that `store` was made of."""
     folder = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     ingest(folder, store)
     kvtool("ingest", corpus, "--store", store).fine()  # the first one stays known
@@ -56,7 +55,6 @@ def session(store: Path) -> Iterator[Session]:
 
 
 def ingest(corpus: Path, store: Path) -> None:
-    """As another process does."""
     kvtool("ingest", corpus, "--store", store, "--sync", *CHUNKS).fine()
 
 

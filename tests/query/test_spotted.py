@@ -32,7 +32,6 @@ def session(store: Path) -> Iterator[Session]:
 
 
 def texts(session: Session, name: str) -> list[str]:
-    """The chunks of a document."""
     (document,) = [document for document in session.store.documents() if document.source.endswith(name)]
     return [document.text[ref.start : ref.end] for ref in document.chunks]
 

@@ -23,7 +23,7 @@ GUARD = 30.0  # seconds; the check at its worst takes two
 @dataclass(frozen=True)
 class _Cited:
     source: str
-    since_ingest: str = ""
+    staleness: str = ""
 
 
 @dataclass
@@ -40,7 +40,7 @@ def states(*entries: FileEntry) -> list[str]:
     chunks = cast(list[ReplyChunk], [_Cited(entry.path) for entry in entries])
     said: list[str] = []
     asking = threading.Thread(
-        target=lambda: said.extend(chunk.since_ingest for chunk in staleness.with_changes(store, chunks)), daemon=True
+        target=lambda: said.extend(chunk.staleness for chunk in staleness.with_changes(store, chunks)), daemon=True
     )
     asking.start()
     asking.join(GUARD)
@@ -122,5 +122,5 @@ def test_what_has_changed_is_still_said(tmp_path: Path, change: Callable[[Path],
     known = entry(path, b"text")
     assert states(known) == [""]
     change(path)
-    assert states(known) == [staleness.CHANGED if path.exists() else staleness.GONE]
+    assert states(known) == [staleness.CHANGED if path.exists() else staleness.DELETED]
     assert states(entry("/nowhere/at/all.txt", b"text")) == [""]

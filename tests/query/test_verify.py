@@ -120,7 +120,7 @@ def test_a_batch_sums_up(store: Path, tmp_path: Path) -> None:
     asked = ("query", "--batch", batch, "--store", store, *SHORT, "--fusion", "reuse", "--verify")
     *rows, summary = kvtool(*asked).fine().lines
     right = [not row["verified"]["corrected"] for row in rows]
-    assert summary["uncorrected"] == sum(right) / 2
+    assert summary["uncorrected_share"] == sum(right) / 2
     assert 0 <= summary["accepted_share"] <= 1
     assert summary["verified_ms_median"] > summary["ttft_ms_median"]
 

@@ -28,9 +28,7 @@ class Site:
     ----------
     url : by which it is read, through any link or proxy.
     home : by which it is written; the same but for a web server, of which nothing but reading is known.
-    port : of its server; 0: it has none.
     ask_at : lets it be reached through another port.
-    folder : of its values, where that can be touched.
     way : a proxy that knows HTTP, before its server.
     pulled, asked : what comes in a pull of all, and in a question: bytes, or reads of a folder.
     """
@@ -46,25 +44,12 @@ class Site:
     asked: float = 0
 
     @property
-    def can_be_written(self) -> bool:
-        """Return True if its reader can also write."""
-        return self.url == self.home
-
-    @property
     def reading_port(self) -> int:
-        """Return the port of the proxy before its server, if it has one, otherwise the server's."""
         return self.way.port if self.way is not None else self.port
 
 
 class Backend(NamedTuple):
-    """A column.
-
-    Attributes
-    ----------
-    schemes : of `KINDS` (`core/common/urls.py`), whose tests these are.
-    kind : how it is spoken with: `file`, `redis` or `http`; faults that are the same for a kind are said once.
-    make : a place of its own, below a folder of the test's; what ends it is added to the list.
-    """
+    """A column: `schemes` of `KINDS`, whose tests these are. Faults that are the same for a `kind` are said once."""
 
     schemes: tuple[str, ...]
     kind: str
@@ -155,7 +140,6 @@ WRITABLE = [name for name in BACKENDS if name not in READ_ONLY]
 
 @contextmanager
 def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Site]:
-    """Make an empty place on a backend for a test; its server is asked without a link in between."""
     stops: list[Stop] = []
     given = request.getfixturevalue
     site = BACKENDS[name].make(given, given("tmp_path"), given("monkeypatch"), stops)
@@ -167,21 +151,18 @@ def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.fixture
 def gs_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return the URL of a folder of an empty bucket of Google's."""
     with _made("gs", request) as site:
         yield site.url
 
 
 @pytest.fixture
 def az_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return the URL of a folder of an empty container of Azure's."""
     with _made("az", request) as site:
         yield site.url
 
 
 @pytest.fixture(params=["redis", "s3"])
 def behind(request: pytest.FixtureRequest) -> Iterator[Link]:
-    """Yield an empty shared store of a server, read through a link; tests of lines ask for `FAR`."""
     with _made(request.param, request) as site, closing(Link(site.port)) as link:
         site.ask_at(site, link.port)
         link.url, link.home = site.url, site.home

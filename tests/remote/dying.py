@@ -39,7 +39,6 @@ def dying(owner: type, moment: Moment) -> None:
 
 
 def pushing(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> None:
-    """Run a push in a child."""
     os.environ.update(variables)
     send.PACK_BYTES = 1
     blobs_module.LEASES["sweep"] = 0.4  # some stores keep the time themselves; the next push waits for a dead one
@@ -49,7 +48,6 @@ def pushing(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> 
 
 
 def pulling(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> None:
-    """Run a pull in a child."""
     os.environ.update(variables)
     dying(Writer, moment)
     with closing(open_blobs(url)) as blobs:

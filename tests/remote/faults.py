@@ -1,8 +1,7 @@
 """Every fault of a shared store, and how it is made on every backend, or why it cannot be: the table of the tests.
 
 A row is a fault, a column a backend of `backends.py`. A cell is looked up by the backend's name, then by its kind
-(`file`, `redis`, `http`), and is either what makes the fault or a sentence that says why it cannot happen.
-"""
+(`file`, `redis`, `http`), and is either what makes the fault or a sentence that says why it cannot happen."""
 
 from __future__ import annotations
 
@@ -24,15 +23,8 @@ from tests.remote.scene import Scene
 
 
 class Cell(NamedTuple):
-    """A fault on a backend.
-
-    Attributes
-    ----------
-    make : brings it about.
-    said : pattern of the error's message; "": no error.
-    perhaps : the error may be absent.
-    patience : seconds for which a value is waited for.
-    """
+    """A fault on a backend, with a pattern of the error's message. `perhaps`: the error may be absent. `patience`:
+    seconds for a value."""
 
     make: Callable[[Scene], object]
     said: str = ""
@@ -230,12 +222,11 @@ FILES: Mapping[str, Row] = {
 
 
 def cell_of(row: Row, name: str) -> Cell | str:
-    """Return the cell of a backend. Raise KeyError if the table has none."""
+    """Raises KeyError if the table has none."""
     return row[name] if name in row else row[BACKENDS[name].kind]
 
 
 def cells(table: Mapping[str, Row]) -> list[ParameterSet]:
-    """Return what is to be tested, backend by backend, as parameters: the backend's name, the cell."""
     return [
         pytest.param(name, cell, id=f"{name}-{fault}")
         for name in BACKENDS

@@ -1,13 +1,14 @@
 """A bucket of Google's or a container of Azure's, as far as kvtool speaks with them, and a web server before a folder.
 
-No package has a server of theirs that runs without their clouds, so these answer as the services' pages say.
-"""
+No package has a server of theirs that runs without their clouds, so these answer as the services' pages say."""
 
 from __future__ import annotations
 
 import re
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,7 +31,6 @@ class Request(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the object's name, without its bucket."""
         return unquote(self.path).lstrip("/").partition("/")[2]
 
 
@@ -52,6 +52,7 @@ class HttpServer(ThreadingHTTPServer):
         self.asked: list[Request] = []
         super().__init__(("127.0.0.1", 0), _Handler)
         self.port = int(self.server_port)
+        self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def answer(self, request: Request) -> Answer | None:
@@ -59,7 +60,6 @@ class HttpServer(ThreadingHTTPServer):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the server."""
         self.shutdown()
         self.server_close()
 
@@ -96,8 +96,46 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
 
-    def log_message(self, *given: object) -> None:
-        """Log nothing."""
+    def log_message(self, *given: object) -> None: ...
+
+
+class AnsweringServer(HttpServer):
+    def __init__(self, answer: Callable[[Request], Answer | None]) -> None:
+        self._answer = answer
+        super().__init__()
+
+    def answer(self, request: Request) -> Answer | None:
+        return self._answer(request)
+
+
+class TcpServer:
+    """Serves each client in a thread, with :meth:`serve`."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self._clients: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                self._clients.append(client)
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError, ValueError):
+            self.serve(client)
+
+    def serve(self, client: socket.socket) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for one in (self._server, *self._clients):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 def value_answer(request: Request, value: bytes, headers: Mapping[str, str]) -> Answer:
@@ -123,7 +161,6 @@ class WebServer(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer:
-        """Serve files; refuse to take any."""
         path = self._folder / request.name
         if request.method not in ("GET", "HEAD"):
             return Answer(405)
@@ -143,7 +180,6 @@ class ObjectServer(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer:
-        """Answer one request after the other."""
         with self._one:
             if unquote(request.path).strip("/").partition("/")[0] != "bucket":
                 return Answer(404, f"<Error><Code>{self.missing_bucket}</Code></Error>".encode())

@@ -90,7 +90,6 @@ class S3Server:
             pass
 
     def folder(self) -> str:
-        """Return the URL of an empty one."""
         return f"s3://bucket/team/kv{next(self._folders)}"
 
     def kill(self) -> None:
@@ -107,14 +106,8 @@ def _wait_for(port: int) -> None:
 
 
 class Link:
-    """A TCP proxy before a port: what comes back is let through at so many bytes a second.
-
-    Attributes
-    ----------
-    url : of the store that it leads to, of a Redis; `home`: by which that is written.
-    rate : bytes a second towards the client; 0: nothing any more, with the connection kept open.
-    sent : bytes that it has let through.
-    """
+    """A TCP proxy before a port: what comes back is let through at `rate` bytes a second; 0: nothing, with the
+    connection open."""
 
     def __init__(self, port: int, rate: float = 1e12) -> None:
         self.rate, self.sent, self.port = rate, 0, 0
@@ -130,22 +123,18 @@ class Link:
         self._then = self.sent + count, then
 
     def heal(self) -> None:
-        """Let all through again, and connections in, at the same port."""
         with self._turn:
             self._then, self.rate = None, 1e12
             self.close()
             self.open()
 
     def stop(self) -> None:
-        """Let nothing through any more."""
         self.rate = 0
 
     def crawl(self) -> None:
-        """Let through a hundred bytes a second."""
         self.rate = 100
 
     def close(self) -> None:
-        """Break off open connections, and accept no more."""
         with self._turn:
             _end(self._server)
             self._accepting.join(30)  # nobody holds the port then, and nobody comes
@@ -213,7 +202,6 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """Return the URL of an empty database."""
     import redis
 
     with redis.Redis.from_url(redis_server.url) as client:
@@ -230,7 +218,6 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of an empty folder of a bucket; its tools find what they need in the environment."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_server.port}")
     for name, value in AMAZON.items():
         monkeypatch.setenv(name, value)
@@ -250,6 +237,5 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def blobs(url: str) -> Iterator[Blobs]:
-    """Open the same."""
     with contextlib.closing(open_blobs(url)) as opened:
         yield opened

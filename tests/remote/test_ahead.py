@@ -45,7 +45,6 @@ class Stepped:
         return [(torch.ones(1, 2, 4), torch.ones(1, 2, 4))]
 
     def prefill(self, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
-        """Compute a layer for every `step`."""
         number = segment.source.chunk_id[0]
         if number in self.broken:
             raise self.broken[number]
@@ -73,7 +72,6 @@ class Bench:
         return self.source.begun.get(timeout=10)
 
     def through(self, number: int, level: str) -> None:
-        """Decode all layers of what is next."""
         for layer in range(LAYERS):
             assert self.begun() == (number, level, layer)
             self.source.step()
@@ -159,7 +157,6 @@ def test_a_record_that_cannot_be_decoded_ends_its_chunk_only(level: str, bench: 
 
 
 def test_what_is_known_of_its_speed(bench: Bench) -> None:
-    """Check that the first chunk of a level does not count, and that an unknown level is as slow as the slowest."""
     assert bench.ahead.seconds(100, "4") == 0.0
     for number in (0, 1):
         bench.put(number)
@@ -268,9 +265,7 @@ def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> N
     bench.ahead.finish()
 
 
-def test_a_chunk_refined_before_its_first_layer_says_nothing_of_speed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_refined_at_once_says_nothing_of_speed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put(0)
     bench.through(0, "4")
     wait_until_idle(bench)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
-from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.prefetch import Prefetcher
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
 from tests.remote.trouble_folder import in_the_way
@@ -22,6 +22,12 @@ BIG = bytes(range(256)) * 4096
 
 def whole(*names: str, most: int = len(BIG)) -> list[BlobRequest]:
     return [BlobRequest(name, most) for name in names]
+
+
+def fetch(blobs: Blobs, wanted: list[BlobRequest]) -> list[bytes | None]:
+    with closing(Prefetcher(blobs)) as arrivals:
+        arrivals.ask(wanted)
+        return [arrivals.take(10).value for _ in wanted]
 
 
 def test_values_by_name(url: str) -> None:
@@ -75,22 +81,12 @@ def test_a_stream_in_the_order_asked_for(url: str) -> None:
 
 
 def test_parts_of_a_pack(url: str) -> None:
-    """Read parts in any order, adjacent, overlapping and far apart; of a value that ends too soon what there is."""
     with closing(open_blobs(url)) as blobs:
         blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
-        arrivals = Prefetcher(blobs)
         ranges = [("a", 500, 1000), ("a", 1500, 10), ("b", 3, 4), ("a", 0, 600), ("a", len(BIG) - 5, 5), ("b", 9, 1)]
-        arrivals.ask([BlobRequest("kv", size, f"pack/{name}", start) for name, start, size in ranges])
-        arrivals.ask(
-            [
-                BlobRequest("kv", 5, "pack/c", 0),
-                BlobRequest("kv", 5, "pack/b", 7),
-                BlobRequest("x", 5),
-                *whole("pack/b"),
-            ]
-        )
-        found = [arrivals.take(10).value for _ in range(len(ranges) + 4)]
-        arrivals.close()
+        parts = [BlobRequest("kv", size, f"pack/{name}", start) for name, start, size in ranges]
+        parts += [BlobRequest("kv", 5, "pack/c", 0), BlobRequest("kv", 5, "pack/b", 7), BlobRequest("x", 5)]
+        found = fetch(blobs, [*parts, *whole("pack/b")])
     values = {"a": BIG, "b": b"0123456789"}
     assert found[: len(ranges)] == [values[name][start : start + size] for name, start, size in ranges]
     assert found[len(ranges) :] == [None, b"789", None, b"0123456789"]
@@ -150,10 +146,8 @@ def test_no_redis_there() -> None:
             with pytest.raises(RemoteError, match="cannot be reached") as caught:
                 call()
             assert caught.value.hint
-        arrivals = Prefetcher(blobs)
-        arrivals.ask(whole("x"))
         with pytest.raises(RemoteError, match="cannot be reached"):
-            arrivals.take(10)
+            fetch(blobs, whole("x"))
     with closing(open_blobs("redis://no.such.host.invalid/0")) as blobs, pytest.raises(RemoteError, match=r"invalid"):
         blobs.get(["x"])
 
@@ -212,22 +206,15 @@ def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
         for name in ("head", "kv/a/b/0", "meta/c"):
             in_the_way(tmp_path / name, kind)
             assert blobs.get([name]) == [b""]
-            arrivals = Prefetcher(blobs)
-            arrivals.ask(whole(name))
-            assert arrivals.take(5).value == b""
-            arrivals.close()
+            assert fetch(blobs, whole(name)) == [b""]
 
 
 def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({"v/0": BIG, "v/1": b"1", "head": bytes(5000)})
-        arrivals = Prefetcher(blobs)
-        arrivals.ask(whole("v/0", "v/1", "v/2", most=len(BIG) - 1))
-        assert [arrivals.take(5).value for _ in range(3)] == [b"", b"1", None]
-        arrivals.ask(whole("v/0"))
-        assert arrivals.take(5).value == BIG
+        assert fetch(blobs, whole("v/0", "v/1", "v/2", most=len(BIG) - 1)) == [b"", b"1", None]
+        assert fetch(blobs, whole("v/0")) == [BIG]
         assert blobs.get(["head"]) == [b""]
-        arrivals.close()
 
 
 def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

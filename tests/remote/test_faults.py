@@ -23,13 +23,13 @@ from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
-from tests.cache.making import LAYERS, add_file, id_of
+from tests.cache.making import LAYERS, id_of
 from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
 from tests.remote.backends import BACKENDS, READ_ONLY, WRITABLE, Site
 from tests.remote.faults import FILES, READING, SENDING, VALUES, Cell, Harm, cell_of, cells
 from tests.remote.scene import Scene
 from tests.remote.test_hostile import CODEC
-from tests.remote.test_sharing import is_whole, new_store
+from tests.remote.test_sharing import add, is_whole, new_store
 from tests.remote.test_transfer import PROFILE, bytes_of
 
 SECRETS = re.compile("zqxwv", re.I)
@@ -38,7 +38,6 @@ CHUNKS = [id_of(f"f{file}.{number}") for file in range(3) for number in range(2)
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the store that every shared store here holds."""
     path = new_store(tmp_path_factory.mktemp("pristine") / "store")
     with Store.open(path) as store, store.writer() as writer:
         writer.put_profile(PROFILE, b"a profile", CODEC | {"profile": PROFILE.hex()})
@@ -68,7 +67,6 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def counted(scene: Scene, what: Callable[[], object]) -> float:
-    """Count the bytes that come through the link, or the reads of the folder."""
     begun, reads = scene.link.sent if scene.link else 0, [0]
     with scene.made(lambda scene: trouble_folder.counted(scene, reads), 0):
         what()
@@ -82,7 +80,6 @@ def scene(site: Site) -> Iterator[Scene]:
 
 
 def check(place: Path, pristine: Path, whole: bool = False) -> None:
-    """Check that all that is there is sound, and of the shared store."""
     if not place.exists() and not whole:
         return
     with Store.open(place) as store:
@@ -123,7 +120,6 @@ MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once
 @pytest.mark.some(6)
 @pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
 def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None:
-    """Ask with the catalogue here already: what comes is right, the rest are holes, and no reader waits for ever."""
     told: list[str] = []
     open_shared(scene.site.url).close()
     with scene.made(cell.make, scene.site.asked / 2):
@@ -151,10 +147,8 @@ def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes
 @pytest.mark.some(3)
 @pytest.mark.parametrize(("site", "cell"), cells(SENDING), indirect=["site"])
 def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
-    """Check that readers see all of it or nothing, and that what was sent is not sent again."""
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as store:
-        with store.writer() as writer:
-            add_file(writer, "f3", ["f3.0"])
+        add(store, "f3", "f3.0")
         with scene.made(cell.make, 1), closing(scene.blobs()) as blobs:
             try:
                 push(store, blobs)
@@ -179,7 +173,6 @@ VITAL = ("head", "catalogue", "shard", "meta/manifest")  # without these nothing
 
 
 def one_of_each(blobs: Blobs) -> dict[str, tuple[str, bytes, bytes]]:
-    """Return a name of each kind of values, what it holds, and what another one of the kind holds."""
     names = sorted(name for name in blobs.names() if name != "head.lock")
     chunks = read_catalogue(blobs).chunks
     records = {one.pack for key, chunk in chunks.items() for one in records_wanted(key, chunk, "raw")}
@@ -200,7 +193,6 @@ def one_of_each(blobs: Blobs) -> dict[str, tuple[str, bytes, bytes]]:
 
 @contextmanager
 def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Harm) -> Iterator[None]:
-    """Replace values for a while."""
     for name, value, other in values.values():
         harmed = harm(value, other)
         if harmed is None:
@@ -217,7 +209,6 @@ def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Ha
 @pytest.mark.parametrize("harm", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that what is harmed is named and the rest taken, and that a push that verifies mends it."""
     with scene.behind() as behind, closing(scene.blobs()) as blobs:
         before = one_of_each(behind)
         for kind in VITAL:
@@ -239,12 +230,9 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
 @pytest.mark.some(2)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
-    """Give an older head, as from a cache on the way: an older store, and all of it."""
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as more, scene.behind() as behind:
-        with more.writer() as writer:
-            add_file(writer, "f3", ["f3.0"])
+        add(more, "f3", "f3.0")
         (head,) = behind.get([HEAD])
-        assert head is not None
         push(more, behind)
         behind.put({HEAD: head})
         with closing(scene.blobs()) as blobs:
@@ -258,10 +246,7 @@ def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("site", "cell"), cells(FILES), indirect=["site"])
-def test_no_value_at_all(
-    cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that it is never waited for, nor followed."""
+def test_odd_files(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with scene.behind() as blobs:
         before = one_of_each(blobs)
         for number, kinds in enumerate([*([kind] for kind in VITAL), [kind for kind in before if kind not in VITAL]]):
@@ -295,7 +280,6 @@ def test_every_backend_has_its_column() -> None:
 
 
 def test_every_trouble_has_its_row() -> None:
-    """Check that every trouble of the table is made to happen."""
     rows = inspect.getsource(faults)
     for alias, module in {"folder": trouble_folder, "http": trouble_http, "redis": trouble_redis}.items():
         for name, made in inspect.getmembers(module, inspect.isfunction):

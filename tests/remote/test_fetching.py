@@ -22,8 +22,6 @@ def fetch(chunk: int) -> Fetch:
 
 @dataclass
 class Scripted:
-    """A policy, a link with its stream, and a processor, that all do what is written down."""
-
     fetches: deque[Fetch] = field(default_factory=deque)
     texts: deque[int] = field(default_factory=deque)
     come: deque[bytes | None] = field(default_factory=deque)  # None: nothing yet

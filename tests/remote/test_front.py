@@ -19,48 +19,41 @@ from kvtool.core.remote.push import push
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.forget import pin
 from tests.cache.making import LAYERS, id_of, make_store, noise, put
+from tests.remote.test_hostile import IDENTITY
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set every use to a second of its own, after all has come."""
     clock = itertools.count(2_000_000_000)
     monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Make a shared store of 12 chunks that has not been read yet."""
     with Store.open(make_store(tmp_path / "store", FILES, 1, DIM)) as store:
         with store.writer() as writer:
-            writer.set_manifest(IDENTITY)
+            writer.set_manifest({"identity": IDENTITY})
         with closing(open_blobs(f"file://{tmp_path / 'shared'}")) as blobs:
             push(store, blobs)
     return f"file://{tmp_path / 'shared'}"
 
 
-IDENTITY = {
-    "identity": {
-        "model": "tiny",
-        "fingerprint": "model",
-        "dtype": "bfloat16",
-        "prefix": [],
-        "answer_header": [],
-        "lead_in": {"mode": "none", "ids": []},
-        "split": {},
-    }
-}
-
-
-def ask(url: str, number: int, told: list[str], *more: int) -> None:
-    """Read chunks as a question does."""
-    chunks = [id_of(f"f{number}.0") for number in (number, *more)]
-    with open_shared(url, warn=lambda text, hint: told.append(text)) as tier:
+def ask(url: str, *numbers: int) -> None:
+    chunks = [id_of(f"f{number}.0") for number in numbers]
+    with open_shared(url, warn=lambda text, hint: pytest.fail(text)) as tier:
         for layer in range(LAYERS):
             assert all(isinstance(found, tuple) for found in tier.read_layer(chunks, "raw", layer))
         tier.note_access(chunks)
+
+
+def limit(url: str, more: int) -> int:
+    """Give the local cache a budget of so many bytes more than it has."""
+    open_shared(url).close()
+    budget = space.folder_bytes(local_place(url)) + more
+    keep_budget(local_place(url), budget)
+    return budget
 
 
 def here(url: str) -> list[int]:
@@ -80,76 +73,60 @@ def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_coldest_gives_way(url: str) -> None:
-    told: list[str] = []
-    open_shared(url).close()
-    budget = space.folder_bytes(local_place(url)) + 6 * 10**6
-    keep_budget(local_place(url), budget)
+    budget = limit(url, 6 * 10**6)
     for number in range(FILES):
-        ask(url, number, told)
-        ask(url, 0, told)
+        ask(url, number)
+        ask(url, 0)
         assert space.folder_bytes(local_place(url)) <= budget
         assert {0, number} <= set(here(url))
     kept = here(url)
     assert 3 <= len(kept) <= 6
     assert kept == [0, *range(FILES - len(kept) + 1, FILES)]
-    assert told == []
     with Store.open(local_place(url)) as store:
         assert len(store.sources()) == FILES
-    ask(url, 1, told)  # fetched again
+    ask(url, 1)  # fetched again
     assert 1 in here(url)
 
 
 def test_a_budget_that_was_lowered_is_met(url: str) -> None:
     for number in range(6):
-        ask(url, number, [])
+        ask(url, number)
     assert len(here(url)) == 6
-    budget = space.folder_bytes(local_place(url)) - 3 * 10**6
-    keep_budget(local_place(url), budget)
-    told: list[str] = []
-    ask(url, 7, told)
+    budget = limit(url, -3 * 10**6)
+    ask(url, 7)
     assert space.folder_bytes(local_place(url)) <= budget
     assert 7 in here(url)
-    assert told == []
 
 
 def test_what_was_asked_often_outlasts_what_came_later(url: str) -> None:
-    told: list[str] = []
-    open_shared(url).close()
-    budget = space.folder_bytes(local_place(url)) + 6 * 10**6
-    keep_budget(local_place(url), budget)
+    budget = limit(url, 6 * 10**6)
     for _ in range(3):
-        ask(url, 0, told)
+        ask(url, 0)
     for number in range(1, FILES):
-        ask(url, number, told)
+        ask(url, number)
         assert space.folder_bytes(local_place(url)) <= budget
         assert {0, number} <= {*here(url)}
-    assert told == []
 
 
 def test_a_question_that_is_larger_than_the_budget_is_answered_and_drives_nothing_out(url: str) -> None:
-    told: list[str] = []
-    open_shared(url).close()
-    budget = space.folder_bytes(local_place(url)) + 5 * 10**6
-    keep_budget(local_place(url), budget)
+    limit(url, 5 * 10**6)
     for _ in range(4):
-        ask(url, 11, told)
-    ask(url, 0, told, 1, 2, 3, 4, 5)
+        ask(url, 11)
+    ask(url, 0, 1, 2, 3, 4, 5)
     kept = here(url)
     assert 11 in kept
     assert 2 <= len(kept) < 7
-    ask(url, 0, told, 1, 2, 3, 4, 5)
+    ask(url, 0, 1, 2, 3, 4, 5)
     assert here(url) == kept  # what is there is read again, and not driven out by the rest
     keep_budget(local_place(url), 0)
-    ask(url, 0, told, 1)
+    ask(url, 0, 1)
     assert here(url) == []
-    assert told == []
 
 
 def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
-    """Check that a full local cache continues to take over what the shared store describes."""
     for number in range(6):
-        ask(url, number, [])
-    keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 300_000)
+        ask(url, number)
+    limit(url, 300_000)
     with Store.open(tmp_path / "store") as store:
         with store.writer() as writer:
             text = noise("long", 200_000).hex()
@@ -157,21 +134,19 @@ def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
             writer.commit_file(entry, [DocumentEntry("long", "text", text, (put(writer, "long"),))])
         with closing(open_blobs(url)) as blobs:
             push(store, blobs)
-    told: list[str] = []
-    with open_shared(url, warn=lambda text, hint: told.append(text)) as tier:
+    with open_shared(url, warn=lambda text, hint: pytest.fail(text)) as tier:
         assert "long" in tier.sources()
         assert space.folder_bytes(tier.path) <= (tier.budget() or 0)
-    assert told == []
     assert 0 < len(here(url)) < 6
 
 
 def test_a_pinned_document_stays_here(url: str) -> None:
     for number in range(4):
-        ask(url, number, [])
+        ask(url, number)
     pin(local_place(url), ["f0"])
-    keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 500_000)
+    limit(url, 500_000)
     for number in range(4, 8):
-        ask(url, number, [])
+        ask(url, number)
     assert {0, 7} <= set(here(url))
     assert len(here(url)) < 8
 

@@ -52,7 +52,6 @@ HOSTILE: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make `store`, with chunks at two levels, and `shared`, a shared store that holds it."""
     folder = tmp_path_factory.mktemp("built")
     with Store.open(make_store(folder / "store")) as store:
         with store.writer() as writer:
@@ -72,7 +71,6 @@ def store(built: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def blobs(built: Path, url: str) -> Iterator[Blobs]:
-    """Yield a shared store of each kind, which a test may change."""
     with closing(open_blobs(f"file://{built / 'shared'}")) as shared, closing(open_blobs(url)) as opened:
         names = [name for name in shared.names() if name != "head.lock"]
         opened.put({name: value for name, value in zip(names, shared.get(names), strict=True) if value is not None})
@@ -93,7 +91,6 @@ def packed(value: Any) -> bytes:
 
 
 def publish(blobs: Blobs, data: bytes) -> None:
-    """Make these bytes the catalogue in force, as anybody can who may write there."""
     blobs.put({f"catalogue/{digest_of(data)}": data, HEAD: seal_head(Head(digest_of(data)))})
 
 
@@ -134,7 +131,6 @@ def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], obje
 
 
 def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
-    """Return its JSON with one file and one chunk: the others are like them."""
     value = text_of(catalogue)
     for name in ("files", "chunks"):
         value[name] = dict([max(value[name].items(), key=lambda item: len(str(item[1])))])
@@ -143,7 +139,6 @@ def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
 
 @in_a_folder
 def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
-    """Check that what is wrong with it is one damage, and that a reader can live with the rest."""
     value = one_of_each(read_catalogue(blobs))
     assert Catalogue.unpack(packed(value)).chunks
     left = []
@@ -204,7 +199,6 @@ def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None
 
 
 def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that nothing is asked for by a name that leads out of it, be it a folder's or a bucket's."""
     (tmp_path / "secret").write_bytes(b"secret")
     asked: list[str] = []
     monkeypatch.setattr(blobs, "get", lambda names, real=blobs.get: (asked.extend(names), real(names))[1])
@@ -218,7 +212,6 @@ def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pyt
 
 
 def replace_value(blobs: Blobs, kind: str, key: bytes, value: bytes) -> None:
-    """Send another value of a file or a chunk, and publish its mark."""
     found = text_of(read_catalogue(blobs))
     rows = found[f"{kind}s"]
     rows[key.hex()] = [digest_of(value), *rows[key.hex()][1 : 3 if kind == "file" else 4]]  # in no pack
@@ -227,7 +220,7 @@ def replace_value(blobs: Blobs, kind: str, key: bytes, value: bytes) -> None:
 
 
 def damaged_by(blobs: Blobs, place: Path) -> list[str]:
-    return [row["what"] for row in pull(place, blobs).damaged]
+    return [row["subject"] for row in pull(place, blobs).damaged]
 
 
 OTHER_CHUNKS = (
@@ -240,7 +233,6 @@ OTHER_CHUNKS = (
 
 @pytest.mark.parametrize("info", OTHER_CHUNKS)
 def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
-    """Change the tokens, or the lead-in, so that the chunk would be another text's."""
     key = id_of("f0.1")
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, info.to_bytes()))
     found = damaged_by(blobs, tmp_path / "other")
@@ -334,7 +326,6 @@ def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, A
 
 
 def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
-    """Give a catalogue of one model, and a manifest of another to keep."""
     value = seal(b"manifest", Kind.MANIFEST, dump_json({"identity": IDENTITY | {"fingerprint": "another"}}))
     found = text_of(read_catalogue(blobs))
     found["meta"]["manifest"] = digest_of(value)
@@ -346,30 +337,24 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_packs")
 def test_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path) -> None:
-    """Give records that are whole, and none of them what the catalogue or the chunk's description says."""
     with closing(open_blobs(url)) as blobs:
         push(store, blobs)
-        check_records_of_another_shape_or_size(blobs, tmp_path)
-
-
-def check_records_of_another_shape_or_size(blobs: Blobs, tmp_path: Path) -> None:
-    key, other = id_of("f0.1"), header_of(1, tokens=4)
-    short = encode_record(key, other, [bytes(other.raw_bytes)])
-    swapped = encode_record(key, header_of(0), payload_of("f0.1", 0))
-    catalogue = read_catalogue(blobs)
-    level = catalogue.chunks[key.hex()].levels["raw"]
-    name = f"kv/{key.hex()}/raw-{level.mark}/1"
-    (whole,) = blobs.get([name])
-    assert whole is not None
-    for number, record in enumerate((short, swapped, whole + b"x", b"")):
-        blobs.put({name: record})
-        assert damaged_by(blobs, tmp_path / f"p{number}") == [f"chunk {key.hex()} at level raw"]
-    found = text_of(catalogue)
-    for number, size in enumerate((1, level.size - 1, level.size + 1)):
-        found["chunks"][key.hex()][2]["raw"][0] = max(size, 80 * LAYERS)
-        blobs.put({name: whole})
-        publish_parts(blobs, found)
-        assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
+        key, other = id_of("f0.1"), header_of(1, tokens=4)
+        short = encode_record(key, other, [bytes(other.raw_bytes)])
+        swapped = encode_record(key, header_of(0), payload_of("f0.1", 0))
+        catalogue = read_catalogue(blobs)
+        level = catalogue.chunks[key.hex()].levels["raw"]
+        name = f"kv/{key.hex()}/raw-{level.mark}/1"
+        (whole,) = blobs.get([name])
+        for number, record in enumerate((short, swapped, whole + b"x", b"")):
+            blobs.put({name: record})
+            assert damaged_by(blobs, tmp_path / f"p{number}") == [f"chunk {key.hex()} at level raw"]
+        found = text_of(catalogue)
+        for number, size in enumerate((1, level.size - 1, level.size + 1)):
+            found["chunks"][key.hex()][2]["raw"][0] = max(size, 80 * LAYERS)
+            blobs.put({name: whole})
+            publish_parts(blobs, found)
+            assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
 
 
 def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
@@ -390,7 +375,6 @@ def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
 
 
 def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None:
-    """Open it for questions: what is wrong is reported, and the rest is there."""
     key, told = id_of("f0.1"), list[str]()
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, ChunkInfo((), LEAD_IN, LAYERS).to_bytes()))
     with open_shared(blobs.url, warn=lambda text, hint: told.append(text)) as tier:

@@ -1,8 +1,7 @@
 """Servers that mean to harm their clients: a Redis and an S3 that answer what no such server would.
 
 Whatever comes, a command ends with an error that names the place, takes no memory for what is only claimed, and loses
-nothing of the store that is here.
-"""
+nothing of the store that is here."""
 
 from __future__ import annotations
 
@@ -15,11 +14,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_FAILED, KvtoolError
 from kvtool.core.remote import object_store, redis
@@ -27,7 +27,7 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file, make_store
-from tests.remote.object_stub import Answer, HttpServer, Request
+from tests.remote.object_stub import Answer, AnsweringServer, Request, TcpServer
 from tests.remote.serving import AMAZON
 
 PATIENCE = 0.5
@@ -36,32 +36,16 @@ SMALL = 300 * 2**20  # bytes that a command may have more than an idle one
 Reply = Callable[[list[bytes]], Iterator[bytes]]
 
 
-class HostileRedis:
+class HostileRedis(TcpServer):
     """Speaks the protocol with each client as far as `answers` says; what it does not answer itself is `+OK`."""
 
     def __init__(self, **answers: Reply) -> None:
         self._answers = answers
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}/0"
-        self._clients: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
 
-    def close(self) -> None:
-        """Break off whatever is open."""
-        for one in (self._server, *self._clients):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._server.accept()
-                self._clients.append(client)
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError, ValueError), client.makefile("rb") as lines:
+    def serve(self, client: socket.socket) -> None:
+        with client.makefile("rb") as lines:
             while line := lines.readline():
                 words = [lines.read(int(lines.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
                 name = words[0].decode().lower()
@@ -79,12 +63,10 @@ def _ok(words: list[bytes]) -> Iterator[bytes]:
 
 
 def always(*pieces: bytes) -> Reply:
-    """Give the same answer each time."""
     return lambda words: iter(pieces)
 
 
 def endless(first: bytes, piece: bytes) -> Reply:
-    """Give an answer without an end."""
     return lambda words: itertools.chain([first], itertools.repeat(piece))
 
 
@@ -123,19 +105,16 @@ REDIS: dict[str, Reply] = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Return a store with two documents of its own."""
     return make_store(tmp_path / "store")
 
 
 def unharmed(store: Path) -> None:
-    """Check that all that was in the store reads back."""
     with Store.open(store) as opened:
         for name in ("f0", "f1"):
             check_file(opened, name)
 
 
 def peak() -> int:
-    """Return the most memory that this process ever had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -163,7 +142,6 @@ def refused(work: Callable[[], object], perhaps: bool = False) -> KvtoolError | 
 
 
 def both_ways(url: str, store: Path) -> None:
-    """Check that a pull and a push from there are refused, and that nothing is lost here."""
     for job in (pull, _push):
         with closing(open_blobs(url, PATIENCE)) as blobs:
             error = refused(lambda job=job, blobs=blobs: job(store, blobs))  # type: ignore[misc]
@@ -186,7 +164,6 @@ def test_a_hostile_redis(name: str, store: Path) -> None:
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
-    """Ask for sizes, a scan, leases, and a reader, one at a time."""
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
     with closing(HostileRedis(**dict.fromkeys(commands, REDIS[name]))) as server:
         for ask in (
@@ -215,18 +192,6 @@ def test_a_scan_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- S3 ----------------------------------------------------------------------------------------------------------
-
-
-class HostileS3(HttpServer):
-    """Answers every request in one way."""
-
-    def __init__(self, say: Callable[[Request], Answer | None]) -> None:
-        self._say = say
-        super().__init__()
-
-    def answer(self, request: Request) -> Answer | None:
-        """Return what was given."""
-        return self._say(request)
 
 
 _DATE = {"Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT", "ETag": '"x"'}
@@ -263,25 +228,25 @@ S3: dict[str, Callable[[Request], Answer | None]] = {
 }
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Request], Answer | None]], HostileS3]]:
-    """Start a server; its bucket is `s3://bucket/team/kv`."""
-    started: list[HostileS3] = []
-
-    def start(say: Callable[[Request], Answer | None]) -> HostileS3:
-        started.append(HostileS3(say))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{started[-1].port}")
-        for name, value in AMAZON.items():
-            monkeypatch.setenv(name, value)
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
-
-
 S3_URL = "s3://bucket/team/kv"
-Start = Callable[[Callable[[Request], Answer | None]], HostileS3]
+Start = Callable[[Callable[[Request], Answer | None]], AnsweringServer]
+
+
+def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in {**AMAZON, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+        patch.setenv(name, value)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(say: Callable[[Request], Answer | None]) -> AnsweringServer:
+            server = stack.enter_context(closing(AnsweringServer(say)))
+            point_at(monkeypatch, server.port)
+            return server
+
+        yield start
 
 
 @pytest.mark.parametrize("name", S3)
@@ -321,7 +286,6 @@ def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
 def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
-    """Check that they are refused or passed over; anything deleted by such a name is in the folder."""
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -331,35 +295,24 @@ def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
         assert b"/../" not in request.body
 
 
-class RawServer:
+class RawServer(TcpServer):
     """A server that sends the same bytes to every client, then repeats a piece without an end."""
 
     def __init__(self, first: bytes, piece: bytes, pause: float = 0.0) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._first, self._piece = first, piece
-        self._seconds = pause
+        self._first, self._piece, self._seconds = first, piece, pause
         self._over = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=self._serve, args=(self._server.accept()[0],), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with suppress(OSError), client:
+    def serve(self, client: socket.socket) -> None:
+        with client:
             client.recv(65536)
             client.sendall(self._first)
             while self._piece and not self._over.wait(self._seconds):
                 client.sendall(self._piece)
 
     def close(self) -> None:
-        """Stop sending."""
         self._over.set()
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        super().close()
 
 
 _HEAD = b'HTTP/1.1 200 OK\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
@@ -382,21 +335,15 @@ RAW: dict[str, tuple[bytes, bytes, float]] = {
 @pytest.mark.parametrize("name", RAW)
 def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(RawServer(*RAW[name])) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-        for variable, value in AMAZON.items():
-            monkeypatch.setenv(variable, value)
+        point_at(monkeypatch, server.port)
         both_ways(S3_URL, store)
 
 
 def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
-    """Let the server say that it gives the part, and send without an end."""
-    from kvtool.core.cache.backend import BlobRequest
-
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
     with closing(RawServer(first, b"x" * 2**20)) as server, pytest.MonkeyPatch.context() as patch:
-        for variable, value in {**AMAZON, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}.items():
-            patch.setenv(variable, value)
+        point_at(patch, server.port)
         with closing(open_blobs(S3_URL, PATIENCE)) as blobs, closing(blobs.reader()) as reader:
             reader.ask([BlobRequest("kv/x", 100, "pack/x", 0)])
 
@@ -415,7 +362,6 @@ def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -
 
 
 def test_commands_end_in_words(store: Path) -> None:
-    """Check that nothing is printed but an error, a hint and the exit code of a failure."""
     command = [sys.executable, "-m", "kvtool", "store", "pull"]
     for name in ("a bulk of 2^60", "arrays in arrays", "an array of 2^28"):
         with closing(HostileRedis(getrange=REDIS[name])) as server:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,45 +14,29 @@ import trustme
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.blobs import open_blobs
+from tests.remote.object_stub import TcpServer
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)
 PATIENCE = 0.5
 
 
-class Peer:
+class Peer(TcpServer):
     """Shakes hands as its context does, or not at all, and keeps what clients say to it afterwards."""
 
     def __init__(self, context: ssl.SSLContext | None, plain: bytes = b"") -> None:
         self.said = bytearray()
         self._context, self._plain = context, plain
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._held: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=self._meet, args=(self._server.accept()[0],), daemon=True).start()
-
-    def _meet(self, client: socket.socket) -> None:
-        self._held.append(client)
-        with suppress(OSError):
-            if self._context is not None:
-                client = self._context.wrap_socket(client, server_side=True)
-                self.said += client.recv(65536)
-                client.close()
-            elif self._plain:
-                client.recv(65536)
-                client.sendall(self._plain)
-
-    def close(self) -> None:
-        """Hang up on all clients."""
-        for one in (self._server, *self._held):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+    def serve(self, client: socket.socket) -> None:
+        if self._context is not None:
+            client = self._context.wrap_socket(client, server_side=True)
+            self.said += client.recv(65536)
+            client.close()
+        elif self._plain:
+            client.recv(65536)
+            client.sendall(self._plain)
 
 
 @pytest.fixture
@@ -65,7 +48,6 @@ def authority() -> trustme.CA:
     params=["wrong name", "expired", "not yet", "self-signed", "old protocol", "plain text", "silence", "good"]
 )
 def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tuple[str, Peer]]:
-    """Start a peer of each kind."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made = {
         "wrong name": lambda: authority.issue_cert("elsewhere.example"),
@@ -84,7 +66,6 @@ def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tupl
 
 
 def met(url: str, kind: str, peer: Peer) -> None:
-    """Check that only a server with the named host's certificate gets data."""
     with closing(open_blobs(url, PATIENCE)) as blobs:
         with pytest.raises(KvtoolError) as caught:
             blobs.get(["head"])

@@ -1,8 +1,7 @@
 """Pushes and pulls that are killed with -9 at a known moment, over a folder, a Redis and a bucket.
 
 At random moments, and over a folder, the fault harness does it (`tests/support/faults.py`): what is left of files that
-were being written is looked at there. Buckets of others are written by the same class as those of S3.
-"""
+were being written is looked at there. Buckets of others are written by the same class as those of S3."""
 
 from __future__ import annotations
 
@@ -23,9 +22,8 @@ from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import add_file
 from tests.remote.dying import Moment, pulling, pushing
-from tests.remote.test_sharing import forget, is_whole, store
+from tests.remote.test_sharing import add, forget, is_whole, sources_of, store
 from tests.remote.test_transfer import bytes_of
 
 __all__ = ["store"]
@@ -34,14 +32,12 @@ pytestmark = pytest.mark.usefixtures("small_packs")
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """Return a pool of children that have all imported, and have none of this process's threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.remote.dying", "obstore", "redis"])
     return context
 
 
 def killed(processes: Any, target: Callable[..., None], *given: object) -> None:
-    """Run it in a child that ends so."""
     child = processes.Process(target=target, args=(*given, dict(os.environ)))
     child.start()
     child.join(120)
@@ -63,11 +59,9 @@ def test_a_push(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that a reader finds the store of before or after, and all of it; the next push does the rest."""
     push(store, blobs)
     forget(store, "f2")
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0", "f3.1"])
+    add(store, "f3", "f3.0", "f3.1")
     killed(processes, pushing, store.path, url, moment)
     before, after = ["f0", "f1", "f2"], ["f0", "f1", "f3"]
     assert is_whole(blobs)
@@ -79,13 +73,11 @@ def test_a_push(
     push(store, blobs, delete=True)
     assert is_whole(blobs)
     assert pull(tmp_path / "pulled", blobs).damaged == []
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert pulled.sources() == after
+    assert sources_of(tmp_path / "pulled") == after
     assert bytes_of(tmp_path / "pulled") == bytes_of(store.path)
 
 
 def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> None:
-    """Check that a reader finds no store before its head is there."""
     killed(processes, pushing, store.path, url, ("compare_and_swap", 1, False))
     with pytest.raises(StoreNotFoundError):
         read_catalogue(blobs)
@@ -97,7 +89,6 @@ def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> N
 @pytest.mark.some(3)
 @pytest.mark.parametrize("moment", [("set_manifest", 1, True), ("put_chunk", 3, True), ("commit_files", 1, True)])
 def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
-    """Check that what is there is sound; the next pull does the rest, and fetches nothing again that was imported."""
     push(store, blobs)
     everything = pull(tmp_path / "whole", blobs).bytes
     killed(processes, pulling, tmp_path / "pulled", url, moment)
@@ -107,6 +98,5 @@ def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url:
     report = pull(tmp_path / "pulled", blobs)
     assert report.damaged == []
     assert report.bytes < everything
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert pulled.sources() == store.sources()
+    assert sources_of(tmp_path / "pulled") == store.sources()
     assert bytes_of(tmp_path / "pulled") == bytes_of(store.path)

@@ -22,14 +22,13 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.push import push
-from tests.cache.making import add_file, check_file, id_of, put
-from tests.remote.test_sharing import MANIFEST
+from tests.cache.making import check_file, id_of, put
+from tests.remote.test_sharing import MANIFEST, add
 
 CHUNKS = 4  # of a file
 
 
 def made(path: Path, files: int) -> Path:
-    """Make a store of so many files."""
     with Store.create_or_open(path) as store, store.writer() as writer:
         writer.set_manifest(MANIFEST)
         entries = []
@@ -42,7 +41,6 @@ def made(path: Path, files: int) -> Path:
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[object, ...]]:
-    """Record the arguments of a function's calls from now on."""
     seen: list[tuple[object, ...]] = []
     before: Callable[..., object] = getattr(owner, name)
 
@@ -56,7 +54,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tup
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Record the pages that are read; few are kept: a small store is then to its reader what a large one is."""
     monkeypatch.setattr(tree, "_LEAVES", 4)
     return calls(monkeypatch, tree, "parse_page")
 
@@ -70,9 +67,7 @@ def pushed(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> tuple
     return store, url
 
 
-def test_opening_reads_pages_for_documents_and_not_for_each_of_their_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
-) -> None:
+def test_pages_of_an_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]) -> None:
     counts = []
     for files in (100, 400):
         store, url = pushed(tmp_path, files, monkeypatch)
@@ -87,25 +82,22 @@ def test_opening_reads_pages_for_documents_and_not_for_each_of_their_chunks(
     assert counts[1] < 4 * 1.3 * counts[0], counts  # less than n log n
 
 
-def test_a_push_of_a_change_begins_few_transactions(
+def test_cost_of_a_small_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
 ) -> None:
-    """Check that unchanged files are compared without a look at KV, and in the order in which they are stored."""
     store, url = pushed(tmp_path, 200, monkeypatch)
     with store, closing(open_blobs(url)) as blobs:
-        with store.writer() as writer:
-            add_file(writer, "f0", ["new 0", "new 1"])
+        add(store, "f0", "new 0", "new 1")
         parsed.clear()
         begun = calls(monkeypatch, Environment, "begin")
         decoded = calls(monkeypatch, values, "records_of")
-        assert push(store, blobs).files.moved == 1
+        assert push(store, blobs).files.transferred == 1
     assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}
     assert len(begun) < 200 * CHUNKS / 2
     assert len(parsed) < 200 * CHUNKS
 
 
 def test_rows_are_put_in_the_order_of_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that each page is met once in a transaction, and not once a row."""
     touched = calls(monkeypatch, tree.Tree, "touch")
     made(tmp_path / "store", 30)
     runs = [key for _, key in touched]
@@ -128,10 +120,7 @@ def test_files_are_committed_together_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("came", [30, 90])
-def test_what_has_come_stays_when_the_tier_stops_answering(
-    came: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check it also of descriptions that wait to be sorted; the next opening asks for the others."""
+def test_descriptions_stay_when_the_store_dies(came: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, url = pushed(tmp_path, 20, monkeypatch)
     store.close()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
@@ -155,7 +144,6 @@ def test_what_has_come_stays_when_the_tier_stops_answering(
 
 
 def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the collector is off while a catalogue is read and put into shards, and afterwards as it was."""
     store, url = pushed(tmp_path, 20, monkeypatch)
     searching = []
     for name in ("rows_of", "entries_of"):
@@ -164,8 +152,7 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
             catalogue_io, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
         )
     with store, closing(open_blobs(url)) as blobs:
-        with store.writer() as writer:
-            add_file(writer, "f0", ["new 0", "new 1"])
+        add(store, "f0", "new 0", "new 1")
         push(store, blobs)
     assert searching
     assert not any(searching)
@@ -173,6 +160,5 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
 
 
 def test_shared_stores_are_opened_without_torch() -> None:
-    """Check that torch, a second and 200 MB, is not loaded: a push or a pull has no use for it."""
     code = "import sys, kvtool.core.remote.mirror; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,8 +8,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -26,77 +25,29 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file
 from tests.cli.working import QUESTION, SHORT, kvtool
-from tests.remote.object_stub import WebServer
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.remote.object_stub import Answer, AnsweringServer, Request, WebServer
+from tests.remote.test_sharing import new_store
+from tests.remote.trouble_http import error
 
 PATIENCE = 60.0  # seconds for a value: an imitated service on a busy machine takes longer than a real one
 SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environment
 
 
-class Service(ThreadingHTTPServer):
-    """A web server of the test's own; `asked` are the requests that it got."""
-
-    daemon_threads = True
-
-    def __init__(self, answer: Callable[[Any], None]) -> None:
-        self.asked: list[tuple[str, str, str]] = []  # method, path, who asks
-
-        class Handler(SimpleHTTPRequestHandler):
-            def do_any(handler: Any) -> None:
-                self.asked.append((handler.command, handler.path, handler.headers.get("Authorization", "")))
-                answer(handler)
-
-            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
-
-            def log_message(handler: Any, *given: object) -> None:
-                return None
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
+Serve = Callable[[Callable[[Request], Answer]], AnsweringServer]
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[Any], None]], Service]]:
-    services: list[Service] = []
-
-    def start(answer: Callable[[Any], None]) -> Service:
-        services.append(Service(answer))
-        return services[-1]
-
-    yield start
-    for service in services:
-        service.close()
+def serve() -> Iterator[Serve]:
+    with ExitStack() as stack:
+        yield lambda answer: stack.enter_context(closing(AnsweringServer(answer)))
 
 
-Serve = Callable[[Callable[[Any], None]], Service]
-
-
-def answering(status: int, body: bytes = b"") -> Callable[[Any], None]:
-    def answer(handler: Any) -> None:
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        if handler.command != "HEAD":
-            handler.wfile.write(body)
-
-    return answer
-
-
-def error_of(code: str) -> bytes:
-    return f"<Error><Code>{code}</Code><Message>AKIAZQXWVA zqxwvb</Message></Error>".encode()
+def found_nothing(request: Request) -> Answer:
+    return Answer(404)
 
 
 def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look into the environment first, then into a profile; what neither has is reported without a long search."""
-    service = serve(answering(404))
+    service = serve(found_nothing)
     monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", service.url)  # of a machine's role
@@ -106,7 +57,7 @@ def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, mon
         service.asked.clear()
         with closing(open_blobs(s3_url, PATIENCE)) as blobs:
             assert blobs.get(["x"]) == [None]
-        return re.search("Credential=([A-Z]+)/", service.asked[-1][2])[1]  # type: ignore[index]
+        return re.search("Credential=([A-Z]+)/", service.asked[-1].headers["authorization"])[1]  # type: ignore[index]
 
     assert who() == "AKIAZQXWVA"
     monkeypatch.setenv("AWS_PROFILE", "team")
@@ -124,20 +75,17 @@ def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, mon
     assert "credentials" in caught.value.hint
 
 
-def test_credentials_of_the_machines_role(
-    serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_of_a_role(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask the machine where nothing else is set: for a token (IMDSv2), with it for the role's key, which signs all."""
     keys = {"Code": "Success", "Type": "AWS-HMAC", "Expiration": "2099-01-01T00:00:00Z"}
     keys |= {"AccessKeyId": "OFTHEROLE", "SecretAccessKey": "zqxwvb", "Token": "zqxwvt"}
-    metadata, asked_with = "/latest/meta-data/iam/security-credentials", list[tuple[str, str | None]]()
+    metadata = "/latest/meta-data/iam/security-credentials"
 
-    def answer(handler: Any) -> None:
-        asked_with.append((handler.path, handler.headers["X-aws-ec2-metadata-token"]))
+    def answer(request: Request) -> Answer:
         said = {"/latest/api/token": "zqxwvm", metadata: "team", f"{metadata}/team": json.dumps(keys)}
-        body = said.get(handler.path.rstrip("/"), "")
-        signed = handler.headers["X-Amz-Security-Token"] == "zqxwvt"
-        answering(200 if body else 404 if signed else 403, body.encode() or error_of("AccessDenied"))(handler)
+        body = said.get(request.path.rstrip("/"), "")
+        signed = request.headers.get("x-amz-security-token") == "zqxwvt"
+        return Answer(200 if body else 404 if signed else 403, body.encode() or error("AccessDenied"))
 
     service = serve(answer)
     for name in ("AWS_ENDPOINT_URL", "AWS_METADATA_ENDPOINT"):
@@ -150,11 +98,12 @@ def test_credentials_of_the_machines_role(
         assert blobs.get(["x", "y"]) == [None, None]
         assert not SECRETS.search(repr(blobs) + blobs.url)
     assert service.asked[0][:2] == ("PUT", "/latest/api/token")
-    assert {token for path, token in asked_with if path.startswith(metadata)} == {"zqxwvm"}
-    signed = [who for _, path, who in service.asked if path.startswith("/bucket/")]
+    of_role = [request for request in service.asked if request.path.startswith(metadata)]
+    assert {request.headers["x-aws-ec2-metadata-token"] for request in of_role} == {"zqxwvm"}
+    signed = [request for request in service.asked if request.path.startswith("/bucket/")]
     assert len(signed) == 2
-    assert all("Credential=OFTHEROLE/" in who for who in signed)
-    assert len(asked_with) == 5  # the role is asked for its key once, not for each request
+    assert all("Credential=OFTHEROLE/" in request.headers["authorization"] for request in signed)
+    assert len(service.asked) == 5  # the role is asked for its key once, not for each request
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket/kv", "az://container", "https://host/kv"])
@@ -167,10 +116,8 @@ def test_without_the_package(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/kv", "az://container/kv"])
-def test_other_services_are_asked_at_their_own_endpoint(
-    url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = serve(answering(404))
+def test_endpoints_of_other_services(url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = serve(found_nothing)
     for name, value in {
         "GOOGLE_BASE_URL": service.url,
         "GOOGLE_SKIP_SIGNATURE": "true",
@@ -182,7 +129,7 @@ def test_other_services_are_asked_at_their_own_endpoint(
     with closing(open_blobs(url, PATIENCE)) as blobs:
         assert blobs.get(["a/b"]) == [None]
         assert blobs.sizes(["a/b"]) == [0]
-    assert all(path.split("?")[0].replace("%2F", "/").endswith("kv/a/b") for _, path, _ in service.asked)
+    assert all(request.path.replace("%2F", "/").endswith("kv/a/b") for request in service.asked)
 
 
 def test_an_account_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +150,6 @@ def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkey
 
 
 def test_leases_of_several_at_once(s3_url: str) -> None:
-    """Check that all are in one object, and that none is lost."""
     with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         names = [f"push-{number}" for number in range(6)]
         holding = [threading.Thread(target=blobs.hold, args=(name,)) for name in names]
@@ -216,22 +162,6 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
             blobs.release(name)
         assert blobs.held() == set()
         assert list(blobs.names()) == []
-
-
-@pytest.mark.parametrize("url", ["s3", "gs", "az"], indirect=True)
-def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let lists lag by far: what is deleted is put off, nothing else changes."""
-    monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
-    monkeypatch.setattr(object_store, "_MANY", 0)
-    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url, PATIENCE)) as blobs:
-        push(store, blobs)
-        assert push(store, blobs).bytes == 0
-        forget(store, "f2")
-        assert push(store, blobs, delete=True).removed == 0
-        assert is_whole(blobs)
-        assert pull(tmp_path / "pulled", blobs).damaged == []
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert pulled.sources() == ["f0", "f1"]
 
 
 def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,32 +193,8 @@ def test_credentials_are_shown_and_written_nowhere(s3_url: str, store: Path, tmp
 # ---- a web server ------------------------------------------------------------------------------------------------
 
 
-def files_of(folder: Path, ranges: bool) -> Callable[[Any], None]:
-    """Return files as a web server gives them, in parts or whole."""
-
-    def answer(handler: Any) -> None:
-        path = folder / handler.path.partition("?")[0].removeprefix("/kv/")
-        if handler.command not in ("GET", "HEAD") or not path.is_file():
-            handler.send_error(404 if handler.command in ("GET", "HEAD") else 405)
-            return
-        value, size = path.read_bytes(), path.stat().st_size
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", "")) if ranges else None
-        start, stop = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
-        handler.send_response(206 if asked else 200)
-        if asked:
-            handler.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-        handler.send_header("Last-Modified", "Mon, 23 Nov 2026 10:00:00 GMT")
-        handler.send_header("Content-Length", str(stop - start))
-        handler.end_headers()
-        if handler.command == "GET":
-            handler.wfile.write(value[start:stop])
-
-    return answer
-
-
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """Return a folder that a store was pushed to."""
     with (
         Store.open(new_store(tmp_path / "store")) as store,
         closing(open_blobs(f"file://{tmp_path / 'shared'}")) as blobs,
@@ -297,23 +203,21 @@ def shared(tmp_path: Path) -> Path:
     return tmp_path / "shared"
 
 
-def test_a_web_server_is_read(shared: Path, serve: Serve, tmp_path: Path) -> None:
-    service = serve(files_of(shared, ranges=True))
-    with closing(open_blobs(f"{service.url}/kv")) as blobs:
+def test_a_web_server_is_read(shared: Path, tmp_path: Path) -> None:
+    with closing(WebServer(shared)) as service, closing(open_blobs(f"{service.url}/kv")) as blobs:
         assert pull(tmp_path / "pulled", blobs).damaged == []
         with Store.open(tmp_path / "pulled") as store:
             for file in ("f0", "f1", "f2"):
                 check_file(store, file)
-            assert {method for method, _, _ in service.asked} == {"GET"}
-            packs = [path for _, path, _ in service.asked if "/pack/" in path]
+            assert {request.method for request in service.asked} == {"GET"}
+            packs = [request for request in service.asked if "/pack/" in request.path]
             assert len(packs) <= 2 + 2  # the KV of six chunks of two layers each; what describes chunks, and files
             with pytest.raises(RemoteError, match="can only be read"):
                 push(store, blobs)
-    assert all(path.startswith("/kv/") for _, path, _ in service.asked)
+    assert all(request.path.startswith("/kv/") for request in service.asked)
 
 
 def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name an authority of one's own as OpenSSL does, and not as other tools do."""
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))

@@ -18,12 +18,11 @@ from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.remote.test_sharing import add, forget, is_whole, new_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """Make a store of three documents of two chunks, one of them at two levels."""
     with Store.open(new_store(tmp_path / "store")) as opened:
         with opened.writer() as writer:
             put(writer, "f0.0", "lossless")
@@ -45,7 +44,11 @@ def check_pulled(blobs: Blobs, place: Path, *files: str, more: int = 0) -> None:
 
 def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     report = push(store, blobs)
-    assert (report.chunks.moved, len(packs_in(blobs)), list(blobs.names("kv/"))) == (7, 3, [])  # descriptions in one
+    assert (report.chunks.transferred, len(packs_in(blobs)), list(blobs.names("kv/"))) == (
+        7,
+        3,
+        [],
+    )  # descriptions in one
     catalogue = read_catalogue(blobs)
     keys = [id_of(f"f{file}.{number}").hex() for file in range(3) for number in range(2)]
     wanted = [one for key in keys for one in records_wanted(key, catalogue.chunks[key], "raw")]
@@ -59,10 +62,7 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
     assert push(store, blobs).bytes == 0
 
 
-def test_several_packs_are_sent_together(
-    store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that far away they take as long as one, and that memory holds no more at a time than it may."""
+def test_packs_sent_together(store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sent = blobs.put, list[int]()
 
     def put(values: Mapping[str, bytes]) -> None:
@@ -76,28 +76,23 @@ def test_several_packs_are_sent_together(
     assert is_whole(blobs)
 
 
-def test_what_is_too_large_for_a_pack_is_sent_by_layer(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_chunk_goes_by_layer(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with store.writer() as writer:
         add_file(writer, "large", ["large"], dim=64)
     monkeypatch.setattr(send, "MOST_BYTES", 3000)
     push(store, blobs)
     assert len(list(blobs.names("kv/"))) == LAYERS
     assert push(store, blobs).bytes == 0
-    assert pull(tmp_path / "pulled", blobs).chunks.moved == 8
+    assert pull(tmp_path / "pulled", blobs).chunks.transferred == 8
 
 
 def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    """Replace five of the six chunks of a pack; in the end no old value is left, and nothing is lost."""
     push(store, blobs)
     first = packs_in(blobs)
     forget(store, "f1", "f2")
-    with store.writer() as writer:
-        add_file(writer, "f0", ["f0.0", "new"])
+    add(store, "f0", "f0.0", "new")
     for number in range(6):
-        with store.writer() as writer:
-            add_file(writer, "f9", [f"version {number}"])
+        add(store, "f9", f"version {number}")
         forget(store)
         push(store, blobs, delete=number == 0, yes=True)
     assert is_whole(blobs)
@@ -111,7 +106,6 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
 
 
 def levels_of(blobs: Blobs, name: str) -> set[str]:
-    """Return the levels of the records that a pack in use holds."""
     return {
         level
         for chunk in read_catalogue(blobs).chunks.values()
@@ -126,9 +120,9 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
     with Store.open(tmp_path / "part") as part:
         forget(part, "f0")
         blobs.delete([name for name in packs_in(blobs) if levels_of(blobs, name)])
-        assert push(part, blobs).chunks.moved == 4
+        assert push(part, blobs).chunks.transferred == 4
         assert not is_whole(blobs)  # of f0 nothing is here
-        damaged = {row["what"] for row in pull(tmp_path / "less", blobs).damaged}
+        damaged = {row["subject"] for row in pull(tmp_path / "less", blobs).damaged}
         assert damaged == {
             f"chunk {id_of(f'f0.{n}').hex()} at level {level}" for n, level in ((0, "raw"), (1, "raw"), (0, "lossless"))
         }
@@ -138,13 +132,10 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
 
 
 @pytest.mark.usefixtures("small_packs")
-def test_a_killed_push_leaves_packs_that_nobody_sees(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_of_a_killed_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, blobs)
     before = set(blobs.names())
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0", "f3.1"])
+    add(store, "f3", "f3.0", "f3.1")
     with monkeypatch.context() as patch:
         patch.setattr(type(blobs), "compare_and_swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -152,17 +143,14 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
     assert before < set(blobs.names())
     check_pulled(blobs, tmp_path / "before", "f0", "f1", "f2")
     report = push(store, blobs)
-    assert (report.chunks.moved, report.chunks.unchanged) == (0, 9)  # the packs are there already
+    assert (report.chunks.transferred, report.chunks.unchanged) == (0, 9)  # the packs are there already
     check_pulled(blobs, tmp_path / "after", "f0", "f1", "f2", "f3")
     forget(store, "f3")
     assert push(store, blobs, delete=True).removed >= 2 + 2 + 1
     assert is_whole(blobs)
 
 
-def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut it off, also before the beginning of what is asked for."""
+def test_pack_that_is_cut_off(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "MOST_TOGETHER", 1)
     push(store, blobs)
     whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
@@ -170,17 +158,13 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
     blobs.put({name: whole[name][:5]})
     report = pull(tmp_path / "other", blobs)
     assert report.damaged
-    assert report.chunks.moved == 1
+    assert report.chunks.transferred == 1
     push(store, blobs)
     check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
 
 
-def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that it is not named although its chunks are still there, for another file."""
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f0.0", "f0.1"])
+def test_file_forgotten_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(store, "f3", "f0.0", "f0.1")
 
     survey = values.survey
 

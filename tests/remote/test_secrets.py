@@ -61,7 +61,6 @@ def here(url: str, port: int) -> str:
 
 
 def every_command(corpus: Path, url: str) -> Iterator[tuple[object, ...]]:
-    """Yield all commands that take a store, or a URL."""
     for words in (
         "inspect",
         "inspect plan Who?",
@@ -92,7 +91,6 @@ def some_commands(url: str) -> Iterator[tuple[object, ...]]:
 
 @pytest.fixture
 def looked_at(tmp_path: Path) -> Iterator[list[Done]]:
-    """Record what was said; look at it in the end, and at all files."""
     said: list[Done] = []
     yield said
     for done in said:
@@ -115,7 +113,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("url", [*WRONG, *RIGHT])
-def test_no_error_shows_it(
+def test_errors_hide_it(
     url: str, port: int, looked_at: list[Done], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = here(url, port)
@@ -135,9 +133,7 @@ def test_no_command_shows_it(url: str, port: int, looked_at: list[Done], work: P
         assert looked_at[-1].code
 
 
-def test_a_store_behind_a_password_does_not_hold_it(
-    store: Path, looked_at: list[Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_hide_it(store: Path, looked_at: list[Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_DEBUG", "1")
     monkeypatch.setenv("KVTOOL_TIMELINE", str(tmp_path / "trace.json"))
     (tmp_path / "redis").mkdir()
@@ -164,7 +160,6 @@ def test_a_store_behind_a_password_does_not_hold_it(
 
 
 def test_what_a_server_repeats_of_a_password_is_not_passed_on(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask a server that does not know AUTH, and quotes its arguments."""
     from redis import Connection
     from redis.exceptions import ResponseError
 

@@ -15,8 +15,8 @@ from kvtool.core.remote.folder import FolderBlobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from tests.cache.making import add_file, check_file, id_of
-from tests.remote.test_sharing import forget, is_whole, new_store
+from tests.cache.making import check_file, id_of
+from tests.remote.test_sharing import add, forget, is_whole, new_store
 
 MANY = 40  # files of two chunks
 
@@ -35,8 +35,6 @@ def store(tmp_path: Path) -> Store:
 
 
 class Counted:
-    """The names that a folder's values are read and written by."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         self.put: list[str] = []
@@ -62,9 +60,7 @@ class Counted:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_change_moves_only_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change one file of forty: its two chunks, and the two that it had before."""
     counted = Counted(monkeypatch)
     url = f"file://{tmp_path / 'shared'}"
@@ -75,8 +71,7 @@ def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
         open_shared(url).close()
         assert counted.shards() == 32
         monkeypatch.delenv("KVTOOL_CACHE")
-        with store.writer() as writer:
-            add_file(writer, "f7", ["new 0", "new 1"])
+        add(store, "f7", "new 0", "new 1")
         forget(store)
         counted.clear()
         push(store, blobs)
@@ -115,17 +110,14 @@ def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: B
 
 
 @pytest.mark.some(1)
-def test_many_small_packs_of_descriptions_are_put_together(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_packs_are_merged(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send, "_MOST_SMALL", 3)
     counts = []
     with store:
         for number in range(9):
-            with store.writer() as writer:
-                add_file(writer, f"n{number}", [f"n{number}.0"])
+            add(store, f"n{number}", f"n{number}.0")
             push(store, blobs)
             files = read_catalogue(blobs).files.values()
             counts.append(len({file.place.pack for file in files if file.place is not None}))
     assert counts == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-    assert pull(tmp_path / "pulled", blobs).files.moved == MANY + 9
+    assert pull(tmp_path / "pulled", blobs).files.transferred == MANY + 9

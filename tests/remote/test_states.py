@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
@@ -47,63 +46,53 @@ def know(store: Store, codec: dict[str, Any]) -> None:
         writer.set_codec_state(codec)
 
 
-def send(store: Store, url: str) -> None:
-    with closing(open_blobs(url)) as blobs:
-        push(store, blobs)
-
-
 def seen(url: str) -> dict[str, Any]:
-    """Return what the local cache of a shared store knows."""
     with open_shared(url) as tier:
         return tier.codec_state()
 
 
-def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: str) -> None:
+def test_what_is_measured_later_reaches_the_store_in_front(store: Store, blobs: Blobs) -> None:
     first = {"profile": MINE, "losses": {MINE: {"2": loss(0.5)}}}
     know(store, first)
-    send(store, url)
-    assert seen(url) == first
+    push(store, blobs)
+    assert seen(blobs.url) == first
     later = {"profile": THEIRS, "losses": {THEIRS: {"3": loss(0.001)}}}
     know(store, later)
-    send(store, url)
-    assert seen(url) == later
+    push(store, blobs)
+    assert seen(blobs.url) == later
 
 
 @pytest.mark.parametrize(
     "own", [{}, {"profile": "", "losses": {}}, {"profile": "", "losses": {NONE: {"1": loss(0.1)}}}]
 )
-def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Path, url: str) -> None:
-    """Push a store that was never compressed, and one that was pruned of all KV."""
+def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Store, blobs: Blobs) -> None:
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
     know(store, {"profile": digest.hex(), "losses": {digest.hex(): {"2": loss(0.001)}}})
     with store.writer() as writer:
         writer.put_profile(digest, b"profile")
-    send(store, url)
+    push(store, blobs)
     with store.writer() as writer:
         writer.drop_profiles([digest])
         writer.drop_level(store.chunk_ids(), "raw")
     know(store, own)
-    send(store, url)
-    there = seen(url)
+    push(store, blobs)
+    there = seen(blobs.url)
     assert there["profile"] == digest.hex()
     assert there["losses"] == {digest.hex(): {"2": loss(0.001)}} | own.get("losses", {})
-    with closing(open_blobs(url)) as blobs:
-        head = blobs.get([HEAD])
-    send(store, url)
-    with closing(open_blobs(url)) as blobs:
-        assert blobs.get([HEAD]) == head
+    head = blobs.get([HEAD])
+    push(store, blobs)
+    assert blobs.get([HEAD]) == head
 
 
-def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, url: str, tmp_path: Path) -> None:
+def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     know(store, {"profile": MINE, "losses": {MINE: {"1": loss(0.1), "3": loss(0.3)}}})
-    send(store, url)
+    push(store, blobs)
     place = tmp_path / "other"
     with Store.open(make_store(place)) as other:
         with other.writer() as writer:
             writer.set_manifest(store.manifest())
         know(other, {"profile": MINE, "losses": {MINE: {"1": loss(0.2)}}})
-        with closing(open_blobs(url)) as blobs:
-            pull(place, blobs, trust=OWN)
+        pull(place, blobs, trust=OWN)
         assert other.codec_state() == {"profile": MINE, "losses": {MINE: {"1": loss(0.2), "3": loss(0.3)}}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,43 +16,47 @@ Make = Callable[[Scene], object]
 
 
 def unmounted(scene: Scene) -> None:
-    """Move everything away."""
     aside = scene.folder.with_name("aside")
     scene.folder.rename(aside)
     scene.later.callback(aside.rename, scene.folder)
 
 
-def counted(scene: Scene, reads: list[int]) -> None:
-    """Count the reads; nothing is wrong."""
+def _before_reads(scene: Scene, what: Callable[[], object]) -> None:
     real = os.pread
 
     def pread(*given: Any) -> bytes:
-        reads[0] += 1
+        what()
         return real(*given)
 
     scene.patch.setattr(os, "pread", pread)
 
 
+def _raising(error: int) -> Callable[..., Any]:
+    def fail(*given: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def counted(scene: Scene, reads: list[int]) -> None:
+    _before_reads(scene, lambda: reads.append(reads.pop() + 1))
+
+
 def from_the_middle_on(then: Callable[[Scene], object]) -> Make:
-    """Begin the trouble after half of the reads."""
-
     def make(scene: Scene) -> None:
-        left, real = [int(scene.middle)], os.pread
+        left = [int(scene.middle)]
 
-        def pread(*given: Any) -> bytes:
+        def count() -> None:
             left[0] -= 1
             if left[0] == 0:
                 then(scene)
-            return real(*given)
 
-        scene.patch.setattr(os, "pread", pread)
+        _before_reads(scene, count)
 
     return make
 
 
 def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
-    """Refuse files, or those that are opened so."""
-
     def make(scene: Scene) -> None:
         real = os.open
 
@@ -67,57 +72,30 @@ def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
 
 
 def reads_fail(error: int) -> Make:
-    """Fail reads as a disk that is dying."""
-
-    def make(scene: Scene) -> None:
-        def pread(*given: Any) -> bytes:
-            raise OSError(error, os.strerror(error))
-
-        scene.patch.setattr(os, "pread", pread)
-
-    return make
+    return lambda scene: scene.patch.setattr(os, "pread", _raising(error))
 
 
 def hangs(scene: Scene) -> None:
-    """Hang as a mount whose server is gone."""
-    over, real, left = threading.Event(), os.pread, [scene.middle]
+    over, left = threading.Event(), [scene.middle]
 
-    def pread(*given: Any) -> bytes:
+    def wait() -> None:
         left[0] -= 1
         if left[0] <= 0:
             over.wait(60)
-        return real(*given)
 
-    scene.patch.setattr(os, "pread", pread)
+    _before_reads(scene, wait)
     scene.later.callback(over.set)
 
 
 def crawls(scene: Scene) -> None:
-    """Take a hundredth of a second for every read."""
-    real, over = os.pread, threading.Event()
-
-    def pread(*given: Any) -> bytes:
-        over.wait(0.01)
-        return real(*given)
-
-    scene.patch.setattr(os, "pread", pread)
-    scene.later.callback(over.set)
+    _before_reads(scene, lambda: time.sleep(0.01))
 
 
 def cannot_sync(error: int) -> Make:
-    """Keep what is written from the disk."""
-
-    def make(scene: Scene) -> None:
-        def fsync(handle: int) -> None:
-            raise OSError(error, os.strerror(error))
-
-        scene.patch.setattr(os, "fsync", fsync)
-
-    return make
+    return lambda scene: scene.patch.setattr(os, "fsync", _raising(error))
 
 
 def in_the_way(path: Path, kind: str) -> None:
-    """Put something at a path that is no value."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     if kind == "fifo":

@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from tests.remote.object_stub import Answer, Request
 from tests.remote.scene import Scene
+from tests.remote.serving import Link
 from tests.remote.way import BREAK, Way
 
 Make = Callable[[Scene], object]
@@ -19,23 +20,19 @@ def error(code: str) -> bytes:
 
 
 def is_record(request: Request) -> bool:
-    """Return True if KV is asked for."""
     return "/pack/" in request.path.replace("%2F", "/") or "/kv/kv/" in request.path
 
 
 def is_write(request: Request) -> bool:
-    """Return True if something is to be changed."""
     return request.method not in ("GET", "HEAD")
 
 
 def way_of(scene: Scene) -> Way:
-    """Return what answers in the service's place."""
     assert scene.site.way is not None
     return scene.site.way
 
 
 def answers(status: int, code: str = "", body: bytes = b"", which: Which = lambda request: True, **more: str) -> Make:
-    """Answer so to all that is asked for, or to some of it."""
     headers = {name.replace("_", "-"): value for name, value in more.items()}
     answer = Answer(status, body or error(code), headers)
 
@@ -46,8 +43,6 @@ def answers(status: int, code: str = "", body: bytes = b"", which: Which = lambd
 
 
 def in_the_middle(status: int, code: str) -> Make:
-    """Answer so to all that is asked for after the first of the KV."""
-
     def make(scene: Scene) -> None:
         seen: list[Request] = []
 
@@ -61,8 +56,6 @@ def in_the_middle(status: int, code: str) -> Make:
 
 
 def once(answer: Answer) -> Make:
-    """Answer so to the first request for each kind of values, and then no more."""
-
     def make(scene: Scene) -> None:
         seen: set[str] = set()
 
@@ -78,7 +71,6 @@ def once(answer: Answer) -> Make:
 
 
 def cut_off(scene: Scene) -> None:
-    """Send half of the first answer with KV, then break its line."""
     seen: list[Request] = []
 
     def answer(request: Request) -> Answer | None:
@@ -93,8 +85,6 @@ def cut_off(scene: Scene) -> None:
 
 
 def ignores_parts(scene: Scene) -> None:
-    """Answer a request for a part with the whole."""
-
     def answer(request: Request) -> Answer | None:
         headers = {name: value for name, value in request.headers.items() if name not in ("range", "x-ms-range")}
         return way_of(scene).forwarded(request._replace(headers=headers))
@@ -112,7 +102,6 @@ def sent_elsewhere(scene: Scene) -> None:
 
 
 def says_nothing(scene: Scene) -> None:
-    """Take the request, and close the line."""
     scene.patch.setattr(way_of(scene), "trouble", lambda request: BREAK)
 
 
@@ -120,30 +109,20 @@ def says_nothing(scene: Scene) -> None:
 
 
 def refused(scene: Scene) -> None:
-    """Close the port: no server listens."""
     scene.later.callback(scene.through().heal)
     scene.through().close()
 
 
-def dies(scene: Scene) -> None:
-    """Close it in the middle of an answer; no server listens afterwards."""
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().close)
+def _in_the_middle_of_the_line(then: Callable[[Link], None]) -> Callable[[Scene], None]:
+    def make(scene: Scene) -> None:
+        link = scene.through()
+        scene.later.callback(link.heal)
+        link.after(scene.middle, lambda: then(link))
+
+    return make
 
 
-def breaks(scene: Scene) -> None:
-    """Break the line in the middle, once."""
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().heal)
-
-
-def stops(scene: Scene) -> None:
-    """Send nothing any more from the middle on, and close nothing."""
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().stop)
-
-
-def crawls(scene: Scene) -> None:
-    """Send a hundred bytes a second from the middle on."""
-    scene.later.callback(scene.through().heal)
-    scene.through().after(scene.middle, scene.through().crawl)
+dies = _in_the_middle_of_the_line(Link.close)
+breaks = _in_the_middle_of_the_line(Link.heal)
+stops = _in_the_middle_of_the_line(Link.stop)
+crawls = _in_the_middle_of_the_line(Link.crawl)

@@ -16,7 +16,6 @@ Make = Callable[[Scene], object]
 
 
 def client(scene: Scene) -> Any:
-    """Return a client of the server itself."""
     import redis
 
     made = redis.Redis(port=scene.site.port, socket_timeout=30)
@@ -29,15 +28,12 @@ def _key(scene: Scene, name: str) -> str:
 
 
 def wants_a_password(scene: Scene) -> None:
-    """Ask new clients for a password."""
     there = client(scene)
     there.config_set("requirepass", "zqxwva")
     scene.later.callback(there.config_set, "requirepass", "")
 
 
 def allows_no(command: str) -> Make:
-    """Revoke the default user's right to a command."""
-
     def make(scene: Scene) -> None:
         there = client(scene)
         there.execute_command("ACL", "SETUSER", "default", f"-{command}")
@@ -47,19 +43,16 @@ def allows_no(command: str) -> Make:
 
 
 def rights_end(scene: Scene) -> None:
-    """Revoke the right to read when half has come."""
     there, mine = client(scene), ("ACL", "SETUSER", "default")
     scene.later.callback(there.execute_command, *mine, "+getrange")
     scene.through().after(scene.middle, lambda: there.execute_command(*mine, "-getrange"))
 
 
 def no_database(scene: Scene) -> None:
-    """Name a database that the server does not have."""
     scene.patch.setattr(scene.site, "url", scene.site.url.replace("/0?", "/99?"))
 
 
 def is_busy(scene: Scene) -> None:
-    """Keep the server busy with a script."""
     import redis
 
     there, script = client(scene), client(scene)
@@ -95,14 +88,12 @@ def holds_another_type(scene: Scene) -> None:
 
 
 def is_none(scene: Scene) -> None:
-    """Put another program at its port."""
     web = GoogleServer()
     scene.later.callback(web.close)
     scene.patch.setattr(scene.through(), "_to", web.port)
 
 
 def is_full(scene: Scene) -> None:
-    """Set its limit to 1 byte; it evicts nothing."""
     there = client(scene)
     there.config_set("maxmemory", 1)
     scene.later.callback(there.config_set, "maxmemory", 0)

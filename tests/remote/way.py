@@ -14,12 +14,7 @@ BREAK = Answer(0)  # no answer at all
 
 
 class Way(HttpServer):
-    """An HTTP proxy before a port.
-
-    Attributes
-    ----------
-    trouble : what is answered instead.
-    """
+    """An HTTP proxy before a port; `trouble` answers in its place."""
 
     def __init__(self, to: int) -> None:
         self._to = to
@@ -27,12 +22,10 @@ class Way(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer | None:
-        """Return the answer of the trouble, else the server's."""
         answer = self.trouble(request) if self.trouble is not None else None
         return None if answer is BREAK else answer or self.forwarded(request)
 
     def forwarded(self, request: Request) -> Answer:
-        """Return the server's answer to a request."""
         with closing(http.client.HTTPConnection("127.0.0.1", self._to, timeout=60)) as there:
             there.request(request.method, request.target, request.body, dict(request.headers))
             found = there.getresponse()

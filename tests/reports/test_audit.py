@@ -46,7 +46,7 @@ def test_runs_levels_and_lead_ins_stand_apart() -> None:
     assert first["recomputed_share"] == pytest.approx(15 / 95)
     assert rows["union:0.15", "2", "warm"]["answer_equal"] == 0
     assert rows["union:0.15", "raw", "prefix"]["sampled"] == 1
-    assert (rows["reuse", "raw", "warm"]["with_holes"], rows["reuse", "raw", "warm"]["top1_agrees"]) == (1, 0)
+    assert (rows["reuse", "raw", "warm"]["incomplete"], rows["reuse", "raw", "warm"]["top1_agrees"]) == (1, 0)
 
 
 @pytest.mark.slow

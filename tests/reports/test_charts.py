@@ -7,9 +7,29 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from kvtool.reports.charts import Line, Panel, line_charts
+from kvtool.reports.charts import Axis, Line, Panel, line_charts
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def draw(*lines: Line, axis: Axis = "even", logarithmic: bool = False) -> ElementTree.Element:
+    return ElementTree.fromstring(line_charts("t", [Panel("p", lines, logarithmic)], "x", axis=axis))
+
+
+def paths_of(root: ElementTree.Element, kind: str) -> list[str]:
+    return [path.attrib["d"] for path in root.iter(SVG + "path") if path.attrib.get("class") == kind]
+
+
+def marks_of(root: ElementTree.Element) -> dict[str, dict[str, str]]:
+    """Attributes of the marks of points, by what is shown above them."""
+    marks = ((path.find(SVG + "title"), path.attrib) for path in root.iter(SVG + "path"))
+    return {title.text or "": attributes for title, attributes in marks if title is not None}
+
+
+def places_of(root: ElementTree.Element) -> list[float]:
+    """Distances of points from the left."""
+    marks = (path.attrib["transform"] for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None)
+    return [float(mark.removeprefix("translate(").split()[0]) for mark in marks]
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
@@ -27,14 +47,13 @@ def test_every_point_stands_inside_the_page(logarithmic: bool) -> None:
 
 def test_all_values_alike_make_a_chart() -> None:
     for value in (0.0, 1.0):
-        ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((1.0, value),)),))], "x"))
-    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((1.0, 3.0),)),), True)], "x"))
+        draw(Line("a", ((1.0, value),)))
+    draw(Line("a", ((1.0, 3.0),)), logarithmic=True)
 
 
 def test_intervals_stand_around_their_points() -> None:
     lines = (Line("a", ((1.0, 2.0), (5.0, 3.0)), ((1.0, 4.0), (3.0, 9.0))), Line("b", ((1.0, 2.0),), ((0.5, 2.5),)))
-    root = ElementTree.fromstring(line_charts("t", [Panel("p", (*lines, Line("c", ((5.0, 1.0),))))], "x"))
-    paths = [path.attrib["d"] for path in root.iter(SVG + "path") if path.attrib.get("class") == "interval"]
+    paths = paths_of(draw(*lines, Line("c", ((5.0, 1.0),))), "interval")
     places = [re.fullmatch(r"M([\d.]+) ([\d.]+)V([\d.]+)M.*", path) for path in paths]
     assert len(places) == 3
     across = [float(place[1]) for place in places if place]
@@ -52,12 +71,8 @@ def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
         Line("b", point),
         Line("c, less", point, variant_of="c"),
     )
-    root = ElementTree.fromstring(line_charts("t", [Panel("p", lines)], "x"))
-    marks = {
-        title.text.partition(":")[0]: path.attrib
-        for path in root.iter(SVG + "path")
-        if (title := path.find(SVG + "title")) is not None and title.text
-    }
+    root = draw(*lines)
+    marks = {title.partition(":")[0]: mark for title, mark in marks_of(root).items()}
     colours = {name: mark.get("fill") or mark["stroke"] for name, mark in marks.items()}
     assert colours["a"] == colours["a, less"]
     assert len({colours[name] for name in ("a", "b", "c, less")}) == 3
@@ -70,41 +85,36 @@ def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
 
 def test_to_scale() -> None:
     line = Line("a", ((0.0, 1.0), (5.0, 2.0), (25.0, 3.0)))
-    root = ElementTree.fromstring(line_charts("t", [Panel("p", (line,))], "x", axis="linear"))
-    marks = [path.attrib["transform"] for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
-    first, second, last = (float(mark.removeprefix("translate(").split()[0]) for mark in marks)
+    root = draw(line, axis="linear")
+    first, second, last = places_of(root)
     assert (second - first) * 5 == pytest.approx(last - first, abs=0.5)
     assert {"0", "5", "10", "15", "20", "25"} <= {text.text for text in root.iter(SVG + "text")}
-    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((0.0, 1.0),)),))], "x", axis="linear"))
+    draw(Line("a", ((0.0, 1.0),)), axis="linear")
 
 
 def test_equal_ratios_are_equal_distances() -> None:
     line = Line("a", ((0.5, 1.0), (1.0, 2.0), (1.02, 2.0), (16.0, 3.0)))
-    root = ElementTree.fromstring(line_charts("t", [Panel("p", (line,))], "x", axis="logarithmic"))
-    marks = [path.attrib["transform"] for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
-    first, second, _, last = (float(mark.removeprefix("translate(").split()[0]) for mark in marks)
+    root = draw(line, axis="logarithmic")
+    first, second, _, last = places_of(root)
     assert (second - first) * 5 == pytest.approx(last - first, abs=0.5)
     told = {text.text for text in root.iter(SVG + "text")}
     assert {"0.5", "1", "16"} <= told
     assert "1.02" not in told  # it would overlap the 1
-    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((3.0, 1.0),)),))], "x", axis="logarithmic"))
+    draw(Line("a", ((3.0, 1.0),)), axis="logarithmic")
 
 
 def test_levels_stand_across_the_plot_and_inside_it() -> None:
     panel = Panel("p", (Line("a", ((1.0, 0.1),)),), levels=(("full & more", 0.9), ("none", 0.05)))
     root = ElementTree.fromstring(line_charts("t", [panel], "x"))
     assert {"full & more", "none"} <= {text.text for text in root.iter(SVG + "text")}
-    paths = [path.attrib["d"] for path in root.iter(SVG + "path") if path.attrib.get("class") == "level"]
-    places = [float(path.split()[1].partition("H")[0]) for path in paths]
+    places = [float(path.split()[1].partition("H")[0]) for path in paths_of(root, "level")]
     assert len(places) == 2
     assert 0 < places[0] < places[1] < 280
 
 
 def colours_of(names: tuple[str, ...]) -> dict[str, str]:
-    point = ((1.0, 2.0),)
-    root = ElementTree.fromstring(line_charts("t", [Panel("p", tuple(Line(name, point) for name in names))], "x"))
-    marks = [path for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
-    return {name: mark.get("fill") or mark.attrib["stroke"] for name, mark in zip(names, marks, strict=True)}
+    marks = marks_of(draw(*(Line(name, ((1.0, 2.0),)) for name in names))).values()
+    return {name: mark.get("fill") or mark["stroke"] for name, mark in zip(names, marks, strict=True)}
 
 
 def test_a_mode_has_one_colour_in_every_figure() -> None:
@@ -118,9 +128,7 @@ def test_a_mode_has_one_colour_in_every_figure() -> None:
 
 def test_a_logarithmic_axis_has_two_numbers_at_least() -> None:
     for low, high in ((0.0827, 0.0827), (0.011, 0.012), (1.0, 1.0), (3.0, 900.0)):
-        root = ElementTree.fromstring(
-            line_charts("t", [Panel("p", (Line("a", ((1.0, low), (2.0, high))),), True)], "x")
-        )
+        root = draw(Line("a", ((1.0, low), (2.0, high))), logarithmic=True)
         ticks = [float(text.text or "") for text in root.iter(SVG + "text") if text.attrib.get("text-anchor") == "end"]
         assert len(ticks) >= 2
         assert len(set(ticks)) == len(ticks)

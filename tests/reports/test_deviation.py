@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.plan import Plan
+from kvtool.reports import kv_deviation
 from kvtool.reports.kv_deviation import (
     CHOICES,
     METRICS,
@@ -117,10 +118,11 @@ def test_spearman_and_shares_by_hand() -> None:
     assert top_share(torch.zeros(4), 0.5) == 0
 
 
-def test_a_report() -> None:
+def test_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_deviation, "RATIOS", (0.0, 0.15, 1.0))
     one = case("llama")
     subject = subject_of(one)
-    found = deviation_report(subject, ratios=(0.0, 0.15, 1.0))
+    found = deviation_report(subject)
     layers = len(one.decoder.layers)
     assert [row["layer"] for row in found["layers"]] == list(range(layers))
     assert found["tokens"]["reused"] == sum(map(len, CHUNKS)) == len(found["token_deviation"])

@@ -30,7 +30,7 @@ def questions(tmp_path: Path) -> Path:
     return write(
         tmp_path / "mine.jsonl",
         {"question": QUESTION, "answers": ["baker C"], "sources": ["mill2.md"]},
-        {"question": QUESTION, "sources": ["mill2.md", "mill4.md"], "made_by": "a model"},
+        {"question": QUESTION, "sources": ["mill2.md", "mill4.md"], "generator": "a model"},
         {"question": QUESTION, "documents": ["mill2.md"], "sources": ["mill2.md"]},
         {"question": "When was the first mill built?"},
     )
@@ -46,7 +46,7 @@ def test_retrieval_and_modes_side_by_side(questions: Path, store: Path) -> None:
     assert (found["reciprocal_rank"], found["complete"]) == (1.0, 0.5)
     assert [row["run"] for row in value["runs"]] == ["full", "reuse", "epic:4"]
     assert value["runs"][0]["f1"] >= 0
-    assert (value["questions"], value["made"], value["failed"]) == (4, 1, 0)
+    assert (value["questions"], value["synthetic"], value["failed"]) == (4, 1, 0)
     assert value["best"]["run"] in ("reuse", "epic:4")
 
 
@@ -71,17 +71,19 @@ def test_a_source_that_the_store_has_not_is_refused_before_a_model_is_loaded(tmp
 
 
 @pytest.mark.parametrize(
-    ("bounds", "run", "near"),
+    ("bounds", "run", "within_limit"),
     [({"a": 0.04, "b": 0.01}, "a", True), ({"a": 0.5, "b": 0.04}, "b", True), ({"a": 0.5, "b": 0.4}, "b", False)],
 )
-def test_the_cheapest_that_is_near_enough_else_the_nearest(bounds: dict[str, float], run: str, near: bool) -> None:
+def test_the_cheapest_that_is_near_enough_else_the_nearest(
+    bounds: dict[str, float], run: str, within_limit: bool
+) -> None:
     runs = [
         {"run": name, "recomputed_share": share, "kl_answer": bounds[name] / 2, "intervals": {"kl_answer": (0, high)}}
         for share, (name, high) in enumerate(bounds.items())
     ]
     full = {"run": "full", "recomputed_share": 9.0, "kl_answer": 0.0, "intervals": {"kl_answer": (0, 0)}}
-    assert best([full, *runs], 0.05) == {"run": run, "near": near}
-    assert best([full], 0.05) == {"run": None, "near": False}
+    assert best([full, *runs], 0.05) == {"run": run, "within_limit": within_limit}
+    assert best([full], 0.05) == {"run": None, "within_limit": False}
 
 
 # ---- questions that the model writes ----
@@ -108,7 +110,7 @@ def test_only_questions_about_their_passage_are_taken(store: Path, monkeypatch: 
     assert request.question == "Who built the mill by the river?"
     assert request.answers == ()
     assert request.sources[0].endswith(".md")
-    assert request.made_by
+    assert request.generator
 
 
 def test_an_answer_that_was_cut_off_is_no_truth(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_the_file_that_is_made_can_be_asked(store: Path, tmp_path: Path, monkeyp
     value = kvtool("eval", file, "--make", "2", "--store", store, "--json").fine().json
     assert len(value["written"]) == 2
     assert [request.question for request in read_batch(file)] == [row["question"] for row in value["written"]]
-    assert all(request.made_by for request in read_batch(file))
+    assert all(request.generator for request in read_batch(file))
     kvtool("eval", file, "--make", "2", "--store", store).failed(2, "already")
     says(monkeypatch, "Who built the mill by the river?", "baker", *["No question."] * 20)
     fewer = kvtool("eval", tmp_path / "fewer.jsonl", "--make", "2", "--store", store)

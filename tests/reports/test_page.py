@@ -15,8 +15,6 @@ from kvtool.reports.page import HeatMap, Passage, Section, Table, page
 
 
 class Outline(HTMLParser):
-    """Checks that tags are balanced, and collects text and tags."""
-
     VOID = ("meta", "link", "br")
 
     def __init__(self, html: str) -> None:

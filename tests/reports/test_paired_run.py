@@ -28,7 +28,6 @@ LONGEST = 12
 
 
 def scratch(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...]) -> Generated:
-    """What `Session.answer` does."""
     fused = fused_by(own, spec, options, chunks)
     sampling = Sampling(options.max_tokens)
     return generate(own.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
@@ -70,7 +69,6 @@ def test_every_mode_is_among_the_runs() -> None:
     ("name", "longest"), [*((name, LONGEST) for name in NAMES), *(("llama", count) for count in (1, 2))]
 )
 def test_answers_equal_generation_from_scratch(name: str, longest: int) -> None:
-    """How long an answer may be is nothing that a family knows of."""
     both(case(name), QueryOptions(max_tokens=longest))
 
 
@@ -87,7 +85,6 @@ def test_the_ways_an_answer_can_go() -> None:
 
 @pytest.mark.slow
 def test_answers_that_end() -> None:
-    """An end token that some answers meet, early or late, and others do not."""
     own, options = new_case("llama"), QueryOptions(max_tokens=12)
     prompts = [(tokens(30, seed), tokens(50, seed + 90)) for seed in range(4)]
     ends = set()

@@ -9,11 +9,18 @@ from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.reports.attention_mass import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
+from kvtool.reports.attention_mass import (
+    CLASSES,
+    MASS,
+    START_TOKENS,
+    Classes,
+    Tally,
+    keys_needed,
+    overlap,
+    sparsity_report,
+)
 from kvtool.reports.reused_prompt import Chosen, ReusedPrompt
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, swapped, tokens
-
-START = 4
 
 
 def subject_of(one: Case) -> ReusedPrompt:
@@ -34,14 +41,13 @@ def eager(one: Case, ids: list[int], past: DynamicCache | None = None) -> list[n
 
 
 def class_of(plan: Plan, row: int, key: int) -> str:
-    """By the words of the report."""
     if key == 0:
         return "sink"
     if key < plan.segments[0].stop:
         return "instruction"
     for chunk in plan.chunks:
         if chunk.start <= key < chunk.stop:
-            if key - chunk.start < START:
+            if key - chunk.start < START_TOKENS:
                 return "chunk starts"
             return "own chunk" if chunk.start <= row < chunk.stop else "other chunks"
     return "question"
@@ -69,7 +75,7 @@ def test_the_context_in_full(name: str) -> None:
     one = case(name)
     subject = subject_of(one)
     plan = subject.plan
-    report = sparsity_report(subject, start_tokens=START)["chunks_over"]["full"]
+    report = sparsity_report(subject)["chunk_attention"]["full"]
     rows = range(plan.chunks[0].start, plan.segments[-1].start)
     for layer, weights in enumerate(eager(one, plan.ids)):
         mass, needed = told(report, layer)
@@ -90,7 +96,7 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
     for layer, buffer in enumerate(reused.cache.buffers):
         sides = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
         past.update(*swapped(one.decoder.model, *sides), layer)
-    found = sparsity_report(subject, start_tokens=START)["question_over"]
+    found = sparsity_report(subject)["question_attention"]
     rows = range(start, plan.length)
     wanted = {"full": [w[:, start:] for w in eager(one, plan.ids)], "reuse": eager(one, plan.ids[start:], past)}
     for mode, layers in wanted.items():
@@ -104,7 +110,6 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 60_000])
 def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row at a time, and some."""
     monkeypatch.setattr("kvtool.reports.attention_mass._BLOCK_BYTES", most)
     one = case("llama")
     plan = one.plan(lead_in=BOS)
@@ -112,7 +117,7 @@ def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.Monkey
     dice = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, plan.length, 8, generator=dice) for _ in range(2))
     rows = torch.arange(plan.length - count, plan.length)
-    tally = Tally(Classes.of(plan, START), rows)
+    tally = Tally(Classes.of(plan), rows)
     tally(0, query, key, AttentionParams(8**-0.5))
     scores = (query[0, :, -count:].double() @ key[0].double().transpose(1, 2)) * 8**-0.5
     scores.masked_fill_(torch.arange(plan.length) > rows[:, None], -torch.inf)
@@ -137,17 +142,17 @@ def test_the_same_question_looks_at_the_same_positions() -> None:
     assert found["questions"] == 2
     apart = sparsity_report(subject, [other, same])["stability"]
     assert apart["questions"] == 3
-    assert apart["mean"] < 1
-    assert 0 < apart["chance"] < 0.1
+    assert apart["mean_share"] < 1
+    assert 0 < apart["chance_share"] < 0.1
     assert overlap(torch.tensor([[True, True, False]]), torch.tensor([[True, False, True]])) == [0.5]
 
 
 def test_shares_of_classes() -> None:
     subject = subject_of(case("llama"))
-    found = sparsity_report(subject, start_tokens=START)
+    found = sparsity_report(subject)
     share, length = found["class_share"], subject.plan.length
     assert share["sink"] == pytest.approx(1 / length)
     assert share["instruction"] == pytest.approx((len(PREFIX) - 1) / length)
-    assert share["chunk starts"] == pytest.approx(sum(min(START, len(chunk)) for chunk in CHUNKS) / length)
+    assert share["chunk starts"] == pytest.approx(sum(min(START_TOKENS, len(chunk)) for chunk in CHUNKS) / length)
     assert sum(share.values()) == pytest.approx(1)
     assert found["stability"] is None

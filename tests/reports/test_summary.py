@@ -103,9 +103,9 @@ def test_a_run_is_chosen_on_the_first_half_alone() -> None:
     assert found is not None
     for rule in found["rules"]:
         assert rule["run"] == "blend:0.1"
-        assert rule["chosen_on"]["kl_answer"] == pytest.approx(0.01)
+        assert rule["selection"]["kl_answer"] == pytest.approx(0.01)
         assert rule["held_out"]["kl_answer"] == pytest.approx(0.5)
-        assert rule["chosen_on"]["count"] == rule["held_out"]["count"] == 4
+        assert rule["selection"]["count"] == rule["held_out"]["count"] == 4
         assert set(rule["held_out"]["intervals"]) <= set(rule["held_out"])
     assert [rule["rule"] for rule in found["rules"]] == ["nearest", "cheapest"]
 
@@ -134,9 +134,9 @@ def test_runs_that_lack_questions_are_not_weighed() -> None:
     del rows[4]["reuse"]
     found = holdout(rows, 9.0)
     assert found is not None
-    assert found["left_out"] == ["reuse"]
+    assert found["excluded"] == ["reuse"]
     assert {rule["run"] for rule in found["rules"]} == {"union:0.15"}
-    assert [found["rules"][0][half]["count"] for half in ("chosen_on", "held_out")] == [3, 2]
+    assert [found["rules"][0][half]["count"] for half in ("selection", "held_out")] == [3, 2]
 
 
 def test_where_nothing_can_be_chosen() -> None:

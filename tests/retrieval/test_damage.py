@@ -55,7 +55,7 @@ def test_any_flipped_bit_of_the_index_is_found(
         (path,) = (store.path / "index").rglob(f"{kind}*")
         spoil(path, some.randrange(8 * path.stat().st_size) if number else 0)
         (damage,) = find_damage(store, Fraction(1))
-        assert damage.kind == "beside"
+        assert damage.kind == "side file"
         assert path.name in damage.reason
         rankings, told = found(store, how)
         assert rankings == wanted
@@ -71,7 +71,7 @@ def test_verify_tells_of_a_damaged_index(store: Store) -> None:
     flip(path, 99)
     done = kvtool("store", "verify", "--store", store.path, "--json").fine(13)
     (row,) = done.json["damaged"]
-    assert row["kind"] == "beside"
+    assert row["kind"] == "side file"
     assert row["reason"] == f"{path.relative_to(store.path)} does not match its digest"
     assert kvtool("store", "verify", "--store", store.path, "--repair", "--json").fine().json["repaired"] == 1
     assert not path.exists()

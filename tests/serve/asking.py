@@ -27,7 +27,6 @@ def stream(engine: Engine, question: Ask) -> Iterator[str | Answer]:
 
 
 def ask(engine: Engine, question: Ask) -> Answer:
-    """Answer one question."""
     *_, answer = stream(engine, question)
     assert isinstance(answer, Answer)
     return answer

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvtool
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -38,8 +39,6 @@ PATIENCE = 120.0  # seconds, on a busy machine
 
 @dataclass
 class Served:
-    """A running server."""
-
     url: str
     engine: Engine
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -47,17 +46,18 @@ class Served:
 
     @property
     def client(self) -> httpx2.Client:
-        """A client with the key."""
         return httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE)
 
+    def connect(self) -> socket.socket:
+        host, _, port = self.url.partition("://")[2].partition(":")
+        return socket.create_connection((host, int(port)), timeout=PATIENCE)
+
     def logged(self, count: int) -> list[dict[str, Any]]:
-        """The lines of the log, once there are so many."""
         wait_until(lambda: len(self.log) >= count)
         return self.log
 
 
 def wait_until(true: Any) -> None:
-    """Wait for what another thread does."""
     end = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < end
@@ -73,10 +73,7 @@ def serving(
     kept: int | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """Serve a store in this process.
-
-    `key`: one or several, one a line. `kept`: bytes that the system may hold of what a client does not read.
-    """
+    """`key`: one or several, one a line. `kept`: bytes that the system may hold of what a client does not read."""
     wanted = ServeOptions(key=key is not None, **options)
     warnings: list[str] = []
 
@@ -144,7 +141,6 @@ def of_shell(**options: Any) -> dict[str, Any]:
 
 
 def metrics_in(text: str) -> dict[tuple[Any, ...], float]:
-    """What `/metrics` says: values by name and labels."""
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -154,18 +150,24 @@ def metrics_in(text: str) -> dict[tuple[Any, ...], float]:
 
 @pytest.fixture(scope="session")
 def ready(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that no test changes."""
     return Path(shutil.copytree(built / "store", tmp_path_factory.mktemp("ready") / "store"))
 
 
 @pytest.fixture
 def store(ready: Path, tmp_path: Path) -> Path:
-    """A store of one's own."""
     return Path(shutil.copytree(ready, tmp_path / "store"))
+
+
+@pytest.fixture
+def comets(tiny: Path, tmp_path: Path) -> Path:
+    """Another store of the same model."""
+    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
+    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
+        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+    return tmp_path / "other"
 
 
 @pytest.fixture(scope="module")
 def served(ready: Path) -> Iterator[Served]:
-    """One server for the tests of a module."""
     with serving(ready) as running:
         yield running

@@ -2,146 +2,83 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
 import shutil
-import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli.working import QUESTION
-from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
+from tests.serve.conftest import KEY, Served, serving, turned, wait_until
+from tests.serve.test_page_browser import _FLAGS
 
-PAGE = """<!doctype html><title>A page</title><script>
-const tell = (what) => fetch("/told", {method: "POST", body: JSON.stringify(what)});
-async function ask(body, signal) {
-  const messages = [{role: "user", content: "QUESTION"}];
-  const reply = await fetch("SERVER/v1/chat/completions", {
-    method: "POST", signal, body: JSON.stringify({stream: true, messages, ...body}),
-    headers: {"Authorization": "Bearer KEY", "Content-Type": "application/json"},
+ASK = """async ({url, key, ...body}) => {
+  window.leaving = new AbortController();
+  const reply = await fetch(`${url}/v1/chat/completions`, {
+    method: "POST", signal: window.leaving.signal, body: JSON.stringify({stream: true, ...body}),
+    headers: {"Authorization": `Bearer ${key}`, "Content-Type": "application/json"},
   });
-  await tell({status: reply.status, id: reply.headers.get("x-request-id")});
-  return reply.body.pipeThrough(new TextDecoderStream()).getReader();
-}
-async function run() {
-  let text = "", told = false;
-  const whole = await ask({max_tokens: 8});
-  for (let part; !(part = await whole.read()).done;) {
-    text += part.value;
-    if (!told && text.includes('"content"')) { told = true; await tell({begun: text}); }
-  }
-  await tell({text});
-  const leaving = new AbortController();
-  await (await ask({max_tokens: 1500}, leaving.signal)).read();
-  leaving.abort();
-  await tell({left: true});
-}
-run().catch((error) => tell({error: error.name}));
-</script>"""
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-proxy-server", "--remote-debugging-port=0")
-
-
-class Origin:
-    """An origin of pages, and the reports that they send to it."""
-
-    def __init__(self) -> None:
-        self.page, self._told = "", queue.SimpleQueue[dict[str, Any]]()
-        origin = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._send(200 if self.path == "/" else 404, origin.page.encode())
-
-            def do_POST(self) -> None:
-                origin._told.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self._send(200, b"")
-
-            def _send(self, status: int, data: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", "text/html; charset=utf-8")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def told(self) -> dict[str, Any]:
-        """Return the next report of a page."""
-        return self._told.get(timeout=PATIENCE)
+  window.text = "";
+  window.reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  return [reply.status, reply.headers.get("x-request-id")];
+}"""
+READ = """async (end) => {
+  while (!window.text.includes(end)) window.text += (await window.reader.read()).value;
+  return window.text;
+}"""
 
 
 @contextmanager
-def origins() -> Iterator[tuple[Origin, Origin]]:
-    both = Origin(), Origin()
-    threads = [threading.Thread(target=each.server.serve_forever) for each in both]
-    for thread in threads:
-        thread.start()
-    try:
-        yield both
-    finally:
-        for each, thread in zip(both, threads, strict=True):
-            each.server.shutdown()
-            each.server.server_close()
-            thread.join()
-
-
-@contextmanager
-def browsing(profile: Path, *urls: str) -> Iterator[None]:
-    """A browser that shows these pages, each in a tab."""
-    browser = subprocess.Popen(
-        ["chromium", *_FLAGS, f"--user-data-dir={profile}", *urls],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        os.killpg(browser.pid, signal.SIGKILL)
-        browser.wait()
+def origin(folder: Path) -> Iterator[str]:
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def posts(served: Served) -> list[int]:
-    """How questions ended."""
     return [row["status"] for row in served.log if row["method"] == "POST"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")
 def test_pages_of_other_origins(ready: Path, tmp_path: Path) -> None:
-    """One that is let in reads an answer while it is written, and leaves the next one; another one reads nothing."""
-    with origins() as (friend, stranger), serving(ready, cors_origin=(friend.url,)) as served:
-        page = PAGE.replace("SERVER", served.url).replace("QUESTION", QUESTION).replace("KEY", KEY)
-        friend.page = stranger.page = page
-        with turned(served) as permits, browsing(tmp_path / "profile", friend.url):
+    api = pytest.importorskip("playwright.sync_api")
+    with (
+        origin(tmp_path) as one,
+        origin(tmp_path) as other,
+        serving(ready, cors_origin=(one,)) as served,
+        api.sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=[*_FLAGS])
+        friend, stranger = browser.new_page(), browser.new_page()
+        friend.goto(one)
+        stranger.goto(other)
+        question = {"url": served.url, "key": KEY, "messages": [{"role": "user", "content": QUESTION}]}
+        with turned(served) as permits:
             permits.release(3)  # of eight tokens some cannot be there yet
-            head, begun = friend.told(), friend.told()
-            assert (head["status"], bool(head["id"])) == (200, True)
-            assert "[DONE]" not in begun["begun"]
+            status, name = friend.evaluate(ASK, question | {"max_tokens": 8})
+            assert (status, bool(name)) == (200, True)
+            assert "[DONE]" not in friend.evaluate(READ, '"content"')
             permits.release(20)  # the rest of it, and a little of 1,500 tokens
-            assert friend.told()["text"].endswith("data: [DONE]\n\n")
-            assert friend.told()["status"] == 200
-            assert friend.told() == {"left": True}
+            assert friend.evaluate(READ, "[DONE]").endswith("data: [DONE]\n\n")
+            assert friend.evaluate(ASK, question | {"max_tokens": 1500})[0] == 200
+            friend.evaluate("() => window.leaving.abort()")
             # One more turn at a time: on a busy machine all of them may end before the server sees that the page left.
-            # Whether the browser asks again if it may is its own affair.
             wait_until(lambda: permits.release() or len(posts(served)) == 2)
             assert posts(served) == [200, 499]
             wait_until(lambda: served.engine.scheduler.running == 0)
         count = len(served.log)
-        with browsing(tmp_path / "another", stranger.url):
-            assert stranger.told() == {"error": "TypeError"}
+        with pytest.raises(api.Error, match="Failed to fetch"):
+            stranger.evaluate(ASK, question)
         refused = served.log[count:]
+        browser.close()
     assert [(row["method"], row["status"]) for row in refused] == [("OPTIONS", 403)]
     assert served.warnings == []

@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 
 import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.upkeep.forget import pin
-from kvtool.serve.job import Answer, Ask, Event
+from kvtool.serve.job import Ask
 from tests.cli.working import QUESTION, process
-from tests.serve.conftest import PATIENCE, Served, serving, wait_until
+from tests.serve.asking import ask
+from tests.serve.conftest import serving, wait_until
+from tests.serve.test_uploads import DOCUMENTS, client, send, served, sources, uploads
 
-DOCUMENTS = "/v1/documents"
+__all__ = ["client", "served", "uploads"]
+QUICK = Ask(Request(QUESTION), QueryOptions(max_tokens=4))  # no conversation
 
 
 def text_of(number: int, lines: int = 40) -> str:
-    """A document of some chunks that no other has."""
     return "\n\n".join(f"Kite {number} of line {line} was flown over Oslo in {1900 + line}." for line in range(lines))
 
 
-@pytest.fixture
-def uploads(tmp_path: Path) -> Path:
-    return tmp_path / "sent"
-
-
-@pytest.fixture
-def client(store: Path, uploads: Path) -> Iterator[httpx2.Client]:
-    with serving(store, uploads=uploads) as served, served.client as client:
-        yield client
-
-
-def send(client: httpx2.Client, name: str, text: str) -> httpx2.Response:
-    return client.post(DOCUMENTS, json={"documents": [{"name": name, "text": text}]})
-
-
-def sources(client: httpx2.Client) -> set[str]:
-    return {row["source"] for row in client.get(DOCUMENTS).json()["data"]}
-
-
 def answers(client: httpx2.Client, question: str = QUESTION) -> str:
-    """The answer to a question, after a look at /health."""
     assert client.get("/health").status_code == 200
     asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 4, "temperature": 0}
     answer = client.post("/v1/chat/completions", json=asked)
@@ -56,7 +35,6 @@ def answers(client: httpx2.Client, question: str = QUESTION) -> str:
 
 
 def full(answer: httpx2.Response) -> dict[str, Any]:
-    """The error of what did not fit."""
     assert answer.status_code == 507, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert error["code"] == "no_space"
@@ -67,13 +45,11 @@ def full(answer: httpx2.Response) -> dict[str, Any]:
 
 
 def leave(store: Path, spare: int) -> None:
-    """Set a budget that leaves so many bytes."""
     with kvtool.open(store) as cache:
         cache.budget(cache.budget().used + spare)
 
 
 def kept(store: Path) -> dict[str, set[str]]:
-    """The levels of each chunk of the store."""
     with Store.open(store) as opened:
         return {chunk.hex(): set(opened.sizes_here(chunk)) for chunk in opened.chunk_ids()}
 
@@ -158,22 +134,13 @@ def test_a_hole_is_not_filled_over_the_budget(store: Path) -> None:
     with kvtool.open(store) as cache:
         cache.budget(1000)
     with serving(store) as served:
-        ask(served)
+        ask(served.engine, QUICK)
         wait_until(lambda: any("could not be stored" in text and "over its budget" in text for text in served.warnings))
         assert not any(kept(store).values())
         with kvtool.open(store) as cache:
             cache.budget(None)
-        ask(served)
+        ask(served.engine, QUICK)
         wait_until(lambda: any(kept(store).values()))
-
-
-def ask(served: Served) -> None:
-    """Wait for the answer to a question that is no conversation."""
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    served.engine.submit(Ask(Request(QUESTION), QueryOptions(max_tokens=4)), events.put)
-    while isinstance(event := events.get(timeout=PATIENCE), str):
-        pass
-    assert isinstance(event, Answer), event
 
 
 def test_a_name_that_is_sent_twice_at_once_leaves_the_former_version(

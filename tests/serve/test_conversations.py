@@ -43,8 +43,6 @@ SHORT = QueryOptions(max_tokens=6, top_k=2)
 
 
 class Client:
-    """A client of an engine in this process; it keeps the turns itself, as clients do."""
-
     def __init__(self, store: Path, keep: int = PLENTY) -> None:
         self.warnings: list[str] = []
         options = ServeOptions(keep_conversations=keep)
@@ -76,7 +74,7 @@ def client(ready: Path) -> Iterator[Client]:
 
 
 def counts(answer: Answer) -> tuple[int, int]:
-    return answer.facts["turn"]["kept"], answer.facts["turn"]["renewed"]
+    return answer.facts["turn"]["cached"], answer.facts["turn"]["restored"]
 
 
 @pytest.mark.parametrize("fusion", ["union", "epic", "full", "blend"])
@@ -95,8 +93,8 @@ def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) 
         assert turn["search"] == its["search"]
         assert answer.facts["tokens"]["prompt"] == other_answer.facts["tokens"]["prompt"]
         assert [chunk.id for chunk in answer.chunks] == [chunk.id for chunk in other_answer.chunks]
-        assert turn["kept"] + turn["renewed"] == answer.facts["tokens"]["standing"]
-        assert its["kept"] == 0
+        assert turn["cached"] + turn["restored"] == answer.facts["tokens"]["resident"]
+        assert its["cached"] == 0
         assert answer.places == other_answer.places != ()
     for answer in kept[1:]:
         kept_tokens, again_tokens = counts(answer)
@@ -173,7 +171,6 @@ def test_an_ingest_that_changes_nothing_found_keeps_it(store: Path, tmp_path: Pa
 
 
 def another_instruction(store: Path) -> None:
-    """The prompt's beginning is another one; chunks and documents stay."""
     with Store.open(store) as opened, opened.writer() as writer:
         manifest = opened.manifest()
         prefix = [*manifest["identity"]["prefix"], 7]
@@ -189,7 +186,6 @@ def another_lead_in(store: Path) -> None:
 
 
 def level_made_anew(store: Path) -> None:
-    """The same chunks at the same level, of another profile."""
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level(opened.chunk_ids(), "4")
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
@@ -231,7 +227,7 @@ def test_each_key_has_its_own(ready: Path, isolate: bool) -> None:
     def kept(key: str) -> int:
         with served.client as client:
             answer = client.post(CHAT, json=sent, headers={"Authorization": f"Bearer {key}"}).json()
-        return int(answer["kvtool"]["turn"]["kept"])
+        return int(answer["kvtool"]["turn"]["cached"])
 
     with serving(ready, key=f"{KEY}\n{other}", isolate=isolate) as served:
         with served.client as client:
@@ -274,7 +270,7 @@ def test_a_question_that_fails_leaves_what_stands(client: Client) -> None:
 def test_an_earlier_question_need_not_have_found_anything(client: Client) -> None:
     answer = client.ask(QUESTIONS[0], (("xyzzy", "I do not know."),))
     assert answer.chunks
-    assert counts(answer) == (0, answer.facts["tokens"]["standing"])
+    assert counts(answer) == (0, answer.facts["tokens"]["resident"])
     with pytest.raises(KvtoolError, match="no chunk matches"):
         client.ask("xyzzy")
 
@@ -312,7 +308,6 @@ def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, m
 def test_turns_that_will_not_stand_are_not_computed(
     ready: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversation that is left is that of going through all of them."""
     long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
     with kvtool.open(ready) as cache:
         session = cache._opened()
@@ -341,7 +336,6 @@ def test_turns_that_will_not_stand_are_not_computed(
 
 
 def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
-    """Its turns are short, so it has many of them."""
     turns, ends = tuple((f"xyzzy {number}?", "No.") for number in range(60)), queue.SimpleQueue[tuple[str, Event]]()
 
     def told(name: str) -> Callable[[Event], None]:
@@ -361,7 +355,6 @@ def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
 
 
 def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time limit is checked between two turns; the computed turns are held for the next try."""
     give = Conversation.give
     with Client(ready) as client:
         client.ask(QUESTIONS[0])
@@ -408,9 +401,9 @@ def test_over_http(ready: Path) -> None:
         with served.client as http:
             health, metrics = http.get("/health").json(), http.get("/metrics").text
     turn = second["kvtool"]["turn"]
-    assert turn["kept"] > 0
+    assert turn["cached"] > 0
     details = second["usage"]["prompt_tokens_details"]
-    assert details["cached_tokens"] == turn["kept"] + second["kvtool"]["tokens"]["reused"]
+    assert details["cached_tokens"] == turn["cached"] + second["kvtool"]["tokens"]["reused"]
     assert "earlier" in second["kvtool"]["timing_ms"]
     assert health["conversations"] == 1
     assert "kvtool_conversations 1.0" in metrics
@@ -418,7 +411,6 @@ def test_over_http(ready: Path) -> None:
 
 
 def test_who_says_what_in_several_messages(ready: Path) -> None:
-    """Messages of one side are one text; what an assistant says before any question comes before the question."""
     with serving(ready, asking=SHORT) as served:
         greeted = post(served, ("assistant", "Hello!"), ("user", "hello"), ("user", QUESTIONS[0]))
         said = greeted["choices"][0]["message"]["content"]
@@ -429,4 +421,4 @@ def test_who_says_what_in_several_messages(ready: Path) -> None:
         )
     assert greeted["kvtool"]["turn"]["number"] == 1
     assert on["kvtool"]["turn"]["number"] == 2
-    assert on["kvtool"]["turn"]["kept"] > 0
+    assert on["kvtool"]["turn"]["cached"] > 0

@@ -26,18 +26,8 @@ CHAT = "/v1/chat/completions"
 HANG = 60.0  # seconds in which linear work is long done; quadratic work took minutes
 
 
-def ran(code: str) -> str:
-    """Run some lines in a process of their own, which hangs where they take too long."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
 
 
 # Each is to print `refused`.
@@ -65,8 +55,8 @@ COSTLY = [
 
 
 def test_work_grows_with_the_length_alone() -> None:
-    """One process for all: most of the time is its imports."""
-    assert ran("\n".join(COSTLY)).split() == ["refused"] * len(COSTLY)
+    done = ended("\n".join(COSTLY))
+    assert done.stdout.split() == ["refused"] * len(COSTLY), done.stderr
 
 
 def test_letters_are_normalised_as_ever() -> None:
@@ -264,10 +254,6 @@ def _embeds(served: Served) -> None:
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------
-
-
-def ended(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def test_an_end_that_does_not_come_is_made() -> None:

@@ -46,7 +46,7 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
         assert several["data"] == before[:3]
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["unchanged"] == 1
         assert served.engine._loaded.spare is None  # a second model, held for nothing, where another store comes
-        assert client.delete(DOCUMENTS, params={"source": place}).json()["forgotten"] == [place]
+        assert client.delete(DOCUMENTS, params={"source": place}).json()["deleted"] == [place]
         assert not Path(place).exists()
         assert client.get(DOCUMENTS, params={"source": place}).status_code == 404
         assert client.get(DOCUMENTS).json()["data"] == before
@@ -55,14 +55,13 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_gone_is_no_pattern_of_others(store: Path, tmp_path: Path) -> None:
-    """A list that is shown may be old."""
     uploads = tmp_path / "sent"
     with serving(store, uploads=uploads) as served, served.client as client:
         for name in ("a[1].md", "a1.md"):
             sent = {"name": name, "text": f"The kite is in {name}."}
             assert client.post(DOCUMENTS, json={"documents": [sent]}).json()["documents"]["added"] == 1
         exactly = {"source": str(uploads / "a[1].md"), "exact": "true"}
-        assert client.delete(DOCUMENTS, params=exactly).json()["forgotten"] == [exactly["source"]]
+        assert client.delete(DOCUMENTS, params=exactly).json()["deleted"] == [exactly["source"]]
         again = client.delete(DOCUMENTS, params=exactly)
         assert (again.status_code, again.json()["error"]["code"]) == (404, "no_document")
         assert client.delete(DOCUMENTS, params=exactly | {"source": "*a1.md"}).status_code == 404
@@ -79,8 +78,8 @@ def test_much_is_forgotten_only_where_that_is_said(store: Path) -> None:
                 assert "all=true" in answer.json()["error"]["hint"]
         assert client.delete(DOCUMENTS, params={"source": "*", "all": "yes"}).status_code == 400
         assert client.get(DOCUMENTS).json()["data"] == before
-        assert len(client.delete(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()["forgotten"]) == 3
-        gone = client.delete(DOCUMENTS, params={"source": "*", "all": "true"}).json()["forgotten"]
+        assert len(client.delete(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()["deleted"]) == 3
+        gone = client.delete(DOCUMENTS, params={"source": "*", "all": "true"}).json()["deleted"]
         assert sorted(gone) == [row["source"] for row in before[3:]]
         assert client.get(DOCUMENTS).json()["data"] == []
 
@@ -132,7 +131,6 @@ def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path
 
 
 def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -> None:
-    """A file is no folder, a folder no file, and a path has an end."""
     uploads = tmp_path / "sent"
     (uploads / "folder.md").mkdir(parents=True)
     (uploads / "file.md").write_text("here")
@@ -176,29 +174,22 @@ def test_what_others_ingest_is_found(store: Path, tmp_path: Path) -> None:
         assert ask(client).json()["kvtool"]["revision"] > before
 
 
-def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_store_that_is_replaced_meanwhile(store: Path, comets: Path, tmp_path: Path) -> None:
     """By another one of the same model, which is not loaded again; then it is gone, and comes back."""
-    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
-    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
-        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
     with serving(store) as served, served.client as client:
         assert ask(client).status_code == 200
         decoder = served.engine._loaded.decoder
         store.rename(tmp_path / "old")
         assert ask(client).status_code == 503
-        shutil.move(tmp_path / "other", store)
+        shutil.move(comets, store)
         assert sources(client, "Who saw the comet?") == ["other.md:1"]
         assert served.engine._loaded.decoder is decoder
-        store.rename(tmp_path / "other")
+        store.rename(comets)
         (tmp_path / "old").rename(store)
         assert sources(client, QUESTION)[0] == "mill2.md:1"
 
 
-def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_path: Path) -> None:
-    """An answer that had begun ends as it would have; later ones come from the other store."""
-    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
-    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
-        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+def test_a_store_that_is_replaced_within_an_answer(store: Path, comets: Path, tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40, "stream": True}
     with serving(store) as served, served.client as client:
         whole = said(client.post(CHAT, json=asked).text)
@@ -208,7 +199,7 @@ def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_
             begun = [next(lines)]
             wait_until(lambda: any(job.sequence for job in served.engine.scheduler._running))  # its prompt is computed
             store.rename(tmp_path / "old")
-            shutil.move(tmp_path / "other", store)
+            shutil.move(comets, store)
             with ThreadPoolExecutor(1) as pool:
                 behind = pool.submit(sources, client, "Who saw the comet?")
                 queue = served.engine.scheduler  # a permit that is left lets the second job run at once
@@ -220,7 +211,6 @@ def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_
 
 
 def said(events: str) -> str:
-    """The text of an answer's events."""
     rows = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
     parts = [json.loads(row)["choices"][0]["delta"].get("content", "") for row in rows]
     assert events.rstrip().endswith("data: [DONE]")
@@ -228,7 +218,6 @@ def said(events: str) -> str:
 
 
 def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it runs answers come, each between two of its batches."""
     from kvtool.core.ingest import storer
 
     monkeypatch.setitem(storer.BATCH_TOKENS, "cpu", 64)

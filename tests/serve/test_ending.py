@@ -29,7 +29,6 @@ BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
-    """Let the delivery of events of these kinds fail, as by a mistake in the server."""
     tell = Listening.tell
 
     def broken(self: Listening, event: Any) -> None:
@@ -122,7 +121,6 @@ def test_an_ingest_stops_where_the_server_ends(
 
 
 def test_sigterm_ends_a_process_that_ingests(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal comes while the second of three files is read."""
     key, log, script = tmp_path / "key", tmp_path / "log", tmp_path / "read.sh"
     key.write_text(KEY)
     key.chmod(0o600)
@@ -150,7 +148,6 @@ def test_sigterm_ends_a_process_that_ingests(store: Path, tmp_path: Path, monkey
 
 
 def refuses(url: str) -> bool:
-    """Return True if no server listens there any more."""
     host, port = url.removeprefix("http://").split(":")
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()

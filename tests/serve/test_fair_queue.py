@@ -25,12 +25,10 @@ def job(user: str, name: str = "") -> Job:
 
 
 def names(queue: FairQueue) -> list[str]:
-    """The questions in the order of their turns."""
     return [queue.take().ask.request.question for _ in range(len(queue))]
 
 
 def filled(most: int, *questions: str) -> FairQueue:
-    """A queue of questions, each named by its client and a number."""
     queue = FairQueue(most)
     for name in questions:
         assert queue.add(job(name[0], name)) is None
@@ -96,7 +94,6 @@ def test_nobody_has_two_turns_between_two_of_another_who_waits() -> None:
 
 
 def begun(served: Served, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The clients of the questions in the order in which they are begun."""
     seen: list[tuple[str, str]] = []
     scheduler: Scheduler = served.engine.scheduler
     begin = scheduler._begin
@@ -168,12 +165,3 @@ def test_who_has_left_takes_no_place_while_another_prompt_is_computed(ready: Pat
             assert b"200 OK" in stays.recv(4096)
         assert sorted(row["status"] for row in served.logged(3)) == [200, 499, 499]
     assert served.warnings == []
-
-
-@pytest.mark.parametrize("name", ["user", "safety_identifier"])
-@pytest.mark.parametrize("value", [5, True, ["a"], {"a": "b"}])
-def test_a_user_that_is_no_text(served: Served, name: str, value: Any) -> None:
-    with served.client as other:
-        answer = other.post(CHAT, json=body(**{name: value}))
-    assert answer.status_code == 400
-    assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("wrong_type", name)

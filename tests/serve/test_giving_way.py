@@ -30,14 +30,7 @@ LONG, SHORT = QueryOptions(max_tokens=300, fusion="full"), QueryOptions(max_toke
 
 @dataclass
 class Watched:
-    """An engine whose prompts yield before every layer.
-
-    Attributes
-    ----------
-    heard : all events in their order, with the question that they are about.
-    gave_way : by question, how often its prompt did; `steps`: how many steps were taken in its time.
-    meanwhile : called at each, with the job.
-    """
+    """An engine whose prompts yield before every layer; what it counts is by question. `meanwhile`: called at each."""
 
     engine: Engine
     heard: list[tuple[str, Event]] = field(default_factory=list)
@@ -58,7 +51,6 @@ class Watched:
         return self.engine.submit(Ask(Request(question), options), tell)
 
     def asked(self, *asked: tuple[str, QueryOptions]) -> dict[str, Event]:
-        """Ask all before the first is begun; the events at the end of each."""
         for question, options in asked:
             self.ask(question, options)
         if not self._started:
@@ -194,7 +186,6 @@ def test_what_goes_wrong_with_a_prompt_leaves_the_others_alone(ready: Path, monk
 def test_what_is_kept_of_an_answer_is_made_between_the_others(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records that were missing are computed anew after the answer, the same as without other requests."""
     options = QueryOptions(max_tokens=6, fusion="reuse")
     lost = [chunk for number in range(6) for chunk in chunks_of(store, f"mill{number}.md")]
     drop_records(store, *lost)

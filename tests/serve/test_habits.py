@@ -20,7 +20,7 @@ from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.job import Answer, Call
 from kvtool.serve.openai import read_chat
-from kvtool.serve.parameters import IGNORED, NEUTRAL, SAMPLING
+from kvtool.serve.parameters import IGNORED, NEUTRAL, SAMPLING, USER
 from kvtool.serve.tools import closed, with_calls
 from kvtool.serve.wire import Refusal
 from tests.cli.working import QUESTION
@@ -35,10 +35,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": ASKED, "stream": False},
     "/api/generate": {"prompt": QUESTION, "stream": False},
 }
+HAVE_TOOLS = (CHAT, MESSAGES, RESPONSES)
 
 
 def text_of(path: str, answer: dict[str, Any]) -> str:
-    """The text of an answer of any dialect."""
     read: dict[str, Callable[[], str]] = {
         CHAT: lambda: answer["choices"][0]["message"]["content"],
         MESSAGES: lambda: answer["content"][0]["text"],
@@ -60,10 +60,14 @@ def events_of(text: str) -> list[dict[str, Any]]:
 def test_neutral_and_ignored_parameters_change_no_answer(path: str, served: Served) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items() if name not in BODIES[path]}
     ignored = dict.fromkeys(["keep_alive", "num_ctx", "session_id", "timeout", "provider", "service_tier"], 7)
+    chosen = {"tools": [], "tool_choice": {"type": "auto"} if path == MESSAGES else "auto"}
+    chosen |= (
+        {"response_format": {"type": "text"}, "logit_bias": {}, "seed": None, "stop": None} if path == CHAT else {}
+    )
     assert ignored.keys() <= set(IGNORED)
     with served.client as client:
         plain = client.post(path, json=BODIES[path])
-        habitual = client.post(path, json=neutral | ignored | BODIES[path])
+        habitual = client.post(path, json=neutral | ignored | (chosen if path in HAVE_TOOLS else {}) | BODIES[path])
     assert habitual.status_code == 200, habitual.text
     assert text_of(path, habitual.json()) == text_of(path, plain.json())
 
@@ -71,6 +75,7 @@ def test_neutral_and_ignored_parameters_change_no_answer(path: str, served: Serv
 @pytest.mark.parametrize("path", BODIES)
 def test_other_values_are_refused_by_name(path: str, served: Served) -> None:
     wrong = {"n": 2, "use_beam_search": True, "think": True, "suffix": "x", "guided_json": {}, "stop_token_ids": [3]}
+    wrong |= {"background": True, "conversation": "c", "container": "c", "typical_p": 0.5}
     with served.client as client:
         for name, value in wrong.items():
             refused = client.post(path, json=BODIES[path] | {name: value})
@@ -95,6 +100,7 @@ def test_sampling_parameters_are_options_of_the_question() -> None:
     ("path", "more", "name"),
     [
         (CHAT, {"top_k": -2}, "top_k"),
+        *((CHAT, {name: value}, name) for name in USER for value in (5, True, ["a"], {"a": "b"})),
         (CHAT, {"repeat_penalty": 0}, "repeat_penalty"),
         (CHAT, {"kvtool": {"ratio": 2}}, "kvtool.ratio"),
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
@@ -197,7 +203,6 @@ def test_the_beginning_of_an_answer_is_continued(
 
 
 def test_the_beginning_of_an_answer_ends_the_prompt(served: Served) -> None:
-    """Both where passages are found, and where the client brings its own."""
     passage = "The third mill was built in 1762 by baker A. It grinds flour.\n\n" * 8
     for question in (QUESTION, f"{passage}{QUESTION}"):
         asked = [{"role": "user", "content": question}]
@@ -216,7 +221,7 @@ def test_a_continued_answer_is_no_cached_conversation(ready: Path) -> None:
         said = text_of(CHAT, client.post(CHAT, json={"messages": begun}).json())
         assert client.get("/health").json()["conversations"] == 0
         messages = [*ASKED, {"role": "assistant", "content": f"It was{said}"}, later]
-        assert client.post(CHAT, json={"messages": messages}).json()["kvtool"]["turn"]["kept"] == 0
+        assert client.post(CHAT, json={"messages": messages}).json()["kvtool"]["turn"]["cached"] == 0
 
 
 @pytest.mark.parametrize(
@@ -369,22 +374,24 @@ def test_only_allowed_tools_are_offered(choice: dict[str, Any]) -> None:
         (CHAT, lambda schema: {"response_format": {"type": "json_object", "schema": schema}}),
         (CHAT, lambda schema: {"response_format": {"type": "json_schema", "schema": schema}}),
         (MESSAGES, lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+        (RESPONSES, lambda schema: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}),
     ],
 )
 def test_a_schema_has_several_forms(path: str, form: Any, served: Served) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     with served.client as client:
-        said = client.post(path, json=BODIES[path] | {"max_tokens": 20} | form(schema))
+        said = client.post(path, json=BODIES[path] | {"max_completion_tokens": 20} | form(schema))
     assert json.loads(text_of(path, said.json())).keys() == {"ok"}
 
 
 def test_a_forced_call_in_a_stream_has_no_empty_content(served: Served) -> None:
     parameters = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
-    body = BODIES[CHAT] | {"tools": tools, "tool_choice": "required", "stream": True, "max_tokens": 60}
+    body = BODIES[CHAT] | {"tools": tools, "tool_choice": "required", "stream": True, "max_tokens": 120}
     with served.client as client:
         events = events_of(client.post(CHAT, json=body).text)
     deltas = [event["choices"][0]["delta"] for event in events]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert "" not in [delta.get("content") for delta in deltas]
     (call,) = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     assert json.loads(call["function"]["arguments"]).keys() == {"ok"}

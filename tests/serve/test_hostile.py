@@ -37,9 +37,9 @@ def body(**more: Any) -> dict[str, Any]:
 
 def raw(served: Served, *lines: str, data: bytes = b"", key: str = KEY) -> socket.socket:
     """Return a connection on which a request has been sent exactly as given."""
-    host, port = served.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=PATIENCE)
-    head = "\r\n".join([*lines, f"Host: {host}:{port}", f"Authorization: Bearer {key}", "", ""])
+    made = served.connect()
+    host = f"Host: {served.url.removeprefix('http://')}"
+    head = "\r\n".join([*lines, host, f"Authorization: Bearer {key}", "", ""])
     made.sendall(head.encode() + data)
     return made
 
@@ -172,7 +172,6 @@ def test_a_line_of_a_key_file_is_a_key_a_comment_or_an_error(tmp_path: Path) -> 
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "stream": "yes"}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": []}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": {"embedder": "/x"}}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": 2.5}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400),
         ("text/plain", b"{}", 415),
@@ -200,9 +199,10 @@ def test_other_addresses_and_methods(served: Served) -> None:
     ids=["tls", "half a line", "one long line", "no length"],
 )
 def test_no_http_at_all(served: Served, rubbish: bytes) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=PATIENCE)
-    with made, suppress(OSError):  # whether it hears all of it before it hangs up is a matter of luck
+    with (
+        served.connect() as made,
+        suppress(OSError),
+    ):  # whether it hears all of it before it hangs up is a matter of luck
         made.sendall(rubbish)
         made.shutdown(socket.SHUT_WR)
         while made.recv(4096):
@@ -221,7 +221,6 @@ def test_a_body_that_is_too_long(ready: Path) -> None:
 
 
 def run(app: ASGIApp, receive: Receive, send: Send) -> RequestStats:
-    """Run one request through the middleware; return what was noted of it."""
     noted: list[RequestStats] = []
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     whole = LoggingMiddleware(BodyLimits(app, 0.01, 1000), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
@@ -249,7 +248,6 @@ def test_a_body_that_never_comes() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
-    """The response says so, unless it has begun; and the log says it."""
     sent: list[Any] = []
     noted: list[RequestStats] = []
 
@@ -290,7 +288,6 @@ def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_nobody_waits_for_is_given_up(ready: Path) -> None:
-    """Before its turn, and in its middle."""
     with serving(ready, asking=QueryOptions(max_tokens=1500), parallel=1) as served, turned(served) as permits:
         scheduler = served.engine.scheduler
         going = posted(served, body(stream=True))

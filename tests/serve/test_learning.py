@@ -7,7 +7,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 import httpx2
 import pytest
 
-import kvtool
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
@@ -30,6 +29,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out_messages
 from kvtool.core.query.reply import Request
+from kvtool.core.session.learned import LearnedStore
 from kvtool.core.session.session import Session
 from kvtool.serve.auth import owner_of
 from kvtool.serve.engine import Engine
@@ -57,7 +57,6 @@ ARNE, BRIX, CORD = map(passage, ("Arne", "Brixham", "Cordelia"))
 
 
 def asked(served: Served, texts: Sequence[str], question: str = QUESTION, key: str = KEY, **own: Any) -> Any:
-    """Send passages with a question, and wait until what there is to learn is learned."""
     pasted = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
     messages = [{"role": "system", "content": f"Use these.\n\n{pasted}"}, {"role": "user", "content": question}]
     with httpx2.Client(base_url=served.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE) as client:
@@ -65,6 +64,11 @@ def asked(served: Served, texts: Sequence[str], question: str = QUESTION, key: s
     assert answer.status_code == 200, answer.text
     wait_until(lambda: not served.engine.scheduler.learning)
     return answer.json()
+
+
+def teach(served: Served, text: str, key: str = KEY) -> None:
+    for _ in range(2):
+        asked(served, [text], key=key)
 
 
 def cached(answer: Any) -> int:
@@ -76,15 +80,49 @@ def sources(answer: Any) -> set[str]:
 
 
 def learned(store: Path) -> Path:
-    """The folder of the learned passages of a store."""
     with Store.open(store) as opened:
         return cache_dir() / "learned" / opened.uuid
 
 
 def learned_by(store: Path) -> Counter[str]:
-    """How many chunks each owner has."""
     with Store.open(learned(store)) as opened:
         return Counter(source.partition("/")[0] for source in opened.sources())
+
+
+def look(learner: Learner, session: Session, *texts: str) -> None:
+    learner.add(Request("", messages=tuple(("user", text) for text in texts), owner="all"))
+    learner.step(lambda: session)
+
+
+def queued(learner: Learner, session: Session, text: str) -> int:
+    """Send a text twice; returns how many steps its chunks take."""
+    before = len(learner)
+    for _ in range(2):
+        look(learner, session, text)
+    return len(learner) - before
+
+
+def learn_all(learner: Learner, session: Session) -> LearnedStore:
+    while len(learner):
+        learner.step(lambda: session)
+    assert session.learned is not None
+    return session.learned
+
+
+@contextmanager
+def learning(store: Path, budget: int = 10**9, dtype: str = "auto") -> Iterator[tuple[Session, LearnedStore]]:
+    with Store.open(store) as opened:
+        session = Session(opened, ModelOptions(dtype=dtype))
+        session.learn(budget)
+        assert session.learned is not None
+        yield session, session.learned
+        session.close()
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    with learning(store) as (session, _):
+        yield session
 
 
 def test_the_third_request_with_the_same_passages_reuses_them(store: Path) -> None:
@@ -109,8 +147,7 @@ def test_the_third_request_with_the_same_passages_reuses_them(store: Path) -> No
 
 def test_each_key_has_its_own(store: Path) -> None:
     with serving(store, key=BOTH, learn=True) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         assert cached(asked(served, [ARNE])) > 0
         assert cached(asked(served, [ARNE], key=OTHER)) == 0
         with Store.open(learned(store)) as opened:
@@ -142,8 +179,7 @@ def test_metrics_are_for_the_first_key(store: Path) -> None:
 
 def test_nothing_of_it_is_found_listed_or_named(store: Path) -> None:
     with serving(store, learn=True) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         (chunk, *_) = asked(served, [ARNE])["kvtool"]["chunks"]
         with served.client as client:
             listed = client.get("/v1/documents").json()["data"]
@@ -180,33 +216,22 @@ def test_the_least_recently_used_are_evicted_within_the_budget(store: Path) -> N
     budget = 3 * 10**6
     with serving(store, learn=True, learn_budget=budget) as served:
         for text in (ARNE, *(passage(f"Town{number}") for number in range(12))):
-            asked(served, [text])
-            asked(served, [text])
+            teach(served, text)
             assert folder_bytes(learned(store)) <= budget
         assert cached(asked(served, [text])) > 0
         assert cached(asked(served, [ARNE])) == 0
         assert served.warnings == []
     with serving(store, learn=True, learn_budget=budget // 2) as served:
-        for _ in range(2):
-            asked(served, [BRIX])
+        teach(served, BRIX)
         assert folder_bytes(learned(store)) <= budget // 2
         assert cached(asked(served, [BRIX])) > 0
         assert served.warnings == []
 
 
-def test_what_was_evicted_has_to_come_twice_again(store: Path) -> None:
-    with serving(store, learn=True, learn_budget=3 * 10**6) as served:
-        for text in (ARNE, *(passage(f"Town{number}") for number in range(12))):
-            for _ in range(2):
-                asked(served, [text])
-        assert [cached(asked(served, [ARNE])) > 0 for _ in range(3)] == [False, False, True]
-
-
 def test_a_start_trims_to_its_budget_and_its_keys(store: Path) -> None:
     with serving(store, key=BOTH, learn=True) as served:
         for text, key in product([ARNE, BRIX, CORD], [KEY, OTHER]):
-            for _ in range(2):
-                asked(served, [text], key=key)
+            teach(served, text, key=key)
     folder = learned(store)
 
     def bytes_of(text: str) -> int:
@@ -236,8 +261,7 @@ def test_a_start_trims_to_its_budget_and_its_keys(store: Path) -> None:
 def test_a_start_that_cannot_trim_says_so_and_answers(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.session.learned._TRIM_WAIT", 0.0)
     with serving(store, learn=True) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
     with Store.open(learned(store)) as other, other.writer(), serving(store, learn=True, learn_budget=1) as served:
         assert cached(asked(served, [ARNE])) > 0
     assert "could not be trimmed" in served.warnings[0]
@@ -252,8 +276,7 @@ def test_a_passage_that_exceeds_the_budget_is_not_learned(store: Path) -> None:
 
 def test_a_damaged_record_is_computed_in_place_and_learned_again(store: Path) -> None:
     with serving(store, learn=True, memory_cache=0) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         first, *others = asked(served, [ARNE])["kvtool"]["chunks"]
         break_record(learned(store), first["id"], 1)
         again = asked(served, [ARNE])
@@ -261,8 +284,7 @@ def test_a_damaged_record_is_computed_in_place_and_learned_again(store: Path) ->
         assert cached(again) > 0
         with Store.open(store) as opened:
             assert bytes.fromhex(first["id"]) not in opened.chunk_ids()
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         assert {chunk["status"] for chunk in asked(served, [ARNE])["kvtool"]["chunks"]} == {"hit"}
 
 
@@ -280,20 +302,16 @@ def test_another_arithmetic_has_chunks_of_its_own(store: Path) -> None:
     ids = tuple(range(100, 200))
     described, marks = list[str](), list[bytes | None]()
     for dtype in ("float32", "bfloat16", "float32"):
-        with Store.open(store) as opened:
-            session = Session(opened, ModelOptions(dtype=dtype))
-            session.learn(10**9)
-            assert session.learned is not None
+        with learning(store, dtype=dtype) as (session, own):
             if len(marks) < 2:
-                assert session.learned.spot(ids, "all") == []
-                session.learned.put("all", session.learned.wanted("all", ids), "A text.")
-            (span,) = session.learned.spot(ids, "all")
-            info = session.learned.store.chunk_info(span.chunk_id)
+                assert own.spot(ids, "all") == []
+                own.put("all", own.wanted("all", ids), "A text.")
+            (span,) = own.spot(ids, "all")
+            info = own.store.chunk_info(span.chunk_id)
             assert info is not None
             assert info.arithmetic == session.decoder.loaded.arithmetic
             described.append(info.arithmetic.dtype)
-            marks.append(session.learned.store.record_mark(span.chunk_id, RAW, 0))
-            session.close()
+            marks.append(own.store.record_mark(span.chunk_id, RAW, 0))
     assert described == ["float32", "bfloat16", "float32"]
     assert marks[0] == marks[2] != marks[1]
 
@@ -301,29 +319,21 @@ def test_another_arithmetic_has_chunks_of_its_own(store: Path) -> None:
 def test_nothing_is_computed_without_room_or_while_another_writes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = list[Sequence[Any]]()
     monkeypatch.setattr("kvtool.core.session.learned.make", lambda decoder, lead_ins, chunks: computed.append(chunks))
-    with Store.open(store) as opened:
-        session = Session(opened)
-        session.learn(10_000)
-        assert session.learned is not None
-        chunk = session.learned.wanted("all", tuple(range(100, 200)))
+    with learning(store, 10_000) as (_, own):
+        chunk = own.wanted("all", tuple(range(100, 200)))
         with pytest.raises(NoSpaceError):
-            session.learned.put("all", chunk, "A text.")
+            own.put("all", chunk, "A text.")
         with Store.open(learned(store)) as other, other.writer(), pytest.raises(StoreLockedError):
-            session.learned.put("all", chunk, "A text.")
-        session.close()
+            own.put("all", chunk, "A text.")
     assert computed == []
 
 
-def test_a_conversation_at_the_end_of_the_context_starts_over(store: Path) -> None:
-    with Store.open(store) as opened:
-        session = Session(opened)
-        session.learn(10**9)
-        long = QueryOptions(max_tokens=session.decoder.context)
-        request = Request(QUESTION, messages=(("user", ARNE), ("assistant", "Yes."), ("user", QUESTION)), owner="all")
-        assert lay_out_messages(session, request, long) is None
-        with pytest.raises(UsageError):
-            lay_out_messages(session, replace(request, messages=request.messages[:1]), long)
-        session.close()
+def test_a_conversation_at_the_end_of_the_context_starts_over(session: Session) -> None:
+    long = QueryOptions(max_tokens=session.decoder.context)
+    request = Request(QUESTION, messages=(("user", ARNE), ("assistant", "Yes."), ("user", QUESTION)), owner="all")
+    assert lay_out_messages(session, request, long) is None
+    with pytest.raises(UsageError):
+        lay_out_messages(session, replace(request, messages=request.messages[:1]), long)
 
 
 def test_what_declines_to_learn(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,86 +363,48 @@ def test_a_step_that_fails_is_not_tried_again() -> None:
     assert len(learner) == 0
 
 
-def test_what_is_too_much_to_learn_is_dropped_the_oldest_first(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_to_learn_is_dropped_the_oldest_first(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtool.serve.learning._CHUNKS", 2)
     learner = Learner()
     for name in range(70):
         learner.add(Request("", messages=(("user", passage(f"Town{name}")),), owner="all"))
     assert len(learner) == 64
-    with Store.open(store) as opened:
-        session = Session(opened)
-        session.learn(10**9)
-        assert session.learned is not None
-        again = [passage(f"Town{name}") for name in (5, 6, 69)]  # the first one was dropped
-        while len(learner):
-            learner.step(lambda: session)
-        learner.add(Request("", messages=tuple(("user", text) for text in again), owner="all"))
-        for _ in range(3):
-            learner.step(lambda: session)
-        assert len(learner) == 0  # each passage is three chunks or more, and two of all wait
-        texts = "\n".join(document.text for document in session.learned.store.documents())
-        session.close()
+    store = learn_all(learner, session).store
+    look(learner, session, *(passage(f"Town{name}") for name in (5, 6, 69)))  # the first one was dropped
+    for _ in range(2):
+        learner.step(lambda: session)
+    assert len(learner) == 0  # each passage is three chunks or more, and two of all wait
+    texts = "\n".join(document.text for document in store.documents())
     assert "Town69" in texts
     assert "Town6 " not in texts
     assert "Town5 " not in texts
 
 
 def test_a_passage_is_tried_again_once_while_another_server_writes(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtool.core.session.learned._LOCK_WAIT", 0.0)
     monkeypatch.setattr("kvtool.serve.learning._LEAST", 32)  # a chunk is found again without its ends
-    with Store.open(store) as opened:
-        session, learner = Session(opened), Learner()
-        session.learn(10**9)
-        assert session.learned is not None
-
-        def look(text: str) -> int:
-            for _ in range(2):
-                learner.add(Request("", messages=(("user", text),), owner="all"))
-                learner.step(lambda: session)
-            return len(learner)
-
-        waiting = look(ARNE)
-        assert waiting > 1
-        with Store.open(learned(store)) as other, other.writer():
-            for _ in range(waiting):
-                learner.step(lambda: session)
-            assert len(learner) == waiting
-        while len(learner):
+    learner = Learner()
+    waiting = queued(learner, session, ARNE)
+    assert waiting > 1
+    with Store.open(learned(store)) as other, other.writer():
+        for _ in range(waiting):
             learner.step(lambda: session)
-        assert len(session.learned.store.chunk_ids()) == waiting
-        more = look(BRIX)
-        with Store.open(learned(store)) as other, other.writer():
-            for _ in range(more):
+        assert len(learner) == waiting
+    assert len(learn_all(learner, session).store.chunk_ids()) == waiting
+    more = queued(learner, session, BRIX)
+    with Store.open(learned(store)) as other, other.writer():
+        for _ in range(more):
+            learner.step(lambda: session)
+        for left in reversed(range(more)):
+            with pytest.raises(StoreLockedError):
                 learner.step(lambda: session)
-            for left in reversed(range(more)):
-                with pytest.raises(StoreLockedError):
-                    learner.step(lambda: session)
-                assert len(learner) == left
-        learner.add(Request("", messages=(("user", BRIX),), owner="all"))
-        learner.step(lambda: session)
-        assert len(learner) > 0  # it came twice, and need not again
-        session.close()
-
-
-def queued(learner: Learner, session: Session, text: str) -> int:
-    """Send a text twice; returns how many steps its chunks take."""
-    before = len(learner)
-    for _ in range(2):
-        learner.add(Request("", messages=(("user", text),), owner="all"))
-        learner.step(lambda: session)
-    return len(learner) - before
-
-
-@pytest.fixture
-def session(store: Path) -> Iterator[Session]:
-    """A session that learns."""
-    with Store.open(store) as opened:
-        session = Session(opened)
-        session.learn(10**9)
-        yield session
-        session.close()
+            assert len(learner) == left
+    look(learner, session, BRIX)
+    assert len(learner) > 0  # it came twice, and need not again
 
 
 def test_nothing_is_stored_behind_another_lead_in_than_its_id_says(session: Session) -> None:
@@ -446,8 +418,7 @@ def test_nothing_is_stored_behind_another_lead_in_than_its_id_says(session: Sess
     assert queued(learner, session, ARNE) > 1
     learned.identity = other
     assert learned.spot(chunk.ids, "all") == []
-    while len(learner):
-        learner.step(lambda: session)
+    learn_all(learner, session)
     assert learned.store.chunk_ids() == [chunk.chunk_id]
     learned.identity = mine
     assert [span.chunk_id for span in learned.spot(chunk.ids, "all")] == [chunk.chunk_id]
@@ -489,48 +460,28 @@ def test_a_passage_that_fails_is_left_to_its_next_time_and_others_go_on(
         StoreLockedError: sizes * 2,
     }
     assert tried == expected.get(type(error), sizes)
-    learner.add(Request("", messages=(("user", ARNE),), owner="all"))
-    learner.step(lambda: session)
+    look(learner, session, ARNE)
     assert len(learner) > 0
 
 
-def test_what_another_server_has_stored_meanwhile_is_not_stored_again(store: Path) -> None:
+def test_what_another_server_has_stored_meanwhile_is_not_stored_again(session: Session) -> None:
     """Servers cut a passage by what they saw of it, so the chunks of one differ from those of the other."""
-    session = Session(Store.open(store))
-    session.learn(10**9)
-    assert session.learned is not None
     one, other = Learner(), Learner()
-    words = ARNE.split()
-    for learner, text in ((one, ARNE), (other, " ".join(words[5:])), (one, ARNE), (other, " ".join(words[5:]))):
-        learner.add(Request("", messages=(("user", text),), owner="all"))
-        learner.step(lambda: session)
-    assert min(len(one), len(other)) > 1
-    counts = list[int]()
-    for learner in (one, other):
-        while len(learner):
-            learner.step(lambda: session)
-        counts.append(len(session.learned.store.chunk_ids()))
+    for learner, text in ((one, ARNE), (other, " ".join(ARNE.split()[5:]))):
+        assert queued(learner, session, text) > 1
+    counts = [len(learn_all(learner, session).store.chunk_ids()) for learner in (one, other)]
     assert counts[0] == counts[1] > 1
-    session.close()
 
 
-def test_a_chunk_of_which_much_is_not_stored_is_stored(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_which_much_is_not_stored_is_stored(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of a list that are alike in part: no gap is a passage, but all of them together are more."""
-    session, learner = Session(Store.open(store)), Learner()
-    session.learn(10**9)
-    for _ in range(2):
-        learner.add(Request("", messages=(("user", ARNE),), owner="all"))
-        learner.step(lambda: session)
-    waiting = len(learner)
+    learner = Learner()
+    waiting = queued(learner, session, ARNE)
     assert waiting > 1
     monkeypatch.setattr("kvtool.serve.learning._LEAST", 20)
     every_other = [(first, first + 8) for first in range(0, 48, 16)]
     monkeypatch.setattr("kvtool.serve.learning._stored", lambda *given: every_other)
-    while len(learner):
-        learner.step(lambda: session)
-    assert session.learned is not None
-    assert len(session.learned.store.chunk_ids()) == waiting
-    session.close()
+    assert len(learn_all(learner, session).store.chunk_ids()) == waiting
 
 
 @pytest.mark.parametrize("error", [NoSpaceError("the disk is full"), OSError("read-only")])
@@ -539,8 +490,7 @@ def test_a_compaction_that_a_start_could_not_do_is_done_by_the_next(
 ) -> None:
     with serving(store, key=BOTH, learn=True) as served:
         for key, text in ((KEY, ARNE), (OTHER, BRIX)):
-            for _ in range(2):
-                asked(served, [text], key=key)
+            teach(served, text, key=key)
 
     def is_there() -> bool:
         return any(b"Arne" in path.read_bytes() for path in learned(store).rglob("data.mdb"))
@@ -560,48 +510,35 @@ def test_a_compaction_that_a_start_could_not_do_is_done_by_the_next(
 
 
 def test_chunks_of_another_arithmetic_are_read_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Store.open(store) as opened:
-        session = Session(opened, ModelOptions(dtype="bfloat16"))
-        session.learn(10**9)
-        assert session.learned is not None
+    with learning(store, dtype="bfloat16") as (_, other):
         for first in range(3):
-            session.learned.put("all", session.learned.wanted("all", tuple(range(first, first + 60))), "A text.")
-        session.close()
-    with Store.open(store) as opened:
-        session = Session(opened, ModelOptions(dtype="float32"))
-        session.learn(10**9)
-        own = session.learned
-        assert own is not None
+            other.put("all", other.wanted("all", tuple(range(first, first + 60))), "A text.")
+    with learning(store, dtype="float32") as (_, own):
         reads = list[bytes]()
         real = own.store.chunk_info
         monkeypatch.setattr(own.store, "chunk_info", lambda key: [reads.append(key), real(key)][1])
         for first in range(100, 103):
             own.put("all", own.wanted("all", tuple(range(first, first + 60))), "A text.")
         assert len(set(reads)) == len(reads) <= 6
-        session.close()
 
 
 def test_a_store_that_replaces_another_is_answered_from_where_it_cannot_learn(
-    store: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, comets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Session, budget: int, owners: object = None) -> None:
         raise KvtoolError("the disk is full")
 
-    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
-    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
-        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
     with serving(store, learn=True) as served:
         asked(served, [ARNE])
         monkeypatch.setattr(Session, "learn", full)
         store.rename(tmp_path / "old")
-        shutil.move(tmp_path / "other", store)
+        shutil.move(comets, store)
         assert "not learned: the disk is full" in str(asked(served, [])["kvtool"]["warnings"])
 
 
 def test_learned_passages_that_are_replaced_meanwhile_are_not_used(store: Path) -> None:
     with serving(store, learn=True) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         assert cached(asked(served, [ARNE])) > 0
         shutil.rmtree(learned(store))
         Store.create_or_open(learned(store)).close()
@@ -611,31 +548,24 @@ def test_learned_passages_that_are_replaced_meanwhile_are_not_used(store: Path) 
 
 
 def test_only_what_another_process_added_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions = [Session(Store.open(store)) for _ in range(2)]
-    for session in sessions:
-        session.learn(10**9)
-    one, other = (session.learned for session in sessions)
-    assert one is not None
-    assert other is not None
-    for first in range(3):
-        ids = tuple(range(60 * first, 60 * first + 60))
-        other.put("all", other.wanted("all", ids), "A text.")
-    reads = list[Any]()
-    for name in ("file_at", "chunk_info"):
-        real = getattr(one.store, name)
-        monkeypatch.setattr(one.store, name, lambda key, real=real: [reads.append(key), real(key)][1])
-    assert one.spot(range(200, 400), "all") == []
-    assert len(reads) == 6
-    other.put("all", other.wanted("all", tuple(range(200, 300))), "A text.")
-    reads.clear()
-    assert len(one.spot(range(200, 400), "all")) == 1
-    assert len(reads) == 3  # the file, the chunk, and the chunk that the prompt has
-    other.forget({other.wanted("all", tuple(range(200, 300))).chunk_id})
-    reads.clear()
-    assert one.spot(range(200, 400), "all") == []
-    assert reads == []
-    for session in sessions:
-        session.close()
+    with learning(store) as (_, one), learning(store) as (_, other):
+        for first in range(3):
+            ids = tuple(range(60 * first, 60 * first + 60))
+            other.put("all", other.wanted("all", ids), "A text.")
+        reads = list[Any]()
+        for name in ("file_at", "chunk_info"):
+            real = getattr(one.store, name)
+            monkeypatch.setattr(one.store, name, lambda key, real=real: [reads.append(key), real(key)][1])
+        assert one.spot(range(200, 400), "all") == []
+        assert len(reads) == 6
+        other.put("all", other.wanted("all", tuple(range(200, 300))), "A text.")
+        reads.clear()
+        assert len(one.spot(range(200, 400), "all")) == 1
+        assert len(reads) == 3  # the file, the chunk, and the chunk that the prompt has
+        other.forget({other.wanted("all", tuple(range(200, 300))).chunk_id})
+        reads.clear()
+        assert one.spot(range(200, 400), "all") == []
+        assert reads == []
 
 
 def test_a_passage_that_cannot_be_read_is_dropped_when_nobody_writes(
@@ -643,8 +573,7 @@ def test_a_passage_that_cannot_be_read_is_dropped_when_nobody_writes(
 ) -> None:
     monkeypatch.setattr("kvtool.core.session.learned._LOCK_WAIT", 0.0)
     with serving(store, learn=True, memory_cache=0) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         first, *_ = asked(served, [ARNE])["kvtool"]["chunks"]
         break_record(learned(store), first["id"], 1)
         with Store.open(learned(store)) as other:
@@ -711,8 +640,7 @@ def test_it_learns_only_while_there_is_nothing_to_answer(store: Path) -> None:
 
 def test_a_level_that_is_asked_for_forgets_nothing(store: Path) -> None:
     with serving(store, learn=True) as served:
-        for _ in range(2):
-            asked(served, [ARNE])
+        teach(served, ARNE)
         served.warnings.clear()
         finer = asked(served, [ARNE], level="2")
         assert {chunk["status"] for chunk in finer["kvtool"]["chunks"]} == {"miss"}

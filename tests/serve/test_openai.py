@@ -12,39 +12,17 @@ import pytest
 import kvtool
 from kvtool.core.model.generate import stop_ids
 from kvtool.serve.wire import Refusal
-from tests.cli.working import QUESTION, chunks_of, drop_records
+from tests.cli.working import QUESTION, chunks_of
 from tests.serve.conftest import KEY, PATIENCE, Served, serving
 
 ASKED = [{"role": "user", "content": QUESTION}]
-# What chat programs send unasked, with values at which it changes nothing.
-NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "top_p": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0.0,
-    "logit_bias": {},
-    "logprobs": False,
-    "top_logprobs": 0,
-    "response_format": {"type": "text"},
-    "tools": [],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "user": "somebody",
-    "seed": None,
-    "stop": None,
-    "store": False,
-    "metadata": {"chat": "1"},
-}
 REFUSED: list[tuple[str, Any]] = [
-    ("n", 2),
     ("top_logprobs", 3),  # which needs `logprobs`
     ("logprobs", "yes"),
     ("response_format", {"type": "grammar"}),
     ("tools", [{"type": "custom", "custom": {"name": "look"}}]),
     ("tool_choice", "required"),
     ("top_p", 1.5),
-    ("frequency_penalty", 3),
-    ("presence_penalty", -2.5),
     ("logit_bias", {"the": 1}),
     ("logit_bias", {"5": 101}),
     ("logit_bias", {"5": "much"}),
@@ -65,7 +43,6 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(ready: Path) -> str:
-    """What is answered without a server."""
     with kvtool.open(ready) as cache:
         return cache.query(QUESTION, max_tokens=8).answer
 
@@ -184,18 +161,6 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("org/another")
 
 
-def test_misses_say_why(store: Path) -> None:
-    drop_records(store, *chunks_of(store, "mill2.md"))
-    with serving(store) as served, client_of(served) as client:
-        done = client.chat.completions.create(
-            model="tiny", messages=ASKED, extra_body={"kvtool": {"documents": ["mill2.md"]}}
-        )
-    said = done.model_extra["kvtool"]
-    assert {chunk["status"] for chunk in said["chunks"]} == {"miss"}
-    assert all(chunk["reason"] == "not stored" for chunk in said["chunks"])
-    assert "mill2.md" in said["sources"][0]
-
-
 def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="this server serves 'tiny'"):
         client.chat.completions.create(model="gpt-7", messages=ASKED)
@@ -218,13 +183,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> No
         stranger.models.list()
 
 
-def test_neutral_values_are_taken(client: openai.OpenAI, expected: str) -> None:
-    done = client.chat.completions.create(model="tiny", messages=ASKED, **NEUTRAL)
-    assert done.choices[0].message.content == expected
-
-
 def test_sampling_follows_what_a_client_sends(client: openai.OpenAI, ready: Path) -> None:
-    """The answer is that of the library with the same options, and each option changes it."""
     asked = {"top_p": 0.2, "frequency_penalty": 1.5, "presence_penalty": 1.0, "temperature": 1.9, "seed": 5}
     own = {"documents": ["mill2.md"]}
 

@@ -25,14 +25,11 @@ ASKED = [{"role": "user", "content": QUESTION}]
 
 @pytest.fixture
 def stranger(served: Served) -> Iterator[httpx2.Client]:
-    """A client without the key."""
     with httpx2.Client(base_url=served.url, timeout=PATIENCE) as client:
         yield client
 
 
 class Elements(HTMLParser):
-    """The elements of a page: each name with its attributes."""
-
     def __init__(self, html: str) -> None:
         super().__init__()
         self.all: list[tuple[str, dict[str, str | None]]] = []
@@ -67,7 +64,6 @@ def test_a_file_needs_no_key_and_is_guarded(stranger: httpx2.Client, address: st
 
 
 def test_the_page_is_small_and_whole(stranger: httpx2.Client) -> None:
-    """It loads nothing of other servers, and has neither scripts nor styles in its HTML."""
     files = {address: stranger.get(address).text for address in STATIC}
     assert sum(len(text.encode()) for text in files.values()) < MOST_BYTES
     page = Elements(files["/"])
@@ -112,7 +108,7 @@ def test_a_reply_carries_the_map_in_spans(served: Served) -> None:
     with served.client as client:
         body = {"messages": ASKED, "kvtool": {"explain": True, "fusion": "epic", "link_tokens": 4}}
         said = client.post("/v1/chat/completions", json=body).json()["kvtool"]
-    spans = [chunk["explained"]["spans"] for chunk in said["chunks"]]
+    spans = [chunk["explanation"]["spans"] for chunk in said["chunks"]]
     assert all([span["token_start"] for span in one] == [0, *(span["token_end"] for span in one[:-1])] for one in spans)
     assert [one[-1]["token_end"] for one in spans] == [chunk["tokens"] for chunk in said["chunks"]]
     computed = sum(span["token_end"] - span["token_start"] for one in spans for span in one if span["reason"])
@@ -120,8 +116,6 @@ def test_a_reply_carries_the_map_in_spans(served: Served) -> None:
 
 
 class Watched(IngestProgress):
-    """Progress that notes what it has been."""
-
     def __init__(self) -> None:
         self.seen: list[dict[str, Any] | None] = []
         super().__init__()
@@ -133,7 +127,6 @@ class Watched(IngestProgress):
 
 
 def test_a_file_is_sent_as_it_is_and_its_ingest_is_watched(store: Path, tmp_path: Path) -> None:
-    """Its reader finds out the encoding."""
     folder, text = tmp_path / "sent", "수로는 베르겐에 있다. 제분소는 오슬로에 있다. " * 20
     with serving(store, uploads=folder) as served, served.client as client:
         served.engine.progress = progress = Watched()
@@ -192,7 +185,6 @@ def test_full_prefill_is_estimated_from_what_was_measured(
 
 
 def test_every_text_has_a_korean_one(stranger: httpx2.Client) -> None:
-    """In the scripts and in the HTML, with the same places for values; and no Korean text is of no use."""
     scripts = {address: stranger.get(address).text for address in STATIC if address.endswith(".js")}
     literal = r'"((?:[^"\\]|\\.)*)"'
     rows = re.findall(rf"^  (?:{literal}|(\w+)):\s+{literal},$", scripts.pop("/page/ko.js"), re.MULTILINE)

@@ -32,10 +32,7 @@ Open = Callable[..., "Page"]
 
 @pytest.fixture(scope="module")
 def open_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """Open pages in one browser. Nothing may be written to their consoles but what requests that fail write there.
-
-    What happened on each is recorded: `playwright show-trace page-1.zip`, in pytest's folder of temporary files.
-    """
+    """Open pages in one browser. Nothing may be written to their consoles but what requests that fail write there."""
     api = pytest.importorskip("playwright.sync_api")
     complaints, records = list[str](), tmp_path_factory.mktemp("recorded")
 
@@ -77,7 +74,6 @@ def ask(page: Page, question: str = QUESTION) -> None:
 
 
 def answer(page: Page, number: int) -> Any:
-    """An answer, once it is complete."""
     article = page.locator(f"article[aria-label='Answer {number}'][aria-busy='false']")
     article.wait_for()
     return article
@@ -88,7 +84,6 @@ def text_file(name: str, text: str = "The third mill was built by baker A.") -> 
 
 
 def is_scrolled(page: Page) -> bool:
-    """Whether anything is wider than the window."""
     return bool(page.evaluate("() => document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
 
@@ -221,7 +216,6 @@ def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Ope
 
 
 def test_the_map_counts_tokens_and_not_characters(store: Path, tmp_path: Path, open_page: Open) -> None:
-    """A character of several tokens is marked where one of them was recomputed."""
     text = "한빛마을의 세 번째 제분소는 1962년에 서윤아 선생이 누가 보아도 튼튼하게 세웠다. 강가에 있다."
     with served_with(store, uploads=tmp_path / "sent") as served:
         with served.client as client:
@@ -354,7 +348,6 @@ _UI = """() => {
 
 
 def test_the_page_is_korean_for_a_korean_browser(store: Path, tmp_path: Path, open_page: Open) -> None:
-    """All of it; switching the language tells what is there again, and is kept."""
     with served_with(store, tmp_path / "sent") as served:
         page = open_page(served.url, locale="ko-KR")
         page.locator("#list li").first.wait_for()
@@ -388,13 +381,11 @@ def test_the_page_is_korean_for_a_korean_browser(store: Path, tmp_path: Path, op
 
 
 def replying(status: int, body: object) -> Callable[[Any], None]:
-    """A reply in place of the server's."""
     text = body if isinstance(body, str) else json.dumps(body)
     return lambda route: route.fulfill(status=status, body=text)
 
 
 def test_what_fails_is_told_in_korean(ready: Path, tmp_path: Path, open_page: Open) -> None:
-    """Also what has no code, what a proxy sends, and each kind of warning once."""
     refused = [
         (409, {"error": {"message": "'a' holds 1 further document", "code": "part_of_file", "hint": "name the file"}}),
         (404, {"error": {"message": "'a' is no document of the store", "code": "no_document", "hint": ""}}),

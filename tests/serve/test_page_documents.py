@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 
 @contextmanager
 def held(served: Served) -> Iterator[threading.Event]:
-    """Let each ingest of a server wait for an event."""
     free, ingest = threading.Event(), served.engine.ingest
 
     def wait(options: IngestOptions) -> Any:
@@ -119,7 +118,6 @@ def test_files_wait_and_are_not_lost_without_a_word(store: Path, tmp_path: Path,
 
 
 def test_a_failed_file_says_why_and_the_list_is_closed(store: Path, tmp_path: Path, open_page: Open) -> None:
-    """In a few words without the server's path, and the list of documents stays in sight."""
     with served_with(store, tmp_path / "sent") as served:
         page = open_page(served.url)
         page.locator("#list li").first.wait_for()
@@ -169,7 +167,6 @@ def test_names_that_are_the_same_are_told_apart(store: Path, tmp_path: Path, ope
 
 
 def test_a_server_without_key_and_documents(tiny: Path, tmp_path: Path, open_page: Open) -> None:
-    """The first document of a page creates the store; the keyboard is enough for it all."""
     store, uploads = tmp_path / "none", tmp_path / "sent"
     with serving(store, key=None, model=str(tiny), uploads=uploads, asking=QueryOptions(max_tokens=4)) as served:
         page = open_page(served.url, key=None)

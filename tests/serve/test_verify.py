@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,17 +12,12 @@ from kvtool.core.query.reply import Request
 from kvtool.serve.job import Answer, Ask
 from tests.cli.working import QUESTION, kvtool
 from tests.serve.asking import ask, stream
-from tests.serve.conftest import KEY, PATIENCE, Served, of_shell, wait_until
+from tests.serve.conftest import Served, of_shell, wait_until
+from tests.serve.test_openai import ASKED, client
 
-ASKED = [{"role": "user", "content": QUESTION}]
+__all__ = ["client"]
 OTHER = "What does the fifth mill grind?"
 REUSE, FULL = {"fusion": "reuse", "verify": True}, {"fusion": "full"}
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, timeout=PATIENCE, max_retries=0) as made:
-        yield made
 
 
 def asked(client: openai.OpenAI, messages: Any, own: dict[str, Any], **more: Any) -> Any:
@@ -78,7 +72,7 @@ def test_a_conversation_is_that_of_full(served: Served, client: openai.OpenAI, b
             if between:
                 served.engine.conversations.clear()
         last = asked(client, messages, own)
-        assert (last.model_extra["kvtool"]["turn"]["kept"] == 0) is between
+        assert (last.model_extra["kvtool"]["turn"]["cached"] == 0) is between
         said.append([*(message["content"] for message in messages), last.choices[0].message.content])
     assert said[0] == said[1]
 

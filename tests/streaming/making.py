@@ -97,8 +97,6 @@ def traces(draw: Any) -> LinkTrace:
 
 @dataclass
 class Watched:
-    """A policy that notes its questions and reports."""
-
     policy: Policy
     asked: list[Fetch] = field(default_factory=list)
     ended: list[tuple[Fetch, float, bool, float | None]] = field(default_factory=list)  # with the limit at that time

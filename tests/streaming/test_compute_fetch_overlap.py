@@ -73,7 +73,7 @@ def test_each_chunk_is_computed_once_at_most_and_told_once(
 ) -> None:
     policy = both(one, predictor, margin)
     run = simulate(policy, one, trace, depth)
-    told = [row["chunk"] for row in run.log if row["meanwhile_ms"] is not None]
+    told = [row["chunk"] for row in run.log if row["compute_ms"] is not None]
     assert len(told) == len(set(told))
     assert {row["chunk"] for row in run.log if row["decision"] == MEANWHILE} == policy.computed
     assert all(run.levels[chunk] is None for chunk in policy.computed)
@@ -135,16 +135,16 @@ def test_a_link_that_is_too_slow_for_all_is_in_time_for_some() -> None:
 
 def test_nothing_is_begun_that_cannot_be_in_time() -> None:
     one = computing(objective=0.5, seconds=0.6, text=1.0)
-    assert all(row["meanwhile_ms"] is None for row in simulate(both(one), one, steady(400)).log)
+    assert all(row["compute_ms"] is None for row in simulate(both(one), one, steady(400)).log)
 
 
 def test_a_processor_that_is_slower_than_expected_is_expected_to_stay_so() -> None:
     one = computing(5, objective=1.0, seconds=0.2, text=2.0)
     policy = both(one)
     run = simulate(policy, one, steady(400), slower=1.6)
-    told = [row for row in run.log if row["meanwhile_ms"] is not None]
+    told = [row for row in run.log if row["compute_ms"] is not None]
     assert [row["decision"] for row in told] == [MEANWHILE] * 2  # 0.64 s; a third would take 0.32 again
-    assert told[0]["meanwhile_ms"] == pytest.approx(320)
+    assert told[0]["compute_ms"] == pytest.approx(320)
 
 
 def test_what_is_stored_nowhere_is_computed_first() -> None:

@@ -21,7 +21,6 @@ DIM = 256  # 32 KiB a layer's K and V: pages of their own
 
 
 def fill(pen: Writer, first: int, most: int = 200) -> int:
-    """Add files until the store refuses; how many."""
     for number in range(first, first + most):
         try:
             add_file(pen, f"f{number}", [f"f{number}.0", f"f{number}.1"], DIM)

@@ -129,9 +129,9 @@ def test_a_pinned_document_is_not_forgotten(tree: Path) -> None:
 
 def test_a_rehearsal_says_what_would_be_refused(tree: Path) -> None:
     many = kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--json").fine()
-    assert many.json["refused"] == "5 of 5 documents would be removed"
+    assert many.json["refusal"] == "5 of 5 documents would be removed"
     assert "--yes" in many.err
-    assert kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refused"] is None
+    assert kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refusal"] is None
     prune = ("store", "prune", "--max-age", "0s", "--store", tree, "--dry-run")
     assert "without --dry-run this is refused: " in kvtool(*prune).fine().err
     assert kvtool(*prune, "--yes").fine().err == ""

@@ -43,7 +43,6 @@ def store_of(path: Path, files: int) -> Path:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One store, and one that is four times as large."""
     folder = tmp_path_factory.mktemp("growth")
     return store_of(folder / "small", 5), store_of(folder / "large", 20)
 

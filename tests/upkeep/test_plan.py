@@ -28,7 +28,6 @@ def held(
 
 
 def inventory(*chunks: ChunkHolding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
-    """Make an inventory: a document for each chunk, named as it, unless they are given; the least used first."""
     by_id = {chunk.chunk_id: chunk for chunk in chunks}
     refs = {chunk.chunk_id.rstrip(b".").decode(): [chunk.chunk_id] for chunk in chunks}
     if documents is not None:
@@ -52,7 +51,6 @@ def inventory(*chunks: ChunkHolding, documents: Mapping[str, list[str]] | None =
 
 
 def steps(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Each step with its chunks in order."""
     return [
         (step.name, list(dict.fromkeys(chunk.rstrip(b".").decode() for chunk, _ in step.drops)) or list(step.sources))
         for step in plan.steps

@@ -34,7 +34,6 @@ MARGIN = 16_384  # what a hint adds to the expected size
 
 
 def measured(path: Path) -> Path:
-    """Losses of all levels, as `compress` keeps them."""
     with Store.open(path) as store, store.writer() as pen:
         state = store.codec_state()
         losses = {level: {"kl_answer": 0.001 * int(level)} for level in NESTED}
@@ -43,7 +42,6 @@ def measured(path: Path) -> Path:
 
 
 def noted(path: Path, *labels: str, when: int) -> None:
-    """Uses of chunks as questions note them."""
     from kvtool.core.cache.access_log import append
 
     append(path / "access.log", (f"{id_of(label).hex()} {when}" for label in labels))
@@ -54,7 +52,6 @@ def pruned(path: Path, max_size: int | None = None, **options: Any) -> PruneRepo
 
 
 def with_kv(path: Path) -> list[str]:
-    """Files of :func:`make_store` whose chunks have KV."""
     with Store.open(path) as store:
         return [s for s in store.sources() if all(store.has_chunk(id_of(f"{s}.{n}")) for n in range(2))]
 
@@ -68,7 +65,7 @@ def test_a_low_watermark_that_cannot_be_reached_costs_nothing(tmp_path: Path) ->
     before = with_kv(path)
     planned = prune(path, PruneOptions(dry_run=True))
     done = prune(path, PruneOptions())
-    assert (planned.goal, done.goal, done.reached) == (limit, limit, True)
+    assert (planned.goal, done.goal, done.within_budget) == (limit, limit, True)
     assert [step.to_json() for step in planned.steps] == [step.to_json() for step in done.steps]
     assert 34 < len(with_kv(path)) < len(before) == 40
     assert done.after <= limit
@@ -117,10 +114,10 @@ def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
     kvtool("store", "pin", "f1", id_of("f2.0").hex()[:10], "--store", path).fine()
     done = kvtool("store", "prune", "--store", path, "--max-size", "200kB", "--dry-run", "--json")
     assert done.code == 14
-    assert not done.json["reached"]
+    assert not done.json["within_budget"]
     assert done.json["bytes_after"] > 3 * 65_000
-    assert done.json["refused"].startswith("the store cannot get down to")
-    assert "store unpin" in done.err
+    assert done.json["refusal"].startswith("the store cannot get down to")
+    assert "store pin --remove" in done.err
     assert "--no-compact" not in done.err  # which would change nothing
     assert len(with_kv(path)) == 6
     emptied(path)
@@ -146,7 +143,7 @@ def test_a_size_that_cannot_be_reached_lets_nothing_go(tmp_path: Path) -> None:
     assert bytes_in(path) == pytest.approx(before, abs=500)
     (size,) = re.findall(r"--max-size (\S+) can be reached", refused.err)
     done = kvtool("store", "prune", "--store", path, "--max-size", size, "--yes", "--json").fine().json
-    assert done["reached"]
+    assert done["within_budget"]
     assert with_kv(path) == []
     with pytest.raises(NoSpaceError, match="cannot get down"):
         pruned(path, 10_000)
@@ -162,7 +159,7 @@ def test_text_goes_with_its_documents_only(tmp_path: Path) -> None:
     with Store.open(path) as store:
         assert len(store.sources()) == 3
     later = time.time() + 100 * 86400
-    assert prune(path, PruneOptions(max_size=300_000, unused=86400, yes=True), now=later).reached
+    assert prune(path, PruneOptions(max_size=300_000, unused=86400, yes=True), now=later).within_budget
 
 
 @pytest.mark.parametrize("pinned", [(), ("f3",), ("f1", "f4", "f8", "f9", "f14")])
@@ -172,7 +169,7 @@ def test_the_expected_size_is_one_that_is_reached(pinned: tuple[str, ...], tmp_p
         pin(path, pinned)
     said = prune(path, PruneOptions(max_size=1, dry_run=True))
     done = pruned(path, said.after + MARGIN)
-    assert done.reached
+    assert done.within_budget
     assert done.after <= said.after + 4096
     with Store.open(path) as store:
         assert verify(store) == []
@@ -203,7 +200,6 @@ def test_the_command_keeps_a_budget_and_prunes_to_it(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) -> None:
-    """As from cron, for a budget that the texts already exceed."""
     path = measured(fitted)
     keep_budget(path, "10kB")
     done = kvtool("store", "prune", "--cold", "0s", "--quiet", "--store", path)
@@ -211,7 +207,7 @@ def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) 
     assert "so nothing was removed for the size" in done.err
     assert {tuple(levels_in(path)[chunk]) for chunk in chunks_in(path)} == {("4",)}
     row = kvtool("store", "prune", "--cold", "0s", "--dry-run", "--json", "--store", path).json
-    assert (row["steps"], row["refused"], row["reached"]) == ([], None, False)
+    assert (row["steps"], row["refusal"], row["within_budget"]) == ([], None, False)
     kvtool("store", "prune", "--yes", "--store", path).failed(14, "cannot get down to 10.0 kB")
 
 
@@ -241,7 +237,7 @@ def test_without_compacting_pages_are_free_and_the_file_stays(tmp_path: Path) ->
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     before = bytes_in(path)
     done = pruned(path, before // 2, compact=False)
-    assert not done.reached
+    assert not done.within_budget
     with Store.open(path) as store:
         assert store.stats()["free_bytes"] > before * 0.4
     assert pruned(path, before // 2).steps == []  # only given back
@@ -256,7 +252,7 @@ def test_a_goal_a_few_pages_off_is_reached_too(tmp_path: Path, page: int) -> Non
     with Store.open(path) as store:
         assert store.stats()["free_bytes"] == 0
     goal = bytes_in(path) - page * 4096
-    assert pruned(path, goal).reached
+    assert pruned(path, goal).within_budget
     assert bytes_in(path) <= goal
 
 
@@ -302,7 +298,7 @@ def test_an_exact_record_stays_where_its_coarse_ones_are_damaged(fitted: Path) -
     replace_record(path, first, "4", 1, lambda data: data.__setitem__(70, data[70] ^ 1))
     replace_record(path, first, "1", 1, lambda data: data.__setitem__(70, data[70] ^ 1))
     done = prune(path, PruneOptions(cold=0.0, yes=True), now=time.time() + 10)
-    assert done.spared == 1
+    assert done.exact_retained == 1
     levels = levels_in(path)
     assert levels.pop(first) == ["raw"]
     assert {tuple(levels[chunk]) for chunk in chunks_in(path)[1:]} == {("4",)}
@@ -399,14 +395,11 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         assert cache.compact().after == pytest.approx(bytes_in(path), abs=500)
         assert cache.budget(bytes_in(path) // 2).budget == cache.budget().budget
         report = cache.prune(yes=True)
-        assert report.reached
+        assert report.within_budget
         assert report.goal is not None
         assert report.after <= report.goal
         assert cache.budget(None).budget is None
         assert cache.budget("20GB").budget == 20 * 10**9
-        for wrong in ("20XB", -1, 1.5):
-            with pytest.raises(UsageError, match=r"^size: .* (is not a size|is less than 1)"):
-                cache.budget(wrong)  # type: ignore[arg-type]
         assert cache.budget("none").budget is None
 
 

@@ -38,7 +38,6 @@ class Watcher:
 
 
 def bytes_in(root: Path) -> int:
-    """Lengths of all files below a folder."""
     total = 0
     for at, _, names in os.walk(root):
         for name in names:

@@ -120,8 +120,6 @@ class Base(nn.Module):
 
 
 class Imitation(nn.Module):
-    """A causal language model as vLLM has it; `own`: the same of `transformers`."""
-
     def __init__(self, own: Any) -> None:
         super().__init__()
         self.own, self.model = own, Base(own.model, own.config)
@@ -133,7 +131,6 @@ class Imitation(nn.Module):
 
     @torch.inference_mode()
     def serve(self, ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Compute a prompt by `transformers`, and write its keys and values to the blocks."""
         cache = self.own(input_ids=torch.tensor([list(ids)]), use_cache=True, past_key_values=None).past_key_values
         places = torch.arange(len(ids))
         slots = torch.tensor(blocks)[places // BLOCK] * BLOCK + places % BLOCK

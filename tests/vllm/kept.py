@@ -12,7 +12,6 @@ from tests.cli.working import LAYERS
 
 
 def records(path: Path) -> dict[bytes, tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each chunk, over all layers."""
     with Store.open(path) as store:
         found = {chunk_id: read_chunk(store, chunk_id, "raw", LAYERS) for chunk_id in store.chunk_ids()}
     return {chunk_id: (torch.stack([*kv.keys]), torch.stack([*kv.values])) for chunk_id, kv in found.items()}

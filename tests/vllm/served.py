@@ -27,7 +27,6 @@ from vllm.config import KVTransferConfig
 
 
 def opened(job: dict[str, Any]) -> LLM:
-    """Load the model in float32, without a tokenizer."""
     options = {"max_model_len": 1024, "block_size": 32, "enforce_eager": True, "enable_prefix_caching": True}
     if job["connector"] is not None:
         options["kv_transfer_config"] = KVTransferConfig(
@@ -64,7 +63,6 @@ def answered(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spoil(path: str, places: list[tuple[int, int]]) -> None:
-    """Flip all bits of runs of a file."""
     with open(path, "r+b") as file:
         for start, stop in places:
             file.seek(start)

@@ -27,14 +27,6 @@ _OPTIONS = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 1024
 
 
 class Server:
-    """A server with the connector, which ends with its context.
-
-    Parameters
-    ----------
-    log : a file that its output is added to.
-    more : further options of vLLM.
-    """
-
     def __init__(self, python: str, model: Path, store: Path, log: Path, *more: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -79,7 +71,6 @@ class Server:
         return row["choices"][0]["token_ids"], details["cached_tokens"]
 
     def metrics(self) -> dict[str, float]:
-        """Return the connector's metrics at /metrics, by name."""
         rows = (line.rpartition(" ") for line in self._client.get("/metrics").text.splitlines() if "kvtool" in line)
         return {
             name.partition("{")[0].removeprefix("vllm:kvtool_"): float(value)
@@ -88,7 +79,6 @@ class Server:
         }
 
     def kill_engine(self) -> None:
-        """End the process that has the model, as if the machine had run out of memory."""
         own = self.process.pid
         pids = Path(f"/proc/{own}/task/{own}/children").read_text().split()
         (engine,) = (pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -24,8 +24,6 @@ IDS = list(range(64))
 
 
 class Base:
-    """A stand-in for `KVConnectorBase_V1`."""
-
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._kv_transfer_config = vllm_config.kv_transfer_config
 
@@ -38,14 +36,10 @@ class Base:
 
 @dataclass
 class BaseStats:
-    """A stand-in for `KVConnectorStats`."""
-
     data: dict[str, Any] = field(default_factory=dict)
 
 
 class BaseMetrics:
-    """A stand-in for `KVConnectorPromMetrics`."""
-
     def __init__(self, config: Any, kinds: dict[Any, Any], labelnames: list[str], values: dict[int, list[str]]) -> None:
         self._counter_cls, self._gauge_cls, self._histogram_cls = (kinds[kind] for kind in (Counter, Gauge, Histogram))
         self._labelnames, self.per_engine_labelvalues = labelnames, values
@@ -69,7 +63,6 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The connector's module, imported over the stand-ins."""
     for whole, content in STAND_INS.items():
         parts = whole.split(".")
         for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
@@ -94,7 +87,6 @@ def connector_of(module: Any, role: str) -> Any:
 
 
 def scheduled(**changes: Any) -> Any:
-    """A step of vLLM with one new request."""
     own = {"req_id": "a", "prompt_token_ids": IDS, "block_ids": ([1, 2, 3, 4],), "num_computed_tokens": 0}
     new = SimpleNamespace(**own, **{"lora_request": None, "prompt_embeds": None, "mm_features": []} | changes)
     return SimpleNamespace(scheduled_new_reqs=[new], num_scheduled_tokens={"a": len(IDS)})
@@ -140,7 +132,6 @@ def test_blocks_that_were_not_filled_leave_the_prefix_cache(module: Any) -> None
 
 
 def test_a_prompt_that_may_share_blocks_waits_until_they_are_loaded(module: Any) -> None:
-    """If that load fails, the first one's client may leave, and nobody computes the blocks that they share."""
     connector = connector_of(module, "scheduler")
     one, same, other = request_of(), request_of(), request_of()
     for request, name, salt in ((one, "a", "s"), (same, "b", "s"), (other, "c", "t")):

@@ -97,7 +97,6 @@ def others() -> Iterator[ThreadPoolExecutor]:
 
 
 def feeders_of(store: Path, whole: Imitation) -> list[Feeder]:
-    """Feeders of two ranks, whose caches have the request that the gate compares."""
     whole.serve(OWN * 9, OTHERS)
     slots, barrier = [None, None], Barrier(2)
     feeders = []
@@ -198,7 +197,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def slow(test: Any) -> Any:
-    """Mark a test that runs vLLM."""
     for mark in with_vllm:
         test = mark(test)
     return test

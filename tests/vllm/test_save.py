@@ -35,12 +35,7 @@ WISH = {"save": NAME, "after": 3, "other": [5, 6]}
 
 
 class Engine:
-    """An imitation of a vLLM server with the connector over a store.
-
-    Attributes
-    ----------
-    most : requests for chunks that it answers before it fails; `with_connector`: False: it saves nothing.
-    """
+    """An imitation of a vLLM server with the connector over a store. `most`: requests for chunks before it fails."""
 
     def __init__(self, model: Imitation, store: Path, tokenizer: Any) -> None:
         self.model, self.store, self.tokenizer = model, store, tokenizer
@@ -65,7 +60,6 @@ class Engine:
         return {"choices": []}
 
     def save(self, ids: tuple[int, ...], row: dict[str, Any]) -> None:
-        """Compute a prompt, as the last of a step's requests, and save it."""
         self.model.serve(ids, BLOCKS)
         queue = SaveQueue(BLOCK)
         assert queue.takes(SimpleNamespace(request_id="a", prompt_token_ids=list(ids)), row)
@@ -77,7 +71,6 @@ class Engine:
         self._saver.save(wanted)
 
     def start(self, model: Imitation) -> None:
-        """Start again, with this model."""
         self.model, self._saver = model, None
 
     def warn(self, text: str, hint: str) -> None:
@@ -135,7 +128,6 @@ def engine(tiny: Path, place: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def ingest(tiny: Path, tmp_path: Path) -> Any:
-    """The command of an ingest."""
     corpus = write_corpus(tmp_path / "corpus")
     return lambda store, *more: kvtool(
         "ingest", corpus, "--model", tiny, *CHUNKS, *PREFIX, "--json", "--store", store, *more
@@ -182,7 +174,6 @@ def test_a_lossy_level_is_encoded_here(ingest: Any, engine: Engine, place: Path)
 def test_another_model_of_the_same_shape_is_refused_in_every_run(
     level: str, ingest: Any, engine: Engine, place: Path
 ) -> None:
-    """Also where an earlier run has found the right one."""
     right, wrong = engine.model, Imitation(tiny_model("llama", seed=1))
     engine.start(wrong)
     by_engine(ingest, place, engine, "--level", level).failed(12, "differ by", "--model", "--no-engine-check")
@@ -269,7 +260,6 @@ def test_another_tokenizer_is_refused(
 
 
 def test_a_request_is_saved_when_its_last_prompt_token_is_computed() -> None:
-    """In pieces, after a preemption, and with its beginning found in vLLM's prefix cache."""
     queue = SaveQueue(BLOCK)
     ids = list(range(40))
     for name in "abc":
@@ -307,7 +297,6 @@ def test_nothing_is_written_where_no_ingest_waits(tiny: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("count", "why"), [(1, "longer than the model's window"), (2, "tensor-parallel ranks")])
 def test_a_chunk_that_cannot_be_read_says_why(count: int, why: str, tmp_path: Path) -> None:
-    """Blocks that vLLM has freed behind its window, or heads that other ranks have."""
     spool = Spool(tmp_path)
     ranks = SimpleNamespace(count=count, number=0)
     feeder: Any = SimpleNamespace(session=SimpleNamespace(decoder=None), ranks=ranks)

@@ -69,8 +69,6 @@ class Answer:
 
 
 class Served:
-    """A tiny model with a store of its chunks; `folder` has both."""
-
     def __init__(self, family: str, folder: Path) -> None:
         self.folder, self.store, self.model = folder, folder / "store", folder / "model"
         with torch.random.fork_rng(devices=[]):
@@ -83,7 +81,6 @@ class Served:
             kvtool("ingest", folder / "corpus", "--store", self.store, "--model", self.model, *CHUNKS).fine()
 
     def by_vllm(self, rounds: Sequence[Sequence[dict[str, Any]]], **job: Any) -> list[list[Answer]]:
-        """Answers of vLLM, round by round; the gate takes the first round."""
         wanted = {"model": str(self.model), "connector": {"store": str(self.store)}, "rounds": rounds} | job
         there, back = self.folder / "job.json", self.folder / "answers.json"
         there.write_text(json.dumps(wanted))
@@ -95,7 +92,6 @@ class Served:
         return [[Answer(one["ids"], torch.tensor(one["log_probs"]), one["cached"]) for one in row] for row in rows]
 
     def by_kvtool(self, ids: Sequence[int], wishes: Sequence[Any]) -> list[Answer]:
-        """Answers of kvtool's own engine from the same prompt, for each mode."""
         with Store.open(self.store) as store:
             session = Session.open(store, ModelOptions(offline=True, dtype="float32"))
             return [self._answer(session, tuple(ids), wish) for wish in wishes]
@@ -112,7 +108,6 @@ class Served:
 
 
 def alike(one: Answer, other: Answer) -> None:
-    """Log probabilities within 1e-3, and the same tokens as far as a tiny model's answer goes on."""
     torch.testing.assert_close(one.log_probs.double(), other.log_probs.double(), atol=1e-3, rtol=0)
     assert other.ids[: len(one.ids)] == one.ids[: len(other.ids)]
 
@@ -275,7 +270,6 @@ def test_a_killed_engine_harms_no_store_and_the_next_server_answers(qwen: Served
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_ingest_through_vllm_stores_what_kvtool_computes(family: str, tmp_path: Path) -> None:
-    """In pieces of 64 tokens, several requests at a time, and with cached lead-ins."""
     own, store = Served(family, tmp_path / family), tmp_path / "store"
     code = ("ingest", own.folder / "corpus", "--store", store, "--model", own.model, *CHUNKS)
     limits = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "2048")

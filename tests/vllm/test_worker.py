@@ -130,7 +130,6 @@ def test_values_alone_that_differ_or_are_no_numbers_are_refused(store: Path, ser
 
 
 def test_no_models_gate_result_passes_as_anothers(store: Path, served: Imitation) -> None:
-    """vLLM may serve a fine-tune of the store's model, before or after the store's own."""
     other, load = Imitation(tiny_model("llama", seed=1)), load_of(store, "reuse")
     for _ in range(2):
         with pytest.raises(GateError, match="records made in"):

@@ -21,8 +21,6 @@ _SHORTEST = 16  # characters of a key: a shorter one can be guessed
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions(Options, settings=False, group=SERVER):
-    """Options of what agents may do, and how they connect."""
-
     root: tuple[Path, ...] = option(
         (), "Let agents ingest files below this folder.", metavar="FOLDER", unit="path", instead="nothing"
     )
@@ -44,14 +42,9 @@ class AgentOptions(Options, settings=False, group=SERVER):
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read the keys in a file, one a line; a missing file is created with a new key, readable by its owner only.
+    """Read the keys in a file, one a line, but no comments (`#`); a missing file is created with a new key.
 
-    Empty lines, and lines that begin with `#`, hold none.
-
-    Raises
-    ------
-    UsageError : the file is too long, contains no key, or one that is too short or has white space in it.
-    KvtoolError : the file cannot be read or created, or is readable by others.
+    Raises UsageError for no key, or a line that is none, and KvtoolError for a file that others can read.
     """
     try:
         make_folder(path.parent)
@@ -77,7 +70,6 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def key_of(given: str, keys: Sequence[str]) -> str | None:
-    """Return the key that a client sent, if it is one of these; each is compared in constant time."""
     sent = given.encode("utf-8", "replace")
     same = [key for key in keys if hmac.compare_digest(sent, key.encode("ascii"))]
     return same[0] if same else None

@@ -47,8 +47,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StoreServer:
-    """Handlers of a server whose resources are the documents of the store at the time of a request."""
-
     def __init__(self, tools: Tools) -> None:
         self._store = tools
         reading = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
@@ -76,7 +74,6 @@ class StoreServer:
     async def call_tool(
         self, context: ServerRequestContext[Any], params: types.CallToolRequestParams
     ) -> types.CallToolResult:
-        """`tools/call`. Raises MCPError for a tool that there is not; the model reads all other errors."""
         if (tool := self._tools.get(params.name)) is None:
             raise MCPError(types.INVALID_PARAMS, f"unknown tool: {params.name}")
         given = params.arguments or {}
@@ -95,8 +92,7 @@ class StoreServer:
     async def list_documents(
         self, context: Any, params: types.PaginatedRequestParams | None
     ) -> types.ListResourcesResult:
-        """`resources/list`: a page of documents by name. Its cursor is the last name, so no change of the store shifts
-        a page."""
+        """A page's cursor is the last name, so no change of the store shifts a page."""
         cursor = None if params is None else params.cursor
         after = _name_of(cursor) if cursor is not None else ""
         try:
@@ -119,7 +115,6 @@ class StoreServer:
     async def read_document(
         self, context: ServerRequestContext[Any], params: types.ReadResourceRequestParams
     ) -> types.ReadResourceResult:
-        """`resources/read`. Raises MCPError for a document that there is not."""
         start, uri = _TEMPLATE.partition("{")[0], str(params.uri)
         try:
             if not uri.startswith(start):
@@ -134,7 +129,6 @@ class StoreServer:
 
 
 def server_of(tools: Tools, version: str) -> Server[Any]:
-    """Make the server of a store. Its library logs errors only."""
     logging.getLogger("mcp").setLevel(logging.ERROR)
     own = StoreServer(tools)
     return Server(
@@ -219,14 +213,9 @@ def serve_stdio(tools: Tools, version: str) -> None:
 def serve_http(
     tools: Tools, version: str, options: AgentOptions, keys: Sequence[str], show_url: Callable[[str], None]
 ) -> None:
-    """Serve clients that send one of the keys, until a signal. `show_url` is called with the URL.
+    """Serve clients that send one of the keys, until a signal. Raises UsageError: the address cannot be listened to.
 
-    Requests have to name this server as their host, or one of `allow_host`, so that no web page can reach it under a
-    name of its own.
-
-    Raises
-    ------
-    UsageError : the address cannot be listened to.
+    Requests have to name this server, or one of `allow_host`, as their host: a web page could reach it by its own name.
     """
     with closing(_listening(options.host, options.port)) as listener:
         host = f"[{options.host}]" if ":" in options.host else options.host

@@ -44,7 +44,7 @@ class Excerpt:
     id : of the chunk, in hex; `read` and `answer` take it.
     place : `file:line` where the chunk begins.
     score : relevance; 1 for the best match by words only; None without a search.
-    since_ingest : `changed` or `gone` if the file has changed since its ingest, so the text may be out of date.
+    staleness : `changed` or `deleted` if the file has changed since its ingest, so the text may be out of date.
     origin : the pack, store or signer that the document came from; empty for one that was ingested here.
     """
 
@@ -53,7 +53,7 @@ class Excerpt:
     source: str
     text: str
     score: float | None = None
-    since_ingest: str = ""
+    staleness: str = ""
     origin: str = ""
 
 
@@ -65,12 +65,12 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A chunk with its neighbours, in the order of their document; `first` and `of` count its chunks from 1."""
+class Neighbourhood:
+    """A chunk with its neighbours, in the order of their document; `first` and `total` count its chunks from 1."""
 
     source: str
     first: int
-    of: int
+    total: int
     chunks: list[Excerpt]
 
 
@@ -124,14 +124,7 @@ class Ingested:
 
 
 class Tools:
-    """Tools that read, ask and fill a store. Threads may share them; answers are computed one after another.
-
-    Parameters
-    ----------
-    place : the store's folder, or the URL of a shared one.
-    options : defaults of a question.
-    roots : folders below which files may be ingested.
-    """
+    """Tools that read, ask and fill a store. Threads may share them; answers are computed one after another."""
 
     def __init__(
         self, place: Path | str, model: ModelOptions, options: QueryOptions, roots: Sequence[Path], warn: Warn
@@ -162,7 +155,7 @@ class Tools:
             since = changes(store, [hit.passage.source for hit in hits])
             return Found([_excerpt(store, hit.passage, since, hit) for hit in hits])
 
-    def read(self, chunk: str, before: int = 1, after: int = 1) -> Stretch:
+    def read(self, chunk: str, before: int = 1, after: int = 1) -> Neighbourhood:
         """Read a chunk with its neighbours in the document.
 
         Parameters
@@ -180,7 +173,7 @@ class Tools:
             chosen = passages[first : passage.index + after + 1]
             since = changes(store, [passage.source])
             excerpts = [_excerpt(store, each, since) for each in chosen]
-            return Stretch(passage.source, first + 1, len(passages), excerpts)
+            return Neighbourhood(passage.source, first + 1, len(passages), excerpts)
 
     def answer(
         self,
@@ -210,7 +203,7 @@ class Tools:
             answer=reply.answer,
             finish=reply.finish,
             sources=[
-                Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest, each.origin)
+                Excerpt(each.id, each.place, each.source, each.text, each.score, each.staleness, each.origin)
                 for each in reply.sources
             ],
             fusion=reply.fusion,
@@ -249,7 +242,7 @@ class Tools:
             unchanged=counts.unchanged,
             failed=counts.failed,
             chunks_computed=report.chunks.computed,
-            problems=[f"{each['path']}: {each['error']}" for each in (*report.failures, *report.still_failing)]
+            problems=[f"{each['path']}: {each['error']}" for each in (*report.failures, *report.known_failures)]
             + report.warnings,
         )
 
@@ -261,7 +254,6 @@ class Tools:
             return nsmallest(count, (source for source in store.sources() if source > after))
 
     def text(self, source: str) -> str:
-        """Return the text of a document by its exact name. Raises UsageError if the store has no such document."""
         with self._reading() as (store, _):
             document = store.document(source)
             if document is None:
@@ -272,7 +264,6 @@ class Tools:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Store, Finder]]:
-        """Read one state of the store. It is opened at its first use, and again where another store has replaced it."""
         with self._lock:
             if self._open is not None:
                 try:
@@ -292,7 +283,6 @@ class Tools:
                 self._open = None
 
     def _below_a_root(self, path: str, roots: Roots) -> Path:
-        """Return the real path of a file below a root. Raises UsageError."""
         try:
             real = Path(os.path.realpath(path))
         except ValueError as error:

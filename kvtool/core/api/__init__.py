@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.api.held import Held, alone
 from kvtool.core.cache.options import LockOptions, default_store
@@ -23,7 +23,6 @@ from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
     from kvtool.core.ingest.report import IngestReport
-    from kvtool.core.options import arguments
     from kvtool.core.pack.export import ExportReport
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
@@ -37,11 +36,7 @@ __all__ = ["Cache", "open"]
 
 
 def open(
-    store: str | Path | None = None,
-    model: str | None = None,
-    *,
-    warn: Warn | None = None,
-    **options: Unpack[arguments.OpenArguments],
+    store: str | Path | None = None, model: str | None = None, *, warn: Warn | None = None, **options: Any
 ) -> Cache:
     """Open a store for ingesting and asking; it is made at the first ingest.
 
@@ -70,11 +65,7 @@ class Cache(Held):
 
     @alone(IngestOptions)
     def ingest(
-        self,
-        paths: str | Path | Iterable[str | Path],
-        *,
-        events: Events | None = None,
-        **options: Unpack[arguments.IngestArguments],
+        self, paths: str | Path | Iterable[str | Path], *, events: Events | None = None, **options: Any
     ) -> IngestReport:
         """Bring the store up to date with a file or folder, or several; `options` are the fields of `IngestOptions`."""
         from kvtool.core.ingest.job import KeptModel, ingest
@@ -91,7 +82,7 @@ class Cache(Held):
         chunks: str | Iterable[str] = (),
         documents: str | Path | Iterable[str | Path] = (),
         stream: Callable[[str], None] | None = None,
-        **options: Unpack[arguments.QueryArguments],
+        **options: Any,
     ) -> Reply:
         """Answer a question; `options` are the fields of `QueryOptions`.
 
@@ -117,7 +108,7 @@ class Cache(Held):
         return reply
 
     @alone(QueryOptions)
-    def conversation(self, **options: Unpack[arguments.QueryArguments]) -> Conversation:
+    def conversation(self, **options: Any) -> Conversation:
         """Begin a conversation, in which each question sees the turns before it and continues from their cache;
         `options` are the fields of `QueryOptions`. Several conversations may be open at once, each with a cache of its
         own. They are not audited."""
@@ -126,9 +117,7 @@ class Cache(Held):
         return Conversation(self._lent, self._wanted(QueryOptions, options))
 
     @alone(CompressOptions)
-    def compress(
-        self, *levels: str, events: Events | None = None, **options: Unpack[arguments.CompressArguments]
-    ) -> CompressReport:
+    def compress(self, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
         """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
         from kvtool.core.compress.job import compress
 
@@ -137,9 +126,7 @@ class Cache(Held):
             return compress(folder, wanted, self._events(events), self._decoder)
 
     @alone(PushOptions)
-    def push(
-        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PushArguments]
-    ) -> TransferReport:
+    def push(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Bring a shared store up to date with this one; `options` are the fields of `PushOptions`."""
         from kvtool.core.remote.push import push_to
 
@@ -148,9 +135,7 @@ class Cache(Held):
             return push_to(url, folder, wanted, self._events(events))
 
     @alone(PullOptions)
-    def pull(
-        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PullArguments]
-    ) -> TransferReport:
+    def pull(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Bring this store up to date with a shared one; `options` are the fields of `PullOptions`."""
         from kvtool.core.remote.pull import pull_from
 
@@ -159,9 +144,7 @@ class Cache(Held):
             return pull_from(url, folder, wanted, self._events(events))
 
     @alone(ExportOptions)
-    def export(
-        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ExportArguments]
-    ) -> ExportReport:
+    def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
         from kvtool.core.pack.export import export
 
@@ -172,9 +155,7 @@ class Cache(Held):
             return export(folder, Path(pack), only=only, levels=levels, force=force, key=wanted.key, events=told)
 
     @alone(ImportOptions)
-    def take(
-        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ImportArguments]
-    ) -> TransferReport:
+    def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Import a pack, or a store's folder, as `store import` does; `options` are the fields of `ImportOptions`."""
         from kvtool.core.pack.import_ import take
 
@@ -184,7 +165,7 @@ class Cache(Held):
             return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
 
     @alone(ForgetOptions)
-    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Removal:
+    def rm(self, *targets: str | Path, **options: Any) -> Removal:
         """Remove documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
         from kvtool.core.upkeep.forget import forget
 
@@ -194,7 +175,7 @@ class Cache(Held):
             return forget(folder, names, dry_run=wanted.dry_run, yes=wanted.yes, lock_wait=wanted.lock_wait)
 
     @alone(PruneOptions)
-    def prune(self, **options: Unpack[arguments.PruneArguments]) -> PruneReport:
+    def prune(self, **options: Any) -> PruneReport:
         """Make the store smaller; `options` are the fields of `PruneOptions`."""
         from kvtool.core.upkeep.prune import prune
 
@@ -203,7 +184,7 @@ class Cache(Held):
             return prune(folder, wanted)
 
     @alone(LockOptions)
-    def compact(self, **options: Unpack[arguments.LockArguments]) -> Compacted:
+    def compact(self, **options: Any) -> Compacted:
         """Give free pages, and what nothing refers to, back to the disk."""
         from kvtool.core.upkeep.prune import compact
 

@@ -55,7 +55,6 @@ def alone(source: type[Options] = Options) -> Callable[[Method], Method]:
 
 
 def _with_keywords(plain: inspect.Signature, source: type[Options]) -> inspect.Signature:
-    """Return a signature whose `**options` are written out."""
     keep = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
     names = {each.name for each in keep}
     written_out = [
@@ -71,8 +70,6 @@ def _is_of_model(name: str) -> bool:
 
 
 class Held:
-    """A store and its model, held until they are released."""
-
     def __init__(self, path: Path | str, model: ModelOptions, warn: Warn | None = None) -> None:
         self.path = path
         self._model = model
@@ -104,12 +101,7 @@ class Held:
             raise UsageError("this cache was closed", f"open the store again: kvtool.open({str(self.path)!r})")
 
     def _wanted(self, source: type[O], given: Mapping[str, Any], **own: Any) -> O:
-        """Return the options of a call, with the model's as the cache was opened with.
-
-        Raises
-        ------
-        UsageError : an option that there is not, or a wrong value.
-        """
+        """Return the options of a call, with the model's as the cache was opened with. Raises UsageError."""
         for name, value in given.items():
             if _is_of_model(name) and value != getattr(self._model, name):
                 raise UsageError(f"{name} is the same for all that a cache does", "give it to kvtool.open")
@@ -159,7 +151,6 @@ class Held:
 
     @property
     def _decoder(self) -> Decoder | None:
-        """Return the model, if it is loaded."""
         return self._session.decoder if self._session is not None else None
 
     def _release(self) -> None:
@@ -169,7 +160,6 @@ class Held:
 
     @contextmanager
     def _lent(self) -> Iterator[Session]:
-        """Lend the session for one question of a conversation."""
         with self._lock:
             self._check_open()
             self._finish_audits()

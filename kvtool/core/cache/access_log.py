@@ -1,7 +1,7 @@
 """Lock-free logs of readers: which chunks were used when, and how many chunks questions found and missed.
 
-Each note is one line that ends in a checksum, appended in one ``O_APPEND`` write, so that lines of several processes do
-not mix. A writer folds the uses into the store; the counts are summed up when they are asked for.
+Each note is one line that ends in a checksum, appended in one ``O_APPEND`` write, so that lines of
+several processes do not mix.
 
 The uses of a chunk make its LRFU score (Lee et al., IEEE Transactions on Computers 50(12), 2001, section 3): every use
 counts for half as much after `HALF_LIFE`. The score is the time at which a single use would count for as much as all
@@ -32,11 +32,8 @@ _USE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12})")
 _COUNTS = re.compile(rb"([0-9]{1,12}) ([0-9]{1,12}) ([0-9]{1,12})")
 
 
-# ---- lines -------------------------------------------------------------------------------------------------------
-
-
 def append(path: Path, bodies: Iterable[str]) -> None:
-    """Append lines in one write, unless the log is long enough. Raise nothing: a note is worth less than an answer."""
+    """Append lines in one write, unless the log is long enough. Raises nothing: a note is worth less than an answer."""
     data = b"".join(_line(body.encode()) for body in bodies)
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
@@ -53,7 +50,7 @@ def _line(body: bytes) -> bytes:
 
 
 def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Yield the parts of each line of a log that is as it was written; none where the log cannot be read."""
+    """Yield the parts of each intact line of a log; none if the log cannot be read."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
         if stat.S_ISREG(path.lstat().st_mode):  # reading a FIFO would hang
@@ -64,12 +61,7 @@ def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, .
             yield match.groups()
 
 
-# ---- uses --------------------------------------------------------------------------------------------------------
-
-
 class AccessLog:
-    """Buffers the uses that a reader notes."""
-
     def __init__(self, root: Path, enabled: bool) -> None:
         self._path = root / layout.ACCESS_FILE
         self._enabled = enabled
@@ -78,14 +70,13 @@ class AccessLog:
 
     @property
     def is_long(self) -> bool:
-        """Return True if a writer should fold the log now: readers stop noting when it is full."""
+        """True if a writer should fold the log now: readers stop noting when it is full."""
         try:
             return self._path.stat().st_size > _LONG_LOG_BYTES
         except OSError:
             return False
 
     def note(self, chunk_ids: Iterable[bytes]) -> None:
-        """Remember that these chunks were used now."""
         if not self._enabled:
             return
         now = int(time.time())
@@ -96,7 +87,6 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is buffered; losing a note costs nothing but order of eviction."""
         with self._mutex:
             seen, self._seen = self._seen, []
         if seen:
@@ -104,18 +94,13 @@ class AccessLog:
 
 
 def read_log(root: Path) -> list[tuple[bytes, int]]:
-    """Return the uses that no writer has folded yet: chunk id and seconds of each.
-
-    Notes move from the log to the log set aside, and from there into the store: reading in this order misses none.
-    """
+    """Read the uses that no writer has folded yet: chunk id and seconds since 1970. Notes move from the log to the log
+    set aside, and from there into the store: reading in this order misses none."""
     return [*_uses(root / layout.ACCESS_FILE), *_uses(_aside(root))]
 
 
 def take_log(root: Path) -> tuple[list[tuple[bytes, int]], Path]:
-    """Set the log aside and read it: chunk id and seconds of each use. Unlink the path once that is committed.
-
-    A log set aside by a writer that died is read again, together with the newer one only after it is gone.
-    """
+    """Set the log aside and read it; unlink the returned path once the uses are committed."""
     aside = _aside(root)
     if not aside.exists():
         with contextlib.suppress(FileNotFoundError):
@@ -132,34 +117,25 @@ def _uses(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
-    """Return the last use of each chunk id."""
     last: dict[bytes, int] = {}
     for chunk_id, when in uses:
         last[chunk_id] = max(last.get(chunk_id, 0), when)
     return last
 
 
-# ---- counts ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Questions, and the chunks of their prompts that were found and missed."""
-
     questions: int = 0
     hits: int = 0
     misses: int = 0
 
     @property
     def hit_rate(self) -> float | None:
-        """Return the share of the chunks that were found; None before the first question."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
 
 class ServedLog:
-    """Counts questions in memory; a flush adds one line to the log."""
-
     def __init__(self, root: Path, enabled: bool) -> None:
         self._path = root / layout.SERVED_FILE
         self._enabled = enabled
@@ -167,40 +143,28 @@ class ServedLog:
         self._mutex = threading.Lock()
 
     def note(self, hits: int, misses: int) -> None:
-        """Count one question."""
         if self._enabled:
             with self._mutex:
                 self._counts = [old + new for old, new in zip(self._counts, (1, hits, misses), strict=True)]
 
     def flush(self) -> None:
-        """Append what is counted; it is for people only."""
         with self._mutex:
             counts, self._counts = self._counts, [0, 0, 0]
         if counts[0]:
             append(self._path, [" ".join(map(str, counts))])
 
     def total(self) -> Served:
-        """Return the sum of all sound lines; what cannot be read counts nothing."""
         rows = list(_sound_lines(self._path, _COUNTS))
         return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))
 
 
-# ---- scores ------------------------------------------------------------------------------------------------------
-
-
 def combine_scores(one: float, other: float) -> float:
-    """Return the score of the uses of both.
-
-    Parameters
-    ----------
-    one, other : seconds since 1970, each of a use or the score of many; 0: never.
-    """
+    """Combine two scores or times of use, in seconds since 1970; 0: never used."""
     low, high = sorted((one, other))
     return high + HALF_LIFE * math.log2(1 + 2 ** ((low - high) / HALF_LIFE)) if low > 0 else high
 
 
 def lrfu_scores(uses: Iterable[tuple[bytes, float]]) -> dict[bytes, float]:
-    """Map each chunk id to its score, of uses (chunk id and seconds since 1970) in any order."""
     scores: dict[bytes, float] = {}
     for chunk_id, when in uses:
         scores[chunk_id] = combine_scores(scores.get(chunk_id, 0.0), when)

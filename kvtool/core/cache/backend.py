@@ -16,11 +16,7 @@ KVRead = tuple[KVHeader, memoryview]
 
 
 class RecordReader(Protocol):
-    """Protocol of a reader of chunks' KV: a store, with or without a remote backend."""
-
-    def levels(self, chunk_id: bytes) -> list[str]:
-        """Return the levels of which all layers can be read."""
-        ...
+    def levels(self, chunk_id: bytes) -> list[str]: ...
 
     def read_layer(
         self,
@@ -29,17 +25,11 @@ class RecordReader(Protocol):
         layer: int,
         before: Callable[[int], None] = ...,
         allocate: Allocator = ...,
-    ) -> list[KVRead | KvtoolError | None]:
-        """Read one layer of many chunks; for each its header and payload, None, or its error.
-
-        Payloads are private, writable, 64-byte aligned; `before` is called with each chunk's number before its record
-        is read; `allocate` allocates memory for large records.
-        """
-        ...
+    ) -> list[KVRead | KvtoolError | None]: ...
 
 
 class Offer(Protocol):
-    """A level of a chunk that a link has: bytes of its records, the level that it refines, the profile it names."""
+    """A level of a chunk in the remote store: bytes of its records, the level that it refines, the profile it names."""
 
     @property
     def size(self) -> int: ...
@@ -52,14 +42,7 @@ class Offer(Protocol):
 
 
 class BlobRequest(NamedTuple):
-    """Request for a value: one of its own, or a part of a pack.
-
-    Attributes
-    ----------
-    name : what it is.
-    most : bytes that it may have; a part of a pack has just so many.
-    pack : the value that it is a part of, from byte `start` on; "": none.
-    """
+    """Request for a value of at most `most` bytes, or for exactly so many bytes of the value `pack` from `start` on."""
 
     name: str
     most: int
@@ -69,7 +52,7 @@ class BlobRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlobResponse:
-    """Response to a request: the value, None if no value has its name; `at` is its arrival (`perf_counter`)."""
+    """Response to a request; `value` is None if no value has this name, `at` its arrival (`perf_counter`)."""
 
     name: str
     value: bytes | None
@@ -77,43 +60,26 @@ class BlobResponse:
 
 
 class Stream(Protocol):
-    """Values of a link, in the order in which they were asked for.
-
-    Attributes
-    ----------
-    url : the link's, for people.
-    alive : nothing has gone wrong so far.
-    """
+    """Values of a remote store, in the order of their requests. `alive`: nothing has failed so far."""
 
     url: str
     alive: bool
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
-        """Ask for some more; never waits."""
-        ...
+        """Request more values; never waits."""
 
     def take(self, timeout: float) -> BlobResponse:
-        """Wait for the next one, for so many seconds; raises RemoteError."""
-        ...
+        """Wait for the next value, at most `timeout` seconds. Raises RemoteError."""
 
-    def close(self) -> None:
-        """Give up what has not come."""
-        ...
+    def close(self) -> None: ...
 
 
 class RemoteBackend(Protocol):
-    """Protocol of a remote backend of a store. After a failure it offers nothing more.
-
-    Attributes
-    ----------
-    timeout : seconds to wait for a value.
-    """
+    """Remote backend of a store; after a failure it offers nothing more. `timeout`: seconds to wait for a value."""
 
     timeout: float
 
-    def offers(self, chunk_id: bytes) -> Mapping[str, Offer]:
-        """Return the levels that the link has of a chunk."""
-        ...
+    def offers(self, chunk_id: bytes) -> Mapping[str, Offer]: ...
 
     def complete(
         self,
@@ -123,35 +89,22 @@ class RemoteBackend(Protocol):
         layer: int,
         before: Callable[[int], None],
     ) -> None:
-        """Fetch what a read of the local store did not find, and put it into its place in `reads`."""
-        ...
+        """Fetch the records that a read of the local store did not find into their places in `reads`."""
 
-    def keep_fetched(self) -> None:
-        """Write what was fetched into the local store, as far as it fits."""
-        ...
+    def keep_fetched(self) -> None: ...
 
-    def close(self) -> None:
-        """Close the connection."""
-        ...
-
-    # ---- fetching ahead of the reads (core/query/streaming) ----
+    def close(self) -> None: ...
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
-        """Return True if a read of a chunk at a level needs no fetching."""
-        ...
+        """True if a read of a chunk at a level needs no fetching."""
 
     def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
-        """Return the requests for the records of a level, layer by layer; empty if the level is not offered."""
-        ...
+        """Requests for the records of a level, layer by layer; empty if the level is not offered."""
 
     def arrivals(self) -> Stream:
-        """Return a stream of values; raises RemoteError where the remote store cannot be reached."""
-        ...
+        """Open a stream of values. Raises RemoteError."""
 
     def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
-        """Hold a record that came, to be read now and written afterwards. False: it is missing or wrong."""
-        ...
+        """Hold a fetched record, to be read now and written later. False: it is missing or wrong."""
 
-    def give_up(self, error: KvtoolError) -> None:
-        """Send no further requests."""
-        ...
+    def give_up(self, error: KvtoolError) -> None: ...

@@ -1,4 +1,4 @@
-"""Reading chunks: their descriptions, and their KV, from the store's folder and from its remote backend."""
+"""Reads chunks: their descriptions, and their KV, from the store's folder and from its remote backend."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from kvtool.core.cache.backend import KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
-from kvtool.core.cache.record import (
-    DIGEST_BYTES,
-    HEADER_BYTES,
-    Allocator,
-    Kind,
-    aligned,
-    decode_record,
-    payload_part,
-)
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Allocator, Kind, aligned, decode_record, payload_part
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, level_of
@@ -31,30 +23,23 @@ _SAMPLED = 10_000  # chunks that `arithmetics` looks at
 
 
 class ChunkReader(StoreConnection):
-    """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of chunks.
-
-    Attributes
-    ----------
-    link : the remote backend, which has more of the store's KV; None: none.
-    more : another store, whose chunks are read as if they were in this one; None: none.
-    """
+    """Reads the tables of chunks. `link`: remote backend with more of the store's KV. `more`: another store whose
+    chunks are read as if they were in this one."""
 
     link: RemoteBackend | None = None
     more: ChunkReader | None = None
 
     def chunk_ids(self) -> list[bytes]:
-        """Return the ids of all chunks, sorted."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.CHUNKS))
 
     def ids_here(self) -> list[bytes]:
-        """Return the ids of the chunks that have some KV in this folder, sorted."""
+        """List the chunks that have some KV in this folder, sorted."""
         with self.snapshot() as snapshot:
             return list(dict.fromkeys(key[:ID_BYTES] for key in snapshot.keys(tables.LEVELS)))
 
     def chunks_named(self, text: str) -> list[bytes]:
-        """Return the ids of the chunks that begin with these hexadecimal digits; none where the text is too short, or
-        no such digits. Others are not read."""
+        """List the ids that begin with these hexadecimal digits; none if the text is too short or not hexadecimal."""
         digits = text.strip().lower()
         if not is_id(digits) or not FEWEST_DIGITS <= len(digits) <= 2 * ID_BYTES:
             return []
@@ -62,21 +47,19 @@ class ChunkReader(StoreConnection):
             return chunks_named(digits, [*snapshot.keys(tables.CHUNKS, bytes.fromhex(digits[: len(digits) // 2 * 2]))])
 
     def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
-        """Return the token ids, lead-in and side data. Raises DamagedError."""
+        """Read token ids, lead-in and side data. Raises DamagedError."""
         with self.snapshot() as snapshot:
             info = _info_of(snapshot, chunk_id)
         return self.more.chunk_info(chunk_id) if info is None and self.more is not None else info
 
     def sealed_info(self, chunk_id: bytes) -> memoryview | None:
-        """Return the row that :meth:`chunk_info` reads, in its envelope as it is stored, unchecked."""
+        """Read the row of :meth:`chunk_info` in its envelope, unchecked."""
         with self.snapshot() as snapshot:
             return snapshot.get(tables.CHUNKS, tables.check_chunk_id(chunk_id))
 
     def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
-        """Count these chunks by the arithmetic that computed them; None: it was not noted, or the chunk is damaged or
-        missing.
-
-        Without ids count all chunks, of a large store the first 10,000 by id: ids are digests, so that is fair."""
+        """Count chunks by the arithmetic that computed them; None: not noted, damaged or missing. Without ids count all
+        chunks, of a large store the first 10,000 by id: ids are digests, so that is a fair sample."""
         counts: Counter[Arithmetic | None] = Counter()
         with self.snapshot() as snapshot:
             for chunk_id in islice(snapshot.keys(tables.CHUNKS) if chunk_ids is None else chunk_ids, _SAMPLED):
@@ -87,8 +70,8 @@ class ChunkReader(StoreConnection):
         return dict(counts)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Return True if at least one level can be read of a chunk that a link offers or whose description is intact. A
-        chunk without layers, of which nothing is stored by design, only needs an intact description."""
+        """True if a level of the chunk is offered by the link, or stored with an intact description. A chunk without
+        layers, of which nothing is stored by design, only needs an intact description."""
         if self.link is not None and self.link.offers(chunk_id):
             return True
         with self.snapshot() as snapshot:
@@ -99,27 +82,21 @@ class ChunkReader(StoreConnection):
                 return False
 
     def origin(self, chunk_id: bytes) -> Origin:
-        """Return where a chunk's records were made."""
         with self.snapshot() as snapshot:
             return origin_in(snapshot, chunk_id)
 
     def serves_own(self, chunk_id: bytes) -> bool:
-        """Return True if a chunk has KV that documents made here may use: not a foreign one."""
         return self.has_chunk(chunk_id) and not self.origin(chunk_id).is_foreign
 
     def foreign_chunks(self) -> set[bytes]:
-        """Return the ids of all chunks that an untrusted source made."""
         with self.snapshot() as snapshot:
             return {key for key in snapshot.keys(tables.ORIGINS) if origin_in(snapshot, key).is_foreign}
 
-    # ---- levels --------------------------------------------------------------------------------------------------
-
     def levels(self, chunk_id: bytes) -> list[str]:
-        """Return the levels of which all layers are stored or offered by a link, sorted."""
         return list(self.level_sizes(chunk_id))
 
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
-        """Return the bytes of each level whose layers are all stored or offered by a link, sorted by level."""
+        """Bytes of each level whose layers are all stored or offered by the link, sorted by level."""
         here = self.sizes_here(chunk_id)
         if not here and self.more is not None:
             here = self.more.level_sizes(chunk_id)
@@ -129,15 +106,15 @@ class ChunkReader(StoreConnection):
         return dict(sorted((offered | here).items()))
 
     def sizes_here(self, chunk_id: bytes) -> dict[str, int]:
-        """Return the bytes of each level's records in this folder, without those that a link offers."""
+        """Bytes of each level's records in this folder."""
         with self.snapshot() as snapshot:
             return _sizes_of(snapshot, chunk_id)
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
         """Return the digest, in hex, of the profile that a level's records name; None: no records, or it is unknown.
 
-        It is read from the first record's beginning, which is not checked: a read of the KV checks it. For records
-        that are not here, it is what a link states; nothing is fetched."""
+        It is read from the first record's beginning, which is not checked: a read of the KV checks it.
+        """
         if not level_of(level).profiled:
             return None
         data = None
@@ -150,23 +127,14 @@ class ChunkReader(StoreConnection):
         return offer.maker if offer is not None else None
 
     def record_mark(self, chunk_id: bytes, level: str, layer: int = 0) -> bytes | None:
-        """Return a mark that identifies a chunk's record of a level and layer; None: no such record.
-
-        Its digest, and whether it is foreign: a foreign one can be made to have the digest of another.
-        """
+        """Identify a chunk's record of a level and layer by its digest, and by whether it is foreign: a foreign record
+        can be forged to have the digest of another. None: no such record."""
         with self.snapshot() as snapshot:
             mark = snapshot.ending(tables.RECORDS, tables.record_key(chunk_id, level, layer), DIGEST_BYTES)
             return mark and mark + bytes([origin_in(snapshot, chunk_id).is_foreign])
 
-    # ---- KV ------------------------------------------------------------------------------------------------------
-
     def read_kv(self, chunk_id: bytes, level: str, layer: int) -> KVRead | None:
-        """Read a single layer of a chunk; None if it is not stored.
-
-        Raises
-        ------
-        DamagedError : the record is damaged.
-        """
+        """Read a single layer of a chunk; None if it is not stored. Raises DamagedError."""
         read = self.read_layer([chunk_id], level, layer)[0]
         if isinstance(read, KvtoolError):
             raise read
@@ -180,18 +148,10 @@ class ChunkReader(StoreConnection):
         before: Callable[[int], None] = lambda number: None,
         allocate: Allocator = aligned,
     ) -> list[KVRead | KvtoolError | None]:
-        """Read one layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in
-        memory. Missing records are fetched if a link offers them.
-
-        Parameters
-        ----------
-        before : called with each chunk's number before its record is read.
-        allocate : allocates memory for a record; no other code may write to it while the record is in use.
-
-        Returns
-        -------
-        For each chunk its header and payload, None if it is not stored, or the error of its record or place.
-        """
+        """Read one layer of many chunks in one transaction; missing records are fetched if the link offers them.
+        Returns header and payload of each, None if it is not stored, or its error. Payloads are private, writable and
+        64-byte aligned, in memory of `allocate`, which no other code may write to. `before` is called with each chunk's
+        number before its record is read."""
         asked = [(chunk_id, level, layer) for chunk_id in chunk_ids]
         wanted = [tables.record_key(*one) for one in asked]
         with self.snapshot() as snapshot:  # each is checked while it is in the core's cache
@@ -210,7 +170,6 @@ class ChunkReader(StoreConnection):
 def read_record(
     chunk_id: bytes, level: str, layer: int, data: memoryview | DamagedError | None
 ) -> KVRead | KvtoolError | None:
-    """Decode a record, and check its digest and that it is the one that was asked for."""
     if data is None or isinstance(data, DamagedError):
         return data
     try:

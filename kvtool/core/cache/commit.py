@@ -1,8 +1,5 @@
-"""Commit of a writer: weighed against the disk and the store's size budget, in bytes of files, then made durable; and
-compaction, which makes the next generation of the data file.
-
-Nothing is computed inside a write transaction: rows come encoded and compared with what is stored.
-"""
+"""A writer's commits, weighed against the disk and the size budget; and compaction, which makes the next generation of
+the data file. Nothing is computed inside a write transaction: rows come encoded."""
 
 from __future__ import annotations
 
@@ -39,44 +36,21 @@ _LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be ren
 
 
 class Commits:
-    """The commits of one writer.
-
-    Parameters
-    ----------
-    max_size : the budget of this command; None: the store's own, read when it is first needed: repair must work
-        without it.
-
-    Attributes
-    ----------
-    keeps_reserve : whether the disk's reserve has to stay free.
-    """
+    """The commits of one writer. `max_size`: the budget of this command; None: the store's own, read when it is first
+    needed, since repair must work without it. `keeps_reserve`: whether the disk's reserve has to stay free."""
 
     def __init__(self, store: StoreReader, max_size: int | None) -> None:
         self._store = store
-        self._budget = None if max_size is None else space.Budget(max_size, given=True)
-        self._known = max_size is not None
+        self._max_size = max_size
         self.keeps_reserve = True
         self._unindexed = 0  # bytes that the retrieval index will take for what was committed
-
-    def forget_budget(self) -> None:
-        """Read the store's budget again: it has another one now. That of the command stays."""
-        self._known = self._budget is not None and self._budget.given
 
     def commit(
         self, rows: Sequence[Row], deletions: Sequence[RowKey] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
-        """Put and delete rows in one durable transaction.
-
-        Parameters
-        ----------
-        weighed : False: the commit frees space, which must work on a full disk and over the budget.
-        thins : whether documents have less of their chunks than was known of them before; None: where something of a
-            chunk is deleted.
-
-        Raises
-        ------
-        NoSpaceError : the rows do not fit; the store is as it was before.
-        """
+        """Put and delete rows in one durable transaction. `weighed` is False if that frees space, which must work on a
+        full disk and over the budget. `thins`: whether documents have less of their chunks than before; None: if a row
+        of a chunk is deleted. Raises NoSpaceError: the store is unchanged."""
         heavy = [row for row in rows if weighed and row[0] not in _LIGHT]
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
@@ -97,21 +71,22 @@ class Commits:
         if need:
             spare = space.reserve() if self.keeps_reserve else 0
             space.check_disk(environment.generation, need + _SLACK, environment.free_bytes(), spare)
-        budget = self._own_budget() if need else None
+        budget = self._budget() if need else None
         if budget is None:
             environment.write(apply, need + _SLACK)
         else:
-            self._write_within(budget, environment, apply, need, texts)
+            self._write_within(budget, apply, need, texts)
         self._unindexed += _INDEX_SHARE * texts
 
-    # ---- counters ------------------------------------------------------------------------------------------------
-
     def _revision_rows(self, touched: set[RowKey], thinned: bool) -> list[Row]:
-        """Return the counters after a commit that touches these tables and keys, and may drop something of chunks; none
-        where no answer depends on it."""
+        """Make the counters after a commit; none if no answer depends on the rows that it touches."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
             return []
-        new, documents, dropped = self._next_revision()
+        store = self._store
+        try:
+            new, documents, dropped = store.revision() + 1, store.documents_revision(), store.dropped_revision()
+        except DamagedError:  # any number that no index has been keyed by
+            new = documents = dropped = time.time_ns()
         if any(table in (tables.FILES, tables.DOCUMENTS) for table, _ in touched):
             documents = new
         if thinned:
@@ -119,39 +94,23 @@ class Commits:
         revision = (tables.META, tables.REVISION_KEY, tables.seal_number(tables.REVISION_KEY, new))
         return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
 
-    def _next_revision(self) -> tuple[int, int, int]:
-        """Return the next revision, and those at which documents changed and chunks lost something last."""
-        try:
-            return self._store.revision() + 1, self._store.documents_revision(), self._store.dropped_revision()
-        except DamagedError:  # any number that no index has been keyed by
-            return time.time_ns(), time.time_ns(), time.time_ns()
-
-    # ---- space ---------------------------------------------------------------------------------------------------
-
     def require_room(self) -> None:
-        """Refuse at once what is sure not to fit: the store is at its budget already, its free pages not counted.
-
-        Raises
-        ------
-        NoSpaceError : as the commit would.
-        """
-        budget = self._own_budget()
+        """Raise NoSpaceError if the store is at its budget already, its free pages not counted."""
+        budget = self._budget()
         if budget is None:
             return
         used, free = space.folder_bytes(self._store.path), self._store.environment.free_bytes()
         if used - free >= budget.size:
             raise budget.refuse(used, 1, free)
 
-    def _own_budget(self) -> space.Budget | None:
-        if not self._known:
-            size = self._store.budget()
-            self._budget, self._known = None if size is None else space.Budget(size), True
-        return self._budget
+    def _budget(self) -> space.Budget | None:
+        if self._max_size is not None:
+            return space.Budget(self._max_size, given=True)
+        size = self._store.budget()
+        return None if size is None else space.Budget(size)
 
-    def _write_within(
-        self, budget: space.Budget, environment: Environment, apply: Apply, need: int, texts: int
-    ) -> None:
-        """Commit what leaves the folder's files within the budget, the index of its texts included."""
+    def _write_within(self, budget: space.Budget, apply: Apply, need: int, texts: int) -> None:
+        environment = self._store.environment
         used, now = space.folder_bytes(self._store.path), environment.allocated_bytes()
         most = budget.size - (used - environment.file_bytes())
         wanted = most - self._unindexed - _INDEX_SHARE * texts
@@ -180,7 +139,6 @@ def _write_limited(environment: Environment, apply: Apply, need: int) -> None:
 
 
 def _turn(transaction: Transaction) -> None:
-    """Change nothing."""
     key = tables.META + tables.STORE_KEY
     value = transaction.get(key)
     if value is not None:
@@ -188,18 +146,15 @@ def _turn(transaction: Transaction) -> None:
 
 
 def _pages(size: int) -> int:
-    """Return the bytes that a value takes: whole pages from a half page on, with a 16-byte page header."""
+    """Estimate the bytes that a value takes: whole pages from a half page on, with a 16-byte page header."""
     if size < PAGE_BYTES // 2:
         return size + _ROW_SLACK
     return -(-(size + 16) // PAGE_BYTES) * PAGE_BYTES + _ROW_SLACK
 
 
 def compact(store: StoreReader) -> int:
-    """Copy the live pages into the next generation, switch the pointer, remove the old one. Writer lock held.
-
-    Processes that read the old generation keep it until they look at the pointer; LMDB files are never replaced.
-    Returns the bytes given back to the disk.
-    """
+    """Copy the live pages into the next generation, switch the pointer, remove the old one; return the bytes given back
+    to the disk. Writer lock held. Readers keep the old generation until they look at the pointer."""
     old = store.environment
     before = old.file_bytes()
     with store.snapshot() as snapshot:
@@ -210,7 +165,8 @@ def compact(store: StoreReader) -> int:
     try:
         old.copy_to(fresh)
         (fresh / "data.mdb").chmod(0o600)
-        _sync_file(fresh / "data.mdb")
+        with (fresh / "data.mdb").open("rb") as file:
+            os.fsync(file.fileno())
         layout.sync_folder(fresh)
         check_data_file(fresh)
         layout.point_to(store.path, fresh)
@@ -221,14 +177,6 @@ def compact(store: StoreReader) -> int:
     store.follow()
     remove_old_generations(store.path)
     return before - store.environment.file_bytes()
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def remove_leftovers(root: Path) -> None:
@@ -243,7 +191,6 @@ def remove_leftovers(root: Path) -> None:
 
 
 def remove_old_generations(root: Path) -> None:
-    """Remove what a compaction, or one that was killed, has left. Writer lock held."""
     current = layout.current_generation(root)
     if current is None or not current.exists():
         return

@@ -26,7 +26,7 @@ _PACK_FROM = 512  # shorter JSON is stored as it is
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """A document's chunk: its id, its characters ``[start, end)`` in the document, its length in tokens."""
+    """A document's chunk: its characters ``[start, end)`` in the document, and its length in tokens."""
 
     chunk_id: bytes
     start: int
@@ -36,8 +36,6 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """A document as ingested: where from, its text, its chunks in order, and where its parts are in its file."""
-
     source: str
     kind: str
     text: str
@@ -45,14 +43,12 @@ class DocumentEntry:
     marks: tuple[Mark, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return canonical JSON, packed with zstd where that pays."""
         chunks = [[ref.chunk_id.hex(), ref.start, ref.end, ref.tokens] for ref in self.chunks]
         marks = {"marks": [[mark.start, mark.place] for mark in self.marks]} if self.marks else {}
         return _pack({"source": self.source, "kind": self.kind, "text": self.text, "chunks": chunks} | marks)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DocumentEntry:
-        """Inverse of :meth:`to_bytes`; raises DamagedError."""
         with _reading("document"):
             value = _unpack(data)
             chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
@@ -60,22 +56,14 @@ class DocumentEntry:
             return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks, marks)
 
     def place(self, start: int, end: int) -> Place:
-        """Return the place in its file of the characters from `start` to `end`."""
         return place_of(self.text, self.marks, start, end)
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as last ingested: what it looked like, with which settings, and the documents it gave.
-
-    Parameters
-    ----------
-    digest : of the file's bytes.
-    settings : digest of the ingest settings that matter for its chunks.
-    documents : sources of its documents.
-    notes : what the reader skipped or replaced, for people.
-    origin : the source of the entry and its documents, if it was not read here.
-    """
+    """A file as last ingested, and its documents by their sources. `settings`: digest of the ingest settings that
+    matter for its chunks. `notes`: what the reader skipped or replaced, for people. `origin`: of the entry and its
+    documents."""
 
     path: str
     size: int
@@ -87,13 +75,11 @@ class FileEntry:
     origin: Origin = HERE
 
     def to_bytes(self) -> bytes:
-        """Return canonical JSON; the origin is written only where it is not this store."""
         value = {name: getattr(self, name) for name in self.__slots__ if name != "origin"}
         return _pack(value | ({} if self.origin == HERE else {"origin": self.origin.to_json()}))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FileEntry:
-        """Inverse of :meth:`to_bytes`; raises DamagedError."""
         with _reading("file entry"):
             value = _unpack(data)
             return cls(
@@ -116,13 +102,9 @@ _ARITHMETICS = {bytes([_DTYPES[a], _DEVICES[b]]): Arithmetic(a, b) for a, b in p
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """A chunk itself: its ids (compared on every hit), its lead-in's digest, its layers, and side data.
-
-    Parameters
-    ----------
-    sensitivity : one little-endian float16 a token, or empty: how much the token's values depend on the text before.
-    arithmetic : what computed its KV; None: it has none (a model that keeps states).
-    """
+    """A chunk: its ids (compared on every hit), its lead-in's digest, and its layers. `sensitivity`: one little-endian
+    float16 a token, how much its values depend on the text before; or empty. `arithmetic`: None for a model that keeps
+    states."""
 
     token_ids: Ids
     lead_in: bytes
@@ -135,7 +117,7 @@ class ChunkInfo:
             raise ValueError("sensitivity needs two bytes a token")
 
     def to_bytes(self) -> bytes:
-        """Return four counts, ids (uint32 little-endian), lead-in, sensitivity, and what computed it if it is known."""
+        """Pack four counts, ids (uint32 little-endian), lead-in, sensitivity, and the arithmetic if it is known."""
         head = _CHUNK.pack(len(self.token_ids), len(self.lead_in), self.layers, len(self.sensitivity))
         tail = (
             b""
@@ -147,7 +129,6 @@ class ChunkInfo:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ChunkInfo:
-        """Inverse of :meth:`to_bytes`; raises DamagedError."""
         with _reading("chunk"):
             count, lead_bytes, layers, side_bytes = _CHUNK.unpack_from(data)
             lead_at = _CHUNK.size + 4 * count
@@ -161,13 +142,8 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """Describes a chunk to make records of.
-
-    Attributes
-    ----------
-    before : token ids between the store's lead-in and this chunk (the lead-in `neighbour`).
-    lead_in : digest of all token ids before the chunk in its prefill.
-    """
+    """A chunk to make records of. `before`: token ids between the store's lead-in and this chunk (the lead-in
+    `neighbour`); `lead_in`: digest of all token ids before the chunk in its prefill."""
 
     chunk_id: bytes
     ids: Ids
@@ -175,12 +151,11 @@ class ChunkSpec:
     lead_in: bytes
 
     def info(self, layers: int, sensitivity: bytes = b"", arithmetic: Arithmetic | None = None) -> ChunkInfo:
-        """Make the chunk's description; `sensitivity` is as records/encode.py gives it, or empty."""
         return ChunkInfo(self.ids, self.lead_in, layers, sensitivity, arithmetic)
 
 
 def layers_in(data: bytes | memoryview) -> int:
-    """Return the layers that :meth:`ChunkInfo.to_bytes` states, without reading the ids. Raises DamagedError."""
+    """Read only the layers that :meth:`ChunkInfo.to_bytes` states. Raises DamagedError."""
     with _reading("chunk"):
         return int(_CHUNK.unpack_from(data)[2])
 
@@ -219,13 +194,12 @@ def _place(value: Any) -> int | str:
 
 
 def dump_json(value: Any) -> bytes:
-    """Return canonical JSON: sorted, no spaces, UTF-8; lone surrogates (file names) survive."""
+    """Canonical JSON: sorted, no spaces, UTF-8; lone surrogates (file names) survive."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8", "surrogatepass")
 
 
 def load_json(data: bytes | memoryview) -> Any:
-    """Inverse of :func:`dump_json`; raises ValueError."""
     return parsed(bytes(data).decode("utf-8", "surrogatepass"))
 
 
@@ -240,7 +214,6 @@ def _pack(value: dict[str, Any]) -> bytes:
 
 
 def stated_size(data: bytes | memoryview) -> int:
-    """Return the bytes that an entry states to have unpacked. Raises DamagedError."""
     with _reading("entry"):
         return _stated(data[1:]) if bytes(data[:1]) == _PACKED else len(data)
 

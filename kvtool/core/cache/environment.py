@@ -1,9 +1,5 @@
-"""LMDB environment of a store, and a store's connection to it: a snapshot for each read, or one view for many.
-
-The environment does what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
-
-Default flags are crash-safe (`kvtool help store-format`). Every value is copied: no buffer outlives its transaction.
-"""
+"""LMDB environment of a store, and a store's connection to it: a snapshot for each read, or one view for many. LMDB's
+default flags are crash-safe (`kvtool help store-format`). Every value is copied: no buffer outlives its transaction."""
 
 from __future__ import annotations
 
@@ -34,12 +30,10 @@ _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _PAD_SECONDS = 0.02
 
 
-class Closed(KvtoolError):
-    """The environment was closed: by its store, or because a compaction made another one current."""
+class Closed(KvtoolError): ...
 
 
-class FileFullError(Exception):
-    """A commit would make the data file longer than it may be; the store is as it was before."""
+class FileFullError(Exception): ...
 
 
 class Environment:
@@ -102,15 +96,10 @@ class Environment:
             self._file.close()
             self._env.close()
 
-    def reopen(self) -> None:
-        """Replace an environment that LMDB has given up on (after a failed meta page write)."""
-
-        def again() -> None:
-            self._file.close()
-            self._env.close()
-            self._open()
-
-        self._lock.run_alone(again)
+    def _reopen(self) -> None:
+        self._file.close()
+        self._env.close()
+        self._open()
 
     def _enter(self, guard: TransactionGuard) -> None:
         self.check_usable()  # a forked child must not wait for its parent's lock
@@ -119,16 +108,16 @@ class Environment:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def begin(self, guard: TransactionGuard) -> None:
+    def begin(self, guard: TransactionGuard) -> Snapshot:
         """Start the guard's read transaction. Its owner ends the guard, soon, whether this raises or not."""
         for attempt in range(8):
             try:
                 self._enter(guard)
                 self._check_length()
                 guard.transaction = self._env.begin(buffers=True)
-                guard.tree = self._file.tree(guard.transaction.id(), self._page_size)
-                if guard.tree is not None:
-                    return
+                tree = self._file.tree(guard.transaction.id(), self._page_size)
+                if tree is not None:
+                    return Snapshot(tree)
                 guard.end()
             except lmdb.Error as error:
                 guard.end()
@@ -136,25 +125,18 @@ class Environment:
                     raise self.read_failure(error) from error
         raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
 
-    def snapshot(self, guard: TransactionGuard) -> Snapshot:
-        """Return the reading side of a transaction that was begun."""
-        assert guard.tree is not None
-        return Snapshot(guard.tree)
-
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
-        """Hold a short read transaction."""
         guard = TransactionGuard()
         try:
-            self.begin(guard)
-            yield self.snapshot(guard)
+            yield self.begin(guard)
         except lmdb.Error as error:
             raise self.read_failure(error) from error
         finally:
             guard.end()
 
     def _recover(self, error: lmdb.Error) -> bool:
-        """Mend the cause of an error, if possible. Returns True if the call is worth another try."""
+        """Mend the cause of an error, if possible. True: the call is worth another try."""
         if isinstance(error, lmdb.MapResizedError):  # another process has let the file grow
             self._resize(0)
             return True
@@ -179,17 +161,9 @@ class Environment:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def write(self, apply: Callable[[Transaction], T], need: int) -> T:
-        """Run `apply` in one write transaction, durable on return; again from its start after the map has grown.
-
-        Parameters
-        ----------
-        apply : puts and deletes; computes nothing and keeps no state, for it may run more than once.
-        need : about how many bytes it writes.
-
-        Raises
-        ------
-        NoSpaceError : disk, quota or map limit; the store is as it was before.
-        """
+        """Run `apply`, puts and deletes, in one write transaction, durable on return; again from its start after the
+        map has grown, so it keeps no state. `need`: about how many bytes it writes. Raises NoSpaceError (disk, quota or
+        map limit): the store is unchanged."""
         while True:
             try:
                 return self._write_once(apply)
@@ -206,12 +180,8 @@ class Environment:
 
     @contextlib.contextmanager
     def limited(self, most: int) -> Iterator[None]:
-        """Let no write make the data file longer than this many bytes: LMDB itself takes no page beyond its map.
-
-        Only LMDB knows how many of the free pages a commit can use, and only while it writes: a value of several
-        pages needs neighbours, and pages that were freed last are not free yet. A write that does not fit raises
-        FileFullError.
-        """
+        """Let no write make the data file longer than this many bytes: LMDB itself takes no page beyond its map. Only
+        LMDB knows how many of the free pages a commit can use, and only while it writes. Raises FileFullError."""
         before = int(self._env.info()["map_size"])
         self._resize(max(most, self.allocated_bytes()) // PAGE_BYTES * PAGE_BYTES)
         self._most = most
@@ -233,12 +203,12 @@ class Environment:
             guard.end()
 
     def _reopen_if_stuck(self) -> None:
-        """Reopen the environment after a write that failed at the meta page: else LMDB would refuse everything."""
+        """Reopen after a write that failed at the meta page: else LMDB would refuse everything."""
         try:
             with self.read():
                 pass
         except KvtoolError:
-            self.reopen()
+            self._lock.run_alone(self._reopen)
 
     def _grow(self) -> None:
         size, limit = self._env.info()["map_size"], map_limit()
@@ -261,7 +231,7 @@ class Environment:
             ) from error
 
     def is_at(self, generation: Path) -> bool:
-        """Return True if the data file in this folder is the open one, or cannot be seen."""
+        """True if the data file in this folder is the open one, or cannot be seen."""
         try:
             status = (generation / "data.mdb").stat()
         except OSError:
@@ -271,29 +241,25 @@ class Environment:
     # ---- facts ---------------------------------------------------------------------------------------------------
 
     def file_bytes(self) -> int:
-        """Return the length of the data file."""
         return (self.generation / "data.mdb").stat().st_size
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of all pages that were ever in use."""
+        """Bytes of all pages that were ever in use."""
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def free_bytes(self) -> int:
-        """Return the bytes of the data file that the next commits can use without more of the disk."""
+        """Bytes of the data file that the next commits can use without more of the disk."""
         with self.read() as snapshot:
             return self.free_beside(snapshot.live_bytes())
 
     def free_beside(self, live: int) -> int:
-        """Return `free_bytes` where the pages in use have `live` bytes: free pages, and the tail after the last one.
-
-        A commit that met a full disk leaves such a tail. Holes in a file take from what counts of it.
-        """
+        """Return `free_bytes` if the pages in use have `live` bytes: free pages, and the tail that a commit on a full
+        disk leaves after the last one. Holes in the file do not count."""
         allocated, status = self.allocated_bytes(), (self.generation / "data.mdb").stat()
         written = min(status.st_size, status.st_blocks * _BLOCK_BYTES)
         return max(0, allocated - live) + max(0, written - allocated)
 
     def copy_to(self, folder: Path) -> None:
-        """Write a compact copy of a consistent state into an existing empty folder."""
         guard = TransactionGuard()
         try:
             self._enter(guard)
@@ -310,7 +276,6 @@ _registry = threading.Lock()
 
 
 def acquire(generation: Path, read_only: bool) -> Environment:
-    """Return the process's environment of this folder, opened on need."""
     check_data_file(generation)
     status = (generation / "data.mdb").stat()
     key = (status.st_dev, status.st_ino)
@@ -324,7 +289,6 @@ def acquire(generation: Path, read_only: bool) -> Environment:
 
 
 def release(environment: Environment) -> None:
-    """Give it back; the last user closes it."""
     with _registry:
         environment.users -= 1
         if environment.users <= 0:
@@ -334,7 +298,6 @@ def release(environment: Environment) -> None:
 
 
 def map_limit() -> int:
-    """Return the bytes that the map may grow to (``KVTOOL_MAP_LIMIT``)."""
     return _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT)
 
 
@@ -344,7 +307,6 @@ def _bytes_from_environment(name: str, default: int) -> int:
 
 
 def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
-    """Open LMDB with its default flags, which are crash-safe, in a smaller map where address space is short."""
     size = min(_bytes_from_environment("KVTOOL_MAP_START", _MAP_START), map_limit())
     while True:
         try:
@@ -371,7 +333,7 @@ def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmd
 
 
 class StoreConnection:
-    """Base of :class:`kvtool.core.cache.store.Store`, which knows where the data is, and nothing of what is in it."""
+    """Base of :class:`kvtool.core.cache.store.Store`: knows where the data is, not what is in it."""
 
     def __init__(self, path: Path, uuid: str) -> None:
         self.path = path
@@ -389,7 +351,8 @@ class StoreConnection:
             if generation is None:
                 raise DamagedError(f"the store at {self.path} has no data", "ingest again to rebuild it")
             try:
-                environment = acquire(generation, not self._writable(generation))
+                places = (self.path, generation, generation / "data.mdb")
+                environment = acquire(generation, not all(os.access(place, os.W_OK) for place in places))
                 break
             except (DamagedError, FileNotFoundError):
                 if attempt == 2 or layout.current_generation(self.path) == generation:
@@ -400,10 +363,6 @@ class StoreConnection:
             release(environment)
             raise
         self._environment = environment
-
-    def _writable(self, generation: Path) -> bool:
-        places = (self.path, generation, generation / "data.mdb")
-        return all(os.access(place, os.W_OK) for place in places)
 
     def _check_identity(self, environment: Environment) -> None:
         with environment.read() as snapshot:
@@ -417,7 +376,6 @@ class StoreConnection:
         layout.check_format(self.path, inside.get("format"))
 
     def _release(self) -> None:
-        """Close the files; twice is fine."""
         with self._mutex:
             environment, self._environment = self._environment, None
         if environment is not None:
@@ -439,7 +397,6 @@ class StoreConnection:
 
     @property
     def environment(self) -> Environment:
-        """Return the LMDB environment of the generation that was current when it was last looked at."""
         environment = self._environment
         if environment is None:
             raise Closed("the store is closed")
@@ -447,15 +404,15 @@ class StoreConnection:
 
     @property
     def read_only(self) -> bool:
-        """Return True if the store cannot be written: then reads take no locks and leave no notes."""
+        """True if the store cannot be written: then reads take no locks and leave no notes."""
         return self.environment.read_only
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def view(self) -> Iterator[None]:
-        """Hold one state of the store, as of now: until the end, all reads through this object, by any thread, see that
-        state. One view at a time; a nested view of the same thread is the same view.
+        """Hold one state of the store: until the end, all reads through this object, by any thread, see that state. A
+        nested view of the same thread is the same view.
 
         A view keeps pages that a writer has replaced, so it should last no longer than a question. Nothing can be
         written through this object meanwhile; other processes can.
@@ -467,7 +424,7 @@ class StoreConnection:
             self.follow()
             guard, view = TransactionGuard(), None
             try:
-                view = self._view = View(self._begin(guard), guard)
+                view = self._view = View(*self._begin(guard), guard)
                 yield
             finally:
                 if view is None:
@@ -484,12 +441,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def unviewed(self) -> Iterator[None]:
-        """Keep views out, for a writer: the map may have to change, for which no transaction may be open.
-
-        Raises
-        ------
-        KvtoolError : this thread holds a view.
-        """
+        """Keep views out while a writer may change the map. Raises KvtoolError if this thread holds a view."""
         with self._viewing:
             if self._view is not None:
                 raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")
@@ -509,23 +461,20 @@ class StoreConnection:
             return
         guard = TransactionGuard()
         try:
-            environment = self._begin(guard)
-            yield environment.snapshot(guard)
+            environment, snapshot = self._begin(guard)
+            yield snapshot
         except lmdb.Error as error:
             raise environment.read_failure(error) from error
         finally:
             guard.end()
 
-    def _begin(self, guard: TransactionGuard) -> Environment:
-        """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile.
-
-        Hold no lock here: a thread that waits for the environment's lock must not keep out those that are inside.
-        """
+    def _begin(self, guard: TransactionGuard) -> tuple[Environment, Snapshot]:
+        """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile. Hold
+        no lock here: a thread that waits for the environment's lock must not keep out those that are inside."""
         while True:
             environment = self.environment
             try:
-                environment.begin(guard)
-                return environment
+                return environment, environment.begin(guard)
             except Closed:
                 guard.end()
                 if self._environment is environment:
@@ -535,15 +484,14 @@ class StoreConnection:
 class View:
     """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
 
-    def __init__(self, environment: Environment, guard: TransactionGuard) -> None:
-        self.environment = environment
-        self.snapshot: Snapshot = environment.snapshot(guard)
+    def __init__(self, environment: Environment, snapshot: Snapshot, guard: TransactionGuard) -> None:
+        self.environment, self.snapshot = environment, snapshot
         self._guard = guard
         self._users = 1
         self._lock = threading.Lock()
 
     def enter(self) -> bool:
-        """Use it until :meth:`leave`; False: it has ended."""
+        """Use the view until :meth:`leave`; False: it has ended."""
         with self._lock:
             if not self._users:
                 return False
@@ -553,7 +501,6 @@ class View:
             return True
 
     def leave(self) -> None:
-        """End the use that :meth:`enter` or making it began."""
         with self._lock:
             self._users -= 1
             last = not self._users

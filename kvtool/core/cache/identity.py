@@ -39,28 +39,13 @@ def _digest(person: bytes, *fields: bytes) -> bytes:
 
 
 def ids_digest(token_ids: Sequence[int]) -> bytes:
-    """Return the digest (20 bytes) of a list of token ids, the same on every machine."""
     return _digest(b"kvtool ids", _pack_ids(token_ids))
 
 
 def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the name of a chunk: blake2b-160 over a canonical encoding of its identity.
-
-    Parameters
-    ----------
-    namespace : separates equal chunks of different owners.
-    model_fingerprint : digest of architecture, weights, tokenizer and the number format that KV is kept in.
-    lead_in : digest of the lead-in's token ids and mode.
-    token_ids : the chunk's own ids, each in 0 … 2**32 - 1.
-
-    Returns
-    -------
-    20 bytes.
-
-    Raises
-    ------
-    ValueError : a token id does not fit.
-    """
+    """Name a chunk: blake2b-160 over a canonical encoding of its identity. `namespace` separates equal chunks of
+    different owners; `model_fingerprint` covers architecture, weights, tokenizer and the number format of KV; `lead_in`
+    is the digest of the lead-in's token ids and mode. Raises ValueError: a token id does not fit."""
     return _digest(
         b"kvtool chunk",
         namespace.encode("utf-8", "surrogatepass"),
@@ -70,27 +55,20 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
     )
 
 
-# ---- as people name them -----------------------------------------------------------------------------------------
-
-
 def is_id(text: str) -> bool:
-    """Return True if a text has the form of an id, or of the beginning of an id."""
     return not text.strip().lower().strip("0123456789abcdef")
 
 
 def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
-    """Return the known ids that begin with these hexadecimal digits; none where the text is too short, or
-    no such digits."""
+    """List the known ids that begin with these hexadecimal digits; none if the text is too short or not hexadecimal."""
     digits = text.strip().lower()
-    if len(digits) < FEWEST_DIGITS or digits.strip("0123456789abcdef"):
+    if len(digits) < FEWEST_DIGITS or not is_id(digits):
         return []
-    if len(digits) == 2 * ID_BYTES:
-        return [whole] if (whole := bytes.fromhex(digits)) in known else []
     return [known_id for known_id in known if known_id.hex().startswith(digits)]
 
 
 def chunk_named(text: str, known: Collection[bytes]) -> bytes:
-    """Return the one known id that begins with these digits; raises UsageError where none does, or several do."""
+    """Find the one known id that begins with these digits; raises UsageError if none does, or several do."""
     named = chunks_named(text, known)
     if len(named) != 1:
         what = f"could be any of {len(named)}: give more digits" if named else "is not in the store"
@@ -105,35 +83,28 @@ _UNSEEN = re.compile(f"[{UNSEEN}\u200c\u200d]")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a document, or of a chunk's records.
-
-    Parameters
-    ----------
-    name : a pack's file name, another store's folder, a shared store's URL or a signer; "" for what was made here.
-    trusted : the user trusts the source like this machine: a signature of a key that the user named, or `--mine`.
-    """
+    """The source of a document, or of a chunk's records. `name`: a pack's file name, another store's folder, a shared
+    store's URL or a signer; "" for what was made here. `trusted`: signed by a key that the user named, or `--mine`."""
 
     name: str = ""
     trusted: bool = True
 
     @classmethod
     def signed(cls, signer: str) -> Origin:
-        """Return the origin of what a trusted key has signed."""
         return cls(f"signed by {signer}")
 
     @classmethod
     def untrusted(cls, place: str) -> Origin:
-        """Return the origin of what is from a place that is not trusted. A file's name does not make it a signer's."""
+        """Origin of what is from an untrusted place, whose name does not make it a signer's."""
         is_like_signed = _LIKE_SIGNED.search(normalised("NFKC", _UNSEEN.sub("", place)))
         return cls(f"unsigned: {place}" if is_like_signed else place, trusted=False)
 
     @property
     def is_foreign(self) -> bool:
-        """Return True for what an untrusted source made: own documents never use it."""
+        """True for what an untrusted source made: own documents never use it."""
         return bool(self.name) and not self.trusted
 
     def to_json(self) -> list[object]:
-        """Return the JSON form, inverse of :func:`origin_of`."""
         return [self.name, self.trusted]
 
 
@@ -155,12 +126,10 @@ def origin_of(value: object) -> Origin:
 
 
 def seal_origin(chunk_id: bytes, origin: Origin) -> bytes:
-    """Pack a chunk's origin in the store's envelope."""
     return seal(chunk_id, Kind.ORIGIN, json.dumps(origin.to_json()).encode())
 
 
 def unseal_origin(chunk_id: bytes, data: Bytes) -> Origin:
-    """Unpack a chunk's origin, inverse of :func:`seal_origin`. Raises DamagedError."""
     try:
         return origin_of(json.loads(bytes(unseal(chunk_id, Kind.ORIGIN, data))))
     except ValueError as error:

@@ -1,8 +1,5 @@
-"""Integrity of a store: verification of every digest and every reference, and repair.
-
-:func:`verify` runs in a child process: LMDB itself can die of a damaged index, and take its process with it. What
-:func:`repair` drops is computed again by the next ingest or query.
-"""
+"""Verification of every digest and every reference of a store, and repair. :func:`verify` runs in a child process: LMDB
+itself can die of a damaged index. What :func:`repair` drops is computed again by the next ingest or query."""
 
 from __future__ import annotations
 
@@ -31,22 +28,16 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
-BESIDE = "beside"  # `table` of a damaged side file: index, vectors, what was measured
+BESIDE = "side file"  # `table` of a damaged side file: index, vectors, what was measured
 CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 TIMES = (tables.USED, tables.WARM, tables.ADDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that does not match its digest, or is missing.
-
-    Parameters
-    ----------
-    reason : what is wrong.
-    table, key : where, for :func:`repair`; key in hex. Empty: the store as a whole.
-    chunk : the chunk's id in hex; empty where the damage is not in a chunk.
-    level, layer : of the KV record; empty and -1 where the damage is not in one.
-    """
+    """Something that does not match its digest, or is missing. `table` and `key` (in hex) say where, for
+    :func:`repair`; empty: the store as a whole. `chunk` (in hex), `level` and `layer` are empty and -1 where the damage
+    is not in one."""
 
     reason: str
     table: str = ""
@@ -57,12 +48,11 @@ class Damage:
 
     @property
     def kind(self) -> str:
-        """Return the place for people: a table's name, `beside` for a side file, else `store`."""
+        """The place for people: a table's name, `side file`, else `store`."""
         return self.table or "store"
 
 
 def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
-    """Walk every table in this process; table by table, each row in a short transaction."""
     with store.snapshot() as snapshot:
         pages = [*map(Damage, snapshot.damaged_pages())]
     yield from pages
@@ -72,7 +62,10 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
                 yield from _check_row(store, table, key)
     yield from _missing_records(store)
     yield from _without_profile(store)
-    yield from _missing_parts(store)
+    with store.snapshot() as snapshot:
+        parts = list(missing_parts(snapshot))
+    for stretch, part in parts:
+        yield Damage(f"the {named_part(part)} of a state checkpoint are missing", "checkpoints", stretch.hex())
     yield from _missing_chunks(store)
     for place, reason in damaged_files(store.path):
         yield Damage(f"{place} {reason}", BESIDE, os.fsencode(place).hex())
@@ -84,7 +77,7 @@ def _keys_of(store: Store, table: bytes) -> list[bytes]:
 
 
 def in_sample(key: bytes, sample: Fraction) -> bool:
-    """Return True if a key, which is a digest, is in a share of all; always the same ones are."""
+    """True if a key, which is a digest, is in a share of all; always the same ones are."""
     return int.from_bytes(key[:8], "big") % sample.denominator < sample.numerator
 
 
@@ -143,7 +136,6 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
 
 
 def sound_rows(snapshot: Snapshot, table: bytes) -> Iterator[tuple[bytes, Any]]:
-    """Yield the rows of a table that are not damaged: key and what is stored under it."""
     for key in snapshot.keys(table):
         yield from _sound_row(snapshot, table, key)
 
@@ -156,9 +148,15 @@ def _sound_row(snapshot: Snapshot, table: bytes, key: bytes) -> Iterator[tuple[b
 
 
 def _missing_records(store: Store) -> Iterator[Damage]:
+    missing: list[Damage] = []
     with store.snapshot() as snapshot:
-        rows = sound_rows(snapshot, tables.LEVELS)  # the others are reported as such
-        missing = [damage for key, row in rows for damage in _absent(snapshot, key, row)]
+        for key, row in sound_rows(snapshot, tables.LEVELS):  # the others are reported as such
+            chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
+            missing += (
+                Damage("the record is missing", "levels", key.hex(), chunk_id.hex(), level, layer)
+                for layer in range(row.layers)
+                if not snapshot.has(tables.RECORDS, tables.record_key(chunk_id, level, layer))
+            )
     yield from missing
 
 
@@ -175,22 +173,7 @@ def _without_profile(store: Store) -> Iterator[Damage]:
             yield Damage(reason, "levels", key.hex(), chunk_id.hex(), level)
 
 
-def _missing_parts(store: Store) -> Iterator[Damage]:
-    with store.snapshot() as snapshot:
-        missing = list(missing_parts(snapshot))
-    for stretch, place in missing:
-        yield Damage(f"the {named_part(place)} of a state checkpoint are missing", "stretches", stretch.hex())
-
-
-def _absent(snapshot: Snapshot, key: bytes, row: tables.LevelRow) -> Iterator[Damage]:
-    chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
-    for layer in range(row.layers):
-        if not snapshot.has(tables.RECORDS, tables.record_key(chunk_id, level, layer)):
-            yield Damage("the record is missing", "levels", key.hex(), chunk_id.hex(), level, layer)
-
-
 def _missing_chunks(store: Store) -> Iterator[Damage]:
-    """Yield documents that refer to missing chunks, and files that refer to missing documents."""
     for key in _keys_of(store, tables.FILES):
         with store.snapshot() as snapshot:
             lost = [
@@ -210,10 +193,8 @@ def _missing_chunks(store: Store) -> Iterator[Damage]:
 
 
 def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
-    """Drop what is damaged. Returns how many rows and files were touched.
-
-    Files of lost parts keep their entry, with an empty digest and settings: ingest sees them as changed.
-    """
+    """Drop what is damaged; return how many rows and files were touched. Files of lost parts keep their entry, with an
+    empty digest and settings: ingest sees them as changed."""
     damages = list(damages)
     with store.environment.read() as snapshot:
         deletions, marked = _plan_repair(snapshot, [damage for damage in damages if damage.table != BESIDE])
@@ -222,7 +203,6 @@ def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
 
 
 def _drop_files(root: Path, damages: list[Damage]) -> int:
-    """Remove damaged side files, which are made again when they are needed. Returns the number of files."""
     wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
     for place, _ in damaged_files(root):
         if place in wrong:
@@ -232,9 +212,7 @@ def _drop_files(root: Path, damages: list[Damage]) -> int:
 
 def _plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[RowKey], list[FileEntry]]:
     """Return the rows to drop so that no damage is left, and files to mark so that the next ingest reads them again.
-
-    Documents that only lost KV stay: a query computes the hole, an ingest fills it.
-    """
+    Documents that only lost KV stay: a query computes the hole, an ingest fills it."""
     by_name = {name: table for table, name in tables.TABLE_NAMES.items()}
     deletions: set[RowKey] = set()
     for damage in damages:
@@ -276,12 +254,7 @@ def _widen(snapshot: Snapshot, deletions: set[RowKey]) -> tuple[set[RowKey], lis
 
 
 def verify(store: Store, sample: Fraction | None = None) -> list[Damage]:
-    """Check every digest and every reference of a store.
-
-    Parameters
-    ----------
-    sample : check the KV of only this part of the chunks (the same part every time).
-    """
+    """Check every digest and every reference of a store; `sample`: the KV of only this share of the chunks."""
     part = sample if sample is not None else Fraction(1)
     if not 0 < part <= 1:
         raise ValueError("a sample is a part of the whole, such as 1/7")

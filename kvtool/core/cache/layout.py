@@ -29,7 +29,6 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.cache.space import check_file
@@ -59,24 +58,8 @@ REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFile:
-    """Contents of ``store.json``."""
-
-    uuid: str
-    format: int
-
-
-# ---- small files -------------------------------------------------------------------------------------------------
-
-
 def atomic_write(path: Path, data: bytes) -> None:
-    """Replace a file: write a temporary file, fsync, rename. A reader sees the old bytes or the new, never a mix.
-
-    Raises
-    ------
-    NoSpaceError : the disk is full; the old file is untouched.
-    """
+    """Replace a file: write a temporary file, fsync, rename. Raises NoSpaceError: the old file is untouched."""
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
         check_file(path.parent, len(data))
@@ -99,7 +82,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a small regular file (never of a FIFO, which would hang)."""
+    """Read a small regular file (never a FIFO, which would hang)."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
@@ -107,12 +90,8 @@ def read_small(path: Path) -> bytes:
 
 
 def side_file(root: Path, name: str) -> Path:
-    """Return the path of a side file (``gate/…``, ``index/…``); its folder is made on need.
-
-    Raises
-    ------
-    ValueError : the name leaves the store's folder, or is that of the store's own files.
-    """
+    """Return the path of a side file (``gate/…``, ``index/…``) and make its folder. Raises ValueError for names outside
+    the store's folder and those of the store's own files."""
     parts = PurePosixPath(name).parts
     if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == DATA_FOLDER:
         raise ValueError(f"a side file is named folder/name, not {name!r}")
@@ -123,16 +102,8 @@ def side_file(root: Path, name: str) -> Path:
     return path
 
 
-# ---- the folder --------------------------------------------------------------------------------------------------
-
-
-def read_store_file(root: Path) -> StoreFile:
-    """Find the store at `root`.
-
-    Raises
-    ------
-    StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError
-    """
+def read_uuid(root: Path) -> str:
+    """Read the uuid in ``store.json``. Raises StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError."""
     try:
         if not stat.S_ISDIR(root.stat().st_mode):
             raise StoreFormatError(f"{root} is a file, not a store's folder", "name a folder with --store")
@@ -143,48 +114,31 @@ def read_store_file(root: Path) -> StoreFile:
         raise StoreNotFoundError(f"there is no store at {root}", _way_to_one(root)) from error
     except OSError as error:
         raise KvtoolError(f"cannot read the store at {root}: {error.strerror}", "check who owns the folder") from error
-    return _parse_store_file(root, text)
-
-
-def _parse_store_file(root: Path, text: bytes) -> StoreFile:
     try:
         value = parsed(text)
-        uuid.UUID(value["uuid"])
-        made = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
+        name, number = value["uuid"], int(value["format"])
+        uuid.UUID(name)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
-    check_format(root, made.format)
-    return made
+    check_format(root, number)
+    return str(name)  # as it is written: a letter's case is a flipped bit
 
 
 def check_format(root: Path, number: int) -> None:
-    """Raises StoreFormatError where a store has another format than this kvtool reads."""
     if number != FORMAT:
         raise StoreFormatError(
             f"the store at {root} has format {number}, this kvtool reads format {FORMAT}", "ingest into a new store"
         )
 
 
-def write_store_file(root: Path) -> StoreFile:
-    """Give a new store its uuid."""
-    made = StoreFile(str(uuid.uuid4()), FORMAT)
-    atomic_write(root / STORE_FILE, json.dumps({"format": made.format, "uuid": made.uuid}).encode() + b"\n")
-    return made
+def write_store_file(root: Path) -> str:
+    """Write ``store.json`` with a new uuid."""
+    name = str(uuid.uuid4())
+    atomic_write(root / STORE_FILE, json.dumps({"format": FORMAT, "uuid": name}).encode() + b"\n")
+    return name
 
 
-def check_foreign(root: Path) -> None:
-    """Refuse to make a store in a folder that holds other things.
-
-    Raises
-    ------
-    StoreFormatError
-    """
-    if _is_foreign(root):
-        raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
-
-
-def _is_foreign(root: Path) -> bool:
-    """Return True if a folder holds other things than a store."""
+def is_foreign(root: Path) -> bool:
     ours = {LOCK_FILE, HOLDER_FILE}
     others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
     return bool(others) and not (root / STORE_FILE).exists()  # in this order: another process may be making the store
@@ -193,7 +147,7 @@ def _is_foreign(root: Path) -> bool:
 def _way_to_one(root: Path) -> str:
     """Return a hint for a folder without a store; an ingest would refuse a folder of other things."""
     try:
-        if _is_foreign(root):
+        if is_foreign(root):
             return "it holds other things, and a store is made only in an empty or a new folder: name one with --store"
     except OSError:  # not there, or not to be listed
         pass
@@ -201,12 +155,7 @@ def _way_to_one(root: Path) -> str:
 
 
 def current_generation(root: Path) -> Path | None:
-    """Return the folder of the generation in use; None in a store that was never finished.
-
-    Raises
-    ------
-    DamagedError : the pointer is not one.
-    """
+    """Return the folder of the generation in use; None in a store that was never finished. Raises DamagedError."""
     try:
         name = read_small(root / CURRENT_FILE).decode("ascii", "replace").strip()
     except FileNotFoundError:
@@ -219,14 +168,12 @@ def current_generation(root: Path) -> Path | None:
 
 
 def next_generation(root: Path) -> Path:
-    """Return a folder name that no generation has had."""
     names = os.listdir(root / DATA_FOLDER) if (root / DATA_FOLDER).exists() else []
     numbers = [int(name[4:]) for name in names if _GENERATION.fullmatch(name)]
     return root / DATA_FOLDER / f"gen-{max(numbers, default=0) + 1}"
 
 
 def point_to(root: Path, generation: Path) -> None:
-    """Switch the pointer, in one rename."""
     atomic_write(root / CURRENT_FILE, generation.name.encode() + b"\n")
 
 
@@ -238,14 +185,9 @@ def concerns(root: Path) -> list[str]:
     return [f"{root} can be read by others: chmod 700 it"] if mode & 0o055 else []
 
 
-# ---- LMDB's lock file --------------------------------------------------------------------------------------------
-
-
 def allocate_lock_file(generation: Path, size: int) -> bool:
     """Give ``lock.mdb`` real disk blocks: LMDB maps it, and a hole on a full disk is a SIGBUS. False: no space for it.
-
-    Call only while no environment of this process is open on it (closing any handle drops POSIX locks).
-    """
+    Call only while no environment of this process is open on it (closing any handle drops POSIX locks)."""
     path = generation / "lock.mdb"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK, 0o600)
     try:
@@ -265,18 +207,9 @@ def allocate_lock_file(generation: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = "") -> Iterator[None]:
-    """Hold the store's writer lock; the kernel drops it when the process dies.
-
-    Parameters
-    ----------
-    wait : seconds to wait for another holder; negative: without limit.
-    say : told which process it waits for.
-    what : is being done by the holder, in words.
-
-    Raises
-    ------
-    StoreLockedError : another process still holds it; the message names the process.
-    """
+    """Hold the store's writer lock; the kernel drops it when the process dies. `wait`: seconds to wait for another
+    holder; negative: without limit. `say` is told which process it waits for, and `what` the holder does, in words.
+    Raises StoreLockedError."""
     import filelock  # 40 ms to import: only writers pay
 
     what = what or f"{root} is being written by"
@@ -304,7 +237,7 @@ def writer_lock(root: Path, wait: float, say: Warn = warn_nobody, what: str = ""
 
 
 def _command() -> str:
-    """Return program and subcommand only: questions and paths are private."""
+    """Name program and subcommand only: questions and paths are private."""
     words = [Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"]
     words += [word for word in sys.argv[1:2] if word.isalpha()]
     return "".join(c if c.isprintable() else "?" for c in " ".join(words))[:80]

@@ -16,8 +16,6 @@ STORE, CHECKED = "Store", "Check"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(Options):
-    """The option that names the store."""
-
     store: str = option(
         "",
         "The store: a folder, or the URL of a shared store.",
@@ -37,12 +35,7 @@ class StoreOptions(Options):
 
     @property
     def place(self) -> str | Path:
-        """Return the store's folder, the user's own where none is named; or the URL of a shared one.
-
-        Raises
-        ------
-        UntrustedError : a URL, although a signature is required: what is read record by record has none.
-        """
+        """The store's folder or URL. Raises UntrustedError for a URL, which has no signature, if one is required."""
         if is_url(self.store) and self.require_signature:
             raise UntrustedError(
                 f"{for_people(self.store)} would be read without its signature, and require_signature is set",
@@ -52,12 +45,7 @@ class StoreOptions(Options):
 
     @property
     def folder(self) -> Path:
-        """Return the store's folder.
-
-        Raises
-        ------
-        UsageError : a URL, where a command needs the folder itself.
-        """
+        """The store's folder. Raises UsageError for a URL."""
         if is_url(self.store):
             raise UsageError(
                 "this command works on a local store, not on a URL",
@@ -67,14 +55,11 @@ class StoreOptions(Options):
 
 
 def default_store() -> Path:
-    """Return the store that is used where none is named."""
     return data_dir() / "store"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockOptions(Options):
-    """The option of how long to wait while another process writes to the store."""
-
     lock_wait: float = option(
         10.0, "Maximum wait for another kvtool that writes to the store.", group=STORE, unit="duration", lowest=0
     )
@@ -85,7 +70,6 @@ def max_size_option(
     instead: str = "the limit of `store prune --budget`",
     group: str = STORE,
 ) -> int | None:
-    """Declare the size that a store's folder may have, in bytes: an option of commands that write to it."""
     return option(None, help, group=group, setting=False, unit="size", lowest=1, instead=instead)
 
 
@@ -99,8 +83,6 @@ def _check_part(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(LockOptions, settings=False, group=CHECKED):
-    """Options of a check of the store."""
-
     repair: bool = option(False, "Remove what is damaged; a later question recomputes it.")
     sample: str | None = option(
         None, "Check the KV of only this share of the chunks.", metavar="1/N", check=_check_part

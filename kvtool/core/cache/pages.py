@@ -1,8 +1,5 @@
-"""Pages of ``data.mdb``: meta pages, branches and leaves, parsed and checked before they are believed.
-
-They are read without LMDB, which kills the process that reads a damaged or truncated file. They are those of LMDB 0.9
-(data format 1) on a 64-bit machine.
-"""
+"""Pages of ``data.mdb`` (LMDB 0.9, data format 1, on a 64-bit machine), parsed and checked without LMDB, which kills
+the process that reads a damaged or truncated file."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ _BIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a tree in a meta page: its depth, and the number of its pages and keys."""
-
     depth: int
     branches: int
     leaves: int
@@ -49,12 +44,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Contents of a meta page.
-
-    Attributes
-    ----------
-    roots, counts : of the list of free pages, and of the data.
-    """
+    """A meta page; `roots` and `counts` of the list of free pages, and of the data."""
 
     page_size: int
     roots: tuple[int, int]
@@ -64,18 +54,18 @@ class Meta:
 
     @property
     def file_bytes(self) -> int:
-        """Return the length of a file that holds every page."""
         return (self.last_page + 1) * self.page_size
 
 
 def newest_meta(path: Path, file: BinaryIO) -> Meta:
-    """Return the later of the two meta pages, which are written in turn. Raises DamagedError, StoreFormatError."""
+    """Read the later of the two meta pages, which are written in turn. Raises DamagedError, StoreFormatError."""
     for attempt in range(3):
         file.seek(0)
         head = file.read(2 * max(_PAGE_SIZES))
         if not head:
             raise DamagedError(f"{path} is empty", REBUILD)
-        if head[: _HEADER_BYTES + 8].count(0) != _HEADER_BYTES + 8 and not _is_lmdb(head):
+        is_lmdb = len(head) < _META_BYTES or struct.unpack_from("=II", head, _HEADER_BYTES) == (_MAGIC, _VERSION)
+        if head[: _HEADER_BYTES + 8].count(0) != _HEADER_BYTES + 8 and not is_lmdb:
             raise StoreFormatError(f"{path} is not an LMDB file that this kvtool reads", REBUILD)
         try:
             first = meta_of(head)
@@ -88,12 +78,8 @@ def newest_meta(path: Path, file: BinaryIO) -> Meta:
     raise AssertionError("unreachable")
 
 
-def _is_lmdb(head: bytes) -> bool:
-    return len(head) < _META_BYTES or struct.unpack_from("=II", head, _HEADER_BYTES) == (_MAGIC, _VERSION)
-
-
 def _newer(first: Meta, second: Meta) -> Meta:
-    """Return the newer one: transactions alternate between the pages. Raises DamagedError if they do not."""
+    """Choose the newer one: transactions alternate between the pages. Raises DamagedError if they do not."""
     of_first, of_second = first.transaction, second.transaction
     if (of_first or of_second) and (of_first % 2 or not of_second % 2 or abs(of_first - of_second) != 1):
         raise DamagedError("its meta pages do not follow each other")
@@ -103,12 +89,8 @@ def _newer(first: Meta, second: Meta) -> Meta:
 
 
 def meta_of(page: bytes) -> Meta:
-    """Parse a meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction.
-
-    Raises
-    ------
-    DamagedError : it is no meta page, or has values that LMDB never writes under our flags.
-    """
+    """Parse a meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction. Raises
+    DamagedError, also for values that LMDB never writes under our flags."""
     if len(page) < _META_BYTES:
         raise DamagedError("it is truncated")
     number, *header = struct.unpack_from("=QHHHH", page)
@@ -134,12 +116,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Keys and, for each, where its value begins in the page, its size, and whether it has pages of its own.
-
-    Attributes
-    ----------
-    data : the page.
-    """
+    """Keys and, for each, where its value begins in the page `data`, its size, and whether it has separate pages."""
 
     keys: list[bytes]
     values: list[tuple[int, int, bool]]
@@ -147,18 +124,8 @@ class Leaf:
 
 
 def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
-    """Parse a page of a tree.
-
-    Parameters
-    ----------
-    page : its number, which it has to state itself.
-    ordered : whether its keys have to be in the order of their bytes; numbers, as keys of the list of free pages, are
-        not.
-
-    Raises
-    ------
-    DamagedError : it is no such page, or its parts do not fit together.
-    """
+    """Parse a page of a tree, which has to state its own number. Keys that are numbers (of the list of free pages) are
+    not `ordered` by their bytes. Raises DamagedError."""
     number, flags, lower, upper = _HEADER.unpack_from(data)
     if number != page or flags not in (_BRANCH, _LEAF):
         raise DamagedError(f"page {page} of the index is no page of a tree")
@@ -168,8 +135,9 @@ def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
     read: Callable[..., Branch | Leaf] = _read_branch if flags == _BRANCH else _read_leaf
     try:
         node = read(data, pointers, upper)
-        if ordered:
-            _check_order(node.keys[1:] if isinstance(node, Branch) else node.keys)
+        keys = node.keys[1:] if isinstance(node, Branch) else node.keys
+        if ordered and any(before >= after for before, after in pairwise(keys)):
+            raise ValueError("its keys are not in order")
         return node
     except (ValueError, struct.error) as error:
         raise DamagedError(f"page {page} of the index is damaged: {error}") from error
@@ -211,8 +179,3 @@ def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: 
         at = end + end % 2
     if at != len(data):
         raise ValueError("its parts do not fill it")
-
-
-def _check_order(keys: list[bytes]) -> None:
-    if any(before >= after for before, after in pairwise(keys)):
-        raise ValueError("its keys are not in order")

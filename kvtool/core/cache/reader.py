@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,11 @@ _NOTES_SECONDS = 5.0  # maximum age of the notes that a killed session loses
 
 
 class StoreReader(ChunkReader, StretchReader):
-    """Reads a folder of KV records, documents and chunks.
-
-    Every read is its own short transaction, or part of a :meth:`view`: the result is a private copy whose digest
-    was checked. Readers never wait for a writer. Thread-safe. Not usable across fork.
-
-    Attributes
-    ----------
-    link : the remote backend, which has more of its KV; None: none.
-    """
+    """Reads a folder of KV records, documents and chunks. Every read is its own short transaction, or part of a
+    :meth:`view`: the result is a private copy whose digest was checked. Readers never wait for a writer. Thread-safe.
+    Not usable across fork."""
 
     def __init__(self, path: Path, uuid: str) -> None:
-        """Use :meth:`Store.open` or :meth:`Store.create_or_open`."""
         super().__init__(path, uuid)
         self._flushed_at = time.monotonic()
         self._access = AccessLog(path, enabled=not self.read_only)
@@ -43,26 +36,19 @@ class StoreReader(ChunkReader, StretchReader):
 
     @property
     def is_front(self) -> bool:
-        """Return True for the local store of a shared store: all of its KV can be fetched again."""
+        """True for the local store of a shared store: all of its KV can be fetched again."""
         return (self.path / layout.REMOTE_FOLDER).is_dir()
 
     # ---- the folder ----------------------------------------------------------------------------------------------
 
     def concerns(self) -> list[str]:
-        """Return the permissions that a careful owner would want to change."""
         return layout.concerns(self.path)
 
     def side_file(self, name: str) -> Path:
-        """Return the path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
         return layout.side_file(self.path, name)
 
     def write_side(self, name: str, value: dict[str, Any]) -> bool:
-        """Write a JSON object next to the records, as ``folder/name``; it can be made again.
-
-        Returns
-        -------
-        False: it could not be written, such as to a read-only store.
-        """
+        """Write a JSON object that can be made again as ``folder/name``. False: it could not be written."""
         if self.read_only:
             return False
         try:
@@ -72,16 +58,10 @@ class StoreReader(ChunkReader, StretchReader):
         return True
 
     def read_side(self, name: str, **marks: Any) -> dict[str, Any]:
-        """Read a JSON object that is next to the records; see :func:`read_json`."""
         return read_json(self.side_file(name), **marks)
 
     def unfinished_chunks(self) -> set[bytes]:
-        """Return the ids of the chunks that are stored of unfinished files and that no document refers to.
-
-        Raises
-        ------
-        DamagedError : a document cannot be read, so what it refers to is unknown.
-        """
+        """Ids of the stored chunks of unfinished files that no document refers to. Raises DamagedError."""
         wanted = {chunk for ids in self.unfinished().values() for chunk in ids}
         wanted = wanted.intersection(self.chunk_ids()) if wanted else wanted
         return wanted - {ref.chunk_id for document in self.documents() for ref in document.chunks} if wanted else wanted
@@ -89,8 +69,8 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- notes of use --------------------------------------------------------------------------------------------
 
     def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0, again: bool = False) -> None:
-        """Remember that a question used these chunks now, and how many it missed; takes no lock, and does nothing on a
-        read-only store. What a link fetched for the question is written. `again`: the question is counted already."""
+        """Note that a question used these chunks now, and how many it missed, without a lock; what a link fetched for
+        it is written. `again`: the question is counted already."""
         self.note_use(chunk_ids)
         if not again:
             self._served.note(len(chunk_ids), missed)
@@ -100,12 +80,11 @@ class StoreReader(ChunkReader, StretchReader):
             self.link.keep_fetched()
 
     def note_use(self, chunk_ids: Sequence[bytes]) -> None:
-        """Remember that these chunks were used, though they were not found: computed for a question, and stored now."""
+        """Note the use of chunks that were not found: computed for a question, and stored now."""
         self._access.note(chunk_ids)
 
     @property
     def notes_are_long(self) -> bool:
-        """Return True if a writer should fold the notes into the store."""
         return self._access.is_long
 
     def flush(self) -> None:
@@ -115,12 +94,10 @@ class StoreReader(ChunkReader, StretchReader):
         self._served.flush()
 
     def served(self) -> Served:
-        """Return the counts of what questions found in the store, as far as they are on disk."""
         return self._served.total()
 
     def last_used(self) -> dict[bytes, int]:
-        """Map each chunk id to when it was last used (seconds since 1970): what is stored, and what is only noted so
-        far, by this process or by others. Chunks that were never used are not in it."""
+        """Map each chunk id that was ever used to its last use (seconds since 1970), stored or only noted so far."""
         self._access.flush()
         times = latest(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, when in self.folded_uses().items():
@@ -128,12 +105,10 @@ class StoreReader(ChunkReader, StretchReader):
         return times
 
     def folded_uses(self) -> dict[bytes, int]:
-        """Map each chunk id to when it was last used, as far as a writer has folded the notes into the store."""
         return self._times(tables.USED)
 
     def warmth(self) -> dict[bytes, float]:
-        """Map each chunk id to its LRFU score, of what is stored and what is only noted so far. Chunks that were never
-        used are not in it."""
+        """Map each chunk id that was ever used to its LRFU score, stored or only noted so far."""
         self._access.flush()
         warm = lrfu_scores(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, before in self.folded_warmth().items():
@@ -141,7 +116,6 @@ class StoreReader(ChunkReader, StretchReader):
         return warm
 
     def folded_warmth(self) -> dict[bytes, int]:
-        """Map each chunk id to its LRFU score, as far as a writer has folded the notes into the store."""
         return self._times(tables.WARM)
 
     def added(self) -> dict[bytes, int]:
@@ -166,19 +140,17 @@ class StoreReader(ChunkReader, StretchReader):
         return iter(sorted(entries, key=lambda entry: entry.path))
 
     def file(self, path: str) -> FileEntry | None:
-        """Return the file as last ingested. Raises DamagedError."""
         return self.file_at(tables.name_key(path))
 
     def file_at(self, key: bytes) -> FileEntry | None:
-        """Return the file of a key of :meth:`file_marks`. Raises DamagedError."""
+        """Read the file of a key of :meth:`file_marks`."""
         with self.snapshot() as snapshot:
             payload = snapshot.payload(tables.FILES, key, Kind.FILE, "a file entry")
         return None if payload is None else FileEntry.from_bytes(payload)
 
     def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
-        """Return the files of these documents, by path; a file without documents is its own. A document is looked for
-        where readers put it, in the file of its own name or of the part before its last or first `#`; only for others
-        all files are read. Raises DamagedError."""
+        """Find the files of these documents, by path; a file without documents is its own. They are looked for under a
+        document's name and the part before its last or first `#`, then in all files. Raises DamagedError."""
         found: dict[str, FileEntry] = {}
         lost: set[str] = set()
         for source in sources:
@@ -198,27 +170,24 @@ class StoreReader(ChunkReader, StretchReader):
 
     def origin_of(self, source: str) -> str:
         """Name the pack, store or signer that a document came from; "" for one that was ingested here."""
-        with suppress(DamagedError):
+        with contextlib.suppress(DamagedError):
             return next((entry.origin.name for entry in self.files_with([source])), "")
         return ""
 
     def file_marks(self) -> dict[bytes, bytes]:
-        """Return a mark of every file's entry, by key: a changed entry has another mark."""
+        """Map each file's key to a mark of its entry: a changed entry has another mark."""
         with self.snapshot() as snapshot:
             return {key: tables.mark_of(data) for key, data in snapshot.items(tables.FILES)}
 
     def document(self, source: str) -> DocumentEntry | None:
-        """Return the document of this source. Raises DamagedError."""
         payload = self.document_bytes(source)
         return None if payload is None else DocumentEntry.from_bytes(payload)
 
     def document_bytes(self, source: str) -> memoryview | None:
-        """Return the document of this source as :meth:`DocumentEntry.to_bytes` gave it. Raises DamagedError."""
         with self.snapshot() as snapshot:
             return snapshot.payload(tables.DOCUMENTS, tables.name_key(source), Kind.DOCUMENT, "a document")
 
     def document_mark(self, source: str) -> bytes | None:
-        """Return a mark of a document's entry, as of files; None: no such document."""
         with self.snapshot() as snapshot:
             data = snapshot.get(tables.DOCUMENTS, tables.name_key(source))
         return None if data is None else tables.mark_of(data)
@@ -228,38 +197,36 @@ class StoreReader(ChunkReader, StretchReader):
         return (entry for source in self.sources() if (entry := self.document(source)) is not None)
 
     def sources(self) -> list[str]:
-        """Return the sources of all documents, sorted."""
         return sorted({source for entry in self.files() for source in entry.documents})
 
     # ---- facts that the store keeps about itself -----------------------------------------------------------------
 
     def manifest(self) -> dict[str, Any]:
-        """Return the core's facts about the store; empty when new. Raises DamagedError."""
         return self._json(tables.MANIFEST_KEY, "the manifest")
 
     def made_by(self) -> Origin:
-        """Return the origin of the store's settings: HERE, unless it began as a copy. Raises DamagedError."""
+        """Origin of the store's settings: HERE, unless it began as a copy."""
         try:
             return origin_of(self.manifest().get(ORIGIN))
         except ValueError:
             return UNKNOWN
 
     def codec_state(self) -> dict[str, Any]:
-        """Return the codec profile in use and the measurements of each level; empty before the first `compress`."""
+        """Codec profile in use and the measurements of each level; empty before the first `compress`."""
         return self._json(tables.CODEC_KEY, "what is known of the codec levels")
 
     def budget(self) -> int | None:
-        """Return the bytes that the store's folder may hold; None: as many as the disk. Raises DamagedError."""
+        """Bytes that the store's folder may hold; None: no limit."""
         size = self._json(tables.BUDGET_KEY, "the size budget").get("bytes")
         return None if size is None else int(size)
 
     def pins(self) -> dict[str, Any]:
-        """Return the entries that are never evicted: `sources` and `chunks` (ids in hex). Raises DamagedError."""
+        """What is never evicted: `sources` and `chunks` (ids in hex)."""
         return {"sources": [], "chunks": []} | self._json(tables.PINS_KEY, "the list of pins")
 
     def unfinished(self) -> dict[str, tuple[bytes, ...]]:
-        """Return the files of which an ingest has stored some chunks and not all: path → ids of its chunks. A list that
-        is damaged counts as empty: only the work of computing them again is lost with it."""
+        """Map the path of each partly ingested file to the ids of its chunks. A damaged list counts as empty: only the
+        work of computing them again is lost with it."""
         with contextlib.suppress(DamagedError, ValueError, TypeError, AttributeError):
             rows = self._json(tables.UNFINISHED_KEY, "the list of unfinished files")
             packed = {str(path): bytes.fromhex(ids) for path, ids in rows.items()}
@@ -274,12 +241,10 @@ class StoreReader(ChunkReader, StretchReader):
             return _json_of(snapshot, key, what)
 
     def profile(self, digest: bytes) -> memoryview | None:
-        """Return the codec profile of a digest, or None. Raises DamagedError."""
         with self.snapshot() as snapshot:
             return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
 
     def profile_digests(self) -> list[bytes]:
-        """Return the digests of all codec profiles, sorted."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.PROFILES))
 
@@ -292,12 +257,11 @@ class StoreReader(ChunkReader, StretchReader):
             return _revision_of(snapshot)
 
     def documents_revision(self) -> int:
-        """Return the revision at which documents changed last; the retrieval index is keyed by it."""
+        """Revision at which documents changed last; the retrieval index is keyed by it."""
         return self._counted("documents")
 
     def dropped_revision(self) -> int:
-        """Return the revision at which something was dropped last of chunks that a document may refer to: until it
-        changes, what was whole stays whole."""
+        """Revision at which chunks that a document may refer to lost something last."""
         return self._counted("dropped")
 
     def _counted(self, name: str) -> int:
@@ -307,7 +271,7 @@ class StoreReader(ChunkReader, StretchReader):
             return int(counted.get(name, _revision_of(snapshot)))
 
     def is_collected(self) -> bool:
-        """Return True if chunks without a document were looked for after the last change of documents."""
+        """True if chunks without a document were looked for after the last change of documents."""
         with contextlib.suppress(DamagedError):  # then they are looked for, and the counter is written anew
             return bool(self._json(tables.COLLECTED_KEY, "a counter").get("documents") == self.documents_revision())
         return False
@@ -315,24 +279,15 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- sizes ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts and sizes.
-
-        Returns
-        -------
-        ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
-        ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
-        ``stretches {count, bytes}`` (of answered prompts, of a model that keeps states),
-        ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
-        ``pins {sources, chunks}``, ``disk_free``.
-        """
         revision = self.revision()
-        levels: dict[str, dict[str, int]] = {}
+        levels: dict[str, Counter[str]] = {}
         tokens: dict[bytes, int] = {}
         with self.snapshot() as snapshot:
             for key, data in snapshot.items(tables.LEVELS):
                 with contextlib.suppress(DamagedError):  # counted by verify
                     row = tables.LevelRow.unseal(key, data)
-                    _add_row(levels.setdefault(key[ID_BYTES:].decode("ascii"), {}), row)
+                    total = levels.setdefault(key[ID_BYTES:].decode("ascii"), Counter())
+                    total.update(chunks=1, records=row.layers, tokens=row.tokens, bytes=row.size)
                     tokens[key[:ID_BYTES]] = row.tokens
             counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
             counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
@@ -347,9 +302,9 @@ class StoreReader(ChunkReader, StretchReader):
             "tokens": sum(tokens.values()),
             "records": sum(level["records"] for level in levels.values()),
             "bytes": sum(level["bytes"] for level in levels.values()),
-            "levels": dict(sorted(levels.items())),
+            "levels": {level: dict(total) for level, total in sorted(levels.items())},
             "profiles": {"count": len(profiles), "bytes": sum(profiles)},
-            "stretches": {
+            "checkpoints": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
                 "bytes": sum(size for _, size in parts),
             },
@@ -378,8 +333,3 @@ def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedError(f"{what} cannot be read")
     return value
-
-
-def _add_row(total: dict[str, int], row: tables.LevelRow) -> None:
-    for name, count in (("chunks", 1), ("records", row.layers), ("tokens", row.tokens), ("bytes", row.size)):
-        total[name] = total.get(name, 0) + count

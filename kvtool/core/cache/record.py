@@ -59,7 +59,7 @@ _ALIGN = 64
 
 
 class Kind(enum.IntEnum):
-    """The kind of a payload. The numbers are on disk: never reuse one."""
+    """Kind of a payload. The numbers are on disk: never reuse one."""
 
     KV = 1
     MANIFEST = 2
@@ -78,12 +78,7 @@ class Kind(enum.IntEnum):
 @dataclass(frozen=True, slots=True)
 class KVHeader:
     """Header of a KV record: K ``[kv_heads, tokens, head_dim_k]`` and V ``[kv_heads, tokens, head_dim_v]`` of a layer.
-
-    Parameters
-    ----------
-    dtype : ``bfloat16``, ``float16`` or ``float32``: of the tensors before encoding.
-    level : the codec level, 1 to 16 characters of ``A-Za-z0-9._+-``.
-    """
+    `dtype` is that of the tensors before encoding."""
 
     dtype: str
     kv_heads: int
@@ -103,40 +98,26 @@ class KVHeader:
 
     @property
     def raw_bytes(self) -> int:
-        """Return the bytes of K and V together before encoding; the whole payload of a ``raw`` record."""
+        """Bytes of K and V together before encoding; the whole payload of a ``raw`` record."""
         return self.kv_heads * self.tokens * (self.head_dim_k + self.head_dim_v) * _ITEM_BYTES[self.dtype]
 
     @property
     def k_bytes(self) -> int:
-        """Return the bytes of K: where V starts in the payload of a ``raw`` record."""
+        """Bytes of K: where V starts in the payload of a ``raw`` record."""
         return self.kv_heads * self.tokens * self.head_dim_k * _ITEM_BYTES[self.dtype]
 
 
 def check_level(level: str) -> str:
-    """Return the level's name, if it is one.
-
-    Raises
-    ------
-    ValueError : empty, too long, or with characters that keys do not have.
-    """
+    """Return the level's name. Raises ValueError: empty, too long, or with characters that keys do not have."""
     if not _LEVEL.fullmatch(level):
         raise ValueError(f"bad level name {level!r}")
     return level
 
 
 def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> bytes:
-    """Encode a KV record as it is stored.
-
-    Parameters
-    ----------
-    key : the **chunk id**; level and layer are in the header, which the digest covers too.
-    header : shape, dtype, level and layer.
-    payload : parts, joined as they come. For level ``raw``: K then V, each ``[kv_heads, tokens, head_dim]`` in C order.
-
-    Raises
-    ------
-    ValueError : a ``raw`` payload whose length is not that of its shape.
-    """
+    """Encode a KV record as it is stored. `key` is the **chunk id**; the digest covers level and layer in the header,
+    too. `payload`: parts, joined as they come; for level ``raw`` K then V, each ``[kv_heads, tokens, head_dim]`` in C
+    order. Raises ValueError: a ``raw`` payload whose length is not that of its shape."""
     parts = [_flat(part) for part in payload]
     length = sum(part.nbytes for part in parts)
     if level_of(header.level).verbatim and length != header.raw_bytes:
@@ -145,16 +126,8 @@ def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> byt
 
 
 def seal_room(key: bytes, header: KVHeader, room: memoryview) -> memoryview:
-    """Make a `raw` record in the memory of its payload, without a copy; equal to :func:`encode_record`.
-
-    Parameters
-    ----------
-    room : the payload with 64 bytes before it and 16 behind. It becomes the record, and must not change any more.
-
-    Raises
-    ------
-    ValueError : a payload whose length is not that of its shape.
-    """
+    """Make a `raw` record in the memory of its payload, with 64 bytes before it and 16 behind, without a copy. The
+    memory must not change afterwards. Raises ValueError: a payload whose length is not that of its shape."""
     if room.nbytes != header.raw_bytes + OVERHEAD_BYTES:
         raise ValueError(f"a raw record of this shape has {header.raw_bytes + OVERHEAD_BYTES} bytes, not {room.nbytes}")
     room[:HEADER_BYTES] = _pack_header(Kind.KV, header.raw_bytes, header)
@@ -163,22 +136,15 @@ def seal_room(key: bytes, header: KVHeader, room: memoryview) -> memoryview:
 
 
 def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
-    """Return the header and payload of a KV record whose every byte has been checked.
-
-    The payload is a view into `data`, writable where `data` is.
-
-    Raises
-    ------
-    DamagedError : truncated, other key, other version, a digest or a size that does not fit.
-    """
+    """Return the header and payload, a view into `data`, of a KV record whose every byte has been checked. Raises
+    DamagedError: truncated, other key, other version, a digest or a size that does not fit."""
     fields, payload = _open(key, data, Kind.KV)
-    return _kv_header(fields, payload.nbytes), payload
+    return _kv_header(fields), payload
 
 
 def header_of(data: Bytes) -> KVHeader:
-    """Return the header of a KV record, **without** checking the digest; raises DamagedError."""
-    fields = _parse_header(_flat(data), Kind.KV)
-    return _kv_header(fields, fields.length)
+    """Read the header of a KV record, **without** checking the digest. Raises DamagedError."""
+    return _kv_header(_parse_header(_flat(data), Kind.KV))
 
 
 def payload_part(data: Bytes, part: slice) -> bytes:
@@ -187,13 +153,11 @@ def payload_part(data: Bytes, part: slice) -> bytes:
 
 
 def seal(key: bytes, kind: Kind, payload: Bytes) -> bytes:
-    """Return any other value in the same envelope."""
     part = _flat(payload)
     return _envelope(key, _pack_header(kind, part.nbytes), [part])
 
 
 def unseal(key: bytes, kind: Kind, data: Bytes) -> memoryview:
-    """Return the payload of a value that :func:`seal` made for this key and kind; raises DamagedError."""
     return _open(key, data, kind)[1]
 
 
@@ -261,7 +225,7 @@ def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
 
 
 @lru_cache  # records of one layer and length have the same
-def _kv_header(fields: _Fields, length: int) -> KVHeader:
+def _kv_header(fields: _Fields) -> KVHeader:
     dtype = _DTYPE_NAMES.get(fields.dtype)
     if dtype is None:
         raise DamagedError(f"unknown dtype code {fields.dtype}")
@@ -272,8 +236,8 @@ def _kv_header(fields: _Fields, length: int) -> KVHeader:
         )
     except ValueError as error:
         raise DamagedError("the record's level is no level") from error
-    if length is not None and level_of(level).verbatim and length != header.raw_bytes:
-        raise DamagedError(f"{length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
+    if level_of(level).verbatim and fields.length != header.raw_bytes:
+        raise DamagedError(f"{fields.length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
     return header
 
 

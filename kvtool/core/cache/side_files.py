@@ -29,21 +29,12 @@ _FOLDERS = ("index", "gate", "speeds", "seen")
 _sound: set[tuple[int, ...]] = set()  # files that this process has checked, as they are
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
-
-
 def tail_of(data: bytes) -> bytes:
-    """Return the bytes that follow a table's: magic number and digest."""
     return _MAGIC + xxhash.xxh3_128_digest(data + _MAGIC)
 
 
 def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryview:
-    """Return the bytes of a mapped table without its tail; hashed at the first time in this process.
-
-    Raises
-    ------
-    DamagedError : they are not those of the digest.
-    """
+    """Return the bytes of a mapped table without its tail; hashed once in this process. Raises DamagedError."""
     body = view[:-TAIL_BYTES]
     known = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if known not in _sound:
@@ -57,21 +48,12 @@ def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryv
     return body
 
 
-# ---- JSON --------------------------------------------------------------------------------------------------------
-
-
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with its digest. Raises OSError, NoSpaceError."""
     atomic_write(path, json.dumps({_DIGEST: json_digest(value), **value}, indent=1).encode())
 
 
 def read_json(path: Path, **marks: Any) -> dict[str, Any]:
-    """Read what :func:`write_json` wrote; empty where nothing was written, or that cannot be read.
-
-    Parameters
-    ----------
-    marks : fields that the object must have with these values, such as `format`; else it counts as unreadable.
-    """
+    """Read what :func:`write_json` wrote; empty if it cannot be read, or if a field lacks the value in `marks`."""
     try:
         value = _read_json(path)
     except (OSError, ValueError, RecursionError):
@@ -80,13 +62,6 @@ def read_json(path: Path, **marks: Any) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, and check its digest.
-
-    Raises
-    ------
-    OSError : it cannot be read.
-    ValueError : it is no JSON object, or not that of its digest.
-    """
     value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no object")
@@ -96,16 +71,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def json_digest(value: dict[str, Any]) -> str:
-    """Return the digest of a JSON object, whatever the order of its fields; xxh3-128 in hex."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-# ---- all of a store's --------------------------------------------------------------------------------------------
-
-
 def damaged_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the files below a store's folder that do not match their digest: place and what is wrong."""
+    """Yield place and damage of the files below a store's folder that do not match their digest."""
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             with contextlib.suppress(FileNotFoundError):  # replaced while we look

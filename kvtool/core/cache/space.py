@@ -20,31 +20,21 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reserve() -> int:
-    """Return the bytes of disk that a commit must leave free (``KVTOOL_DISK_RESERVE``)."""
     text = os.environ.get("KVTOOL_DISK_RESERVE", "")
     return int(text) if text.isdecimal() else _DEFAULT_RESERVE
 
 
 def disk_free(folder: Path) -> int:
-    """Return the bytes that this user can still write."""
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize
 
 
 def megabytes(size: int) -> str:
-    """Return a size for people, in MB of 10⁶ bytes."""
     return f"{size / 1e6:,.1f} MB"
 
 
 def check_disk(folder: Path, need: int, reusable: int, spare: int) -> None:
-    """Refuse a commit that would fill the disk.
-
-    Parameters
-    ----------
-    need : bytes about to be written.
-    reusable : bytes that the file has free, which LMDB takes first.
-    spare : bytes of the disk that have to stay free.
-    """
+    """Refuse a commit that would fill the disk, of which `spare` bytes stay free; LMDB takes `reusable` first."""
     free = disk_free(folder)
     if need - reusable > 0 and free - spare < need - reusable:
         raise NoSpaceError(
@@ -54,15 +44,8 @@ def check_disk(folder: Path, need: int, reusable: int, spare: int) -> None:
 
 
 def check_copy(folder: Path, live: int, file: int) -> None:
-    """Refuse to write the copy without free pages that a compaction makes, where it would fill the disk.
-
-    One that gives back more than it takes meanwhile may take of the reserve, too: it is there for a full disk.
-
-    Parameters
-    ----------
-    live : bytes of the copy.
-    file : bytes of the data file that it would replace.
-    """
+    """Refuse a compaction whose copy of `live` bytes would fill the disk. One that gives back more than it takes
+    meanwhile may use the reserve, too: it is there for a full disk."""
     free, spare = disk_free(folder), 0 if file - live > live else reserve()
     if free - spare < live:
         inside = megabytes(max(0, file - live))
@@ -74,37 +57,21 @@ def check_copy(folder: Path, live: int, file: int) -> None:
 
 
 def check_file(folder: Path, size: int) -> None:
-    """Refuse a side file that would fill the disk, before it is begun.
-
-    Raises
-    ------
-    OSError : `ENOSPC`, as the disk itself would say: a caller whose file can be made again continues without it.
-    """
+    """Refuse a side file that would fill the disk. Raises OSError (`ENOSPC`), as the disk itself would: a caller whose
+    file can be made again continues without it."""
     if size > _SMALL_FILE and disk_free(folder) - reserve() < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(folder))
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget for the files in a store's folder, in bytes.
-
-    Attributes
-    ----------
-    given : for one command (`--max-size`), not kept by the store.
-    """
+    """Maximum bytes of the files in a store's folder; `given` for one command (`--max-size`)."""
 
     size: int
     given: bool = False
 
     def refuse(self, used: int, need: int, free: int) -> NoSpaceError:
-        """Return the error for a commit that does not fit.
-
-        Parameters
-        ----------
-        used : bytes of the folder.
-        need : bytes about to be written.
-        free : bytes of pages inside the data file that nothing uses.
-        """
+        """Make the error for a commit that does not fit; `free`: bytes of unused pages inside the data file."""
         over = max(used + need - max(0, min(free, need)), self.size + 1)
         if free >= need:
             how = f"`kvtool store compact` gives {megabytes(free)} of free pages back"
@@ -117,7 +84,6 @@ class Budget:
 
 
 def folder_bytes(root: Path) -> int:
-    """Return the bytes of all files below a folder, as their lengths say."""
     total = 0
     for at, _, names in os.walk(root):
         for name in names:
@@ -127,11 +93,8 @@ def folder_bytes(root: Path) -> int:
 
 
 def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
-    """Translate a failed LMDB write: no space, damage, or LMDB's own message.
-
-    A full disk, a quota and a file size limit all show as `Input/output error`: a test write distinguishes them from
-    damage.
-    """
+    """Translate a failed LMDB write. A full disk, a quota and a file size limit all show as `Input/output error`: a
+    test write distinguishes them from damage."""
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)):
         return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")
     code = getattr(error, "code", 0)
@@ -144,9 +107,7 @@ def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
 
 
 def _is_full(folder: Path, need: int) -> bool:
-    if disk_free(folder) < need + reserve():
-        return True
-    return _over_file_limit(folder, need) or _over_quota(folder, need)
+    return disk_free(folder) < need + reserve() or _over_file_limit(folder, need) or _over_quota(folder, need)
 
 
 def _over_file_limit(folder: Path, need: int) -> bool:

@@ -1,7 +1,4 @@
-"""Store of KV records, documents and chunks: opened, made, and its one writer handed out.
-
-A store is made in an order that a kill at any point leaves either no store or a whole one.
-"""
+"""Store of KV records, documents and chunks: opened, made, and its one writer handed out."""
 
 from __future__ import annotations
 
@@ -32,39 +29,22 @@ _CREATE_WAIT = 10.0  # seconds for two processes that make the same store
 
 
 class Store(StoreReader):
-    """A folder of KV records, documents and chunks; see :class:`StoreReader`. A :class:`Writer` of it belongs to one
-    thread."""
-
-    # ---- opening and closing -------------------------------------------------------------------------------------
+    """A folder of KV records, documents and chunks. A :class:`Writer` of it belongs to one thread."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the store at `path`, which may be read-only.
-
-        Raises
-        ------
-        StoreNotFoundError : `path` holds no store.
-        StoreFormatError : newer format, foreign data, a file.
-        DamagedError : truncated, or a part of it is missing.
-        """
+        """Open a store, which may be read-only. Raises StoreNotFoundError, StoreFormatError, DamagedError."""
         root = Path(os.path.abspath(path))
-        return cls(root, layout.read_store_file(root).uuid)
+        return cls(root, layout.read_uuid(root))
 
     @classmethod
     def create_or_open(cls, path: Path) -> Self:
-        """Open the store at `path`; make it first if it does not exist.
-
-        Raises
-        ------
-        StoreFormatError : `path` is a file, or a folder that holds other things.
-        StoreLockedError : another process is just making it (after 10 s).
-        """
+        """Open a store; make it if it does not exist. Raises StoreFormatError: `path` holds other things."""
         root = Path(os.path.abspath(path))
         create_if_missing(root)
         return cls.open(root)
 
     def close(self) -> None:
-        """Write the access notes and close the files; closing twice is fine."""
         if self.link is not None:
             self.link.close()
         self.flush()
@@ -78,23 +58,11 @@ class Store(StoreReader):
     ) -> None:
         self.close()
 
-    # ---- writing -------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def writer(self, wait: float = 0.0, max_size: int | None = None, say: Warn = warn_nobody) -> Iterator[Writer]:
-        """Hold the one writer of the store. Leaving normally commits what is buffered; leaving by an error drops it.
-
-        Parameters
-        ----------
-        wait : seconds to wait for another writer; negative: without limit.
-        max_size : bytes that the store's folder may hold; None: the store's own budget.
-        say : told which process it waits for.
-
-        Raises
-        ------
-        StoreLockedError : another writer holds the store.
-        KvtoolError : the store is read-only, or this thread holds a view of it.
-        """
+        """Hold the one writer of the store; for `wait` and `say` see :func:`writer_lock`. Leaving normally commits what
+        is buffered; leaving by an error drops it. `max_size`: bytes that the store's folder may hold; None: the store's
+        own budget. Raises StoreLockedError; KvtoolError: the store is read-only, or this thread holds a view of it."""
         if self.read_only:
             raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
         with self.unviewed(), writer_lock(self.path, wait, say):
@@ -113,17 +81,7 @@ class Store(StoreReader):
 
 @contextlib.contextmanager
 def making(path: Path, wait: float, say: Warn) -> Iterator[None]:
-    """Let one process of this user at a time make the store at `path`, from before there is a folder for a lock.
-
-    Parameters
-    ----------
-    wait : seconds to wait for another one; negative: without limit.
-    say : told which process it waits for.
-
-    Raises
-    ------
-    StoreLockedError : another process still makes it.
-    """
+    """Let one process of this user at a time make the store at `path`, before there is a folder for a lock."""
     root = os.path.realpath(path)
     try:
         folder = cache_dir() / "making" / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
@@ -136,7 +94,6 @@ def making(path: Path, wait: float, say: Warn) -> Iterator[None]:
 
 
 def create_if_missing(root: Path) -> None:
-    """Make the store's folder and its empty first generation, unless they are there."""
     if _is_whole(root):
         return
     if root.exists() and not root.is_dir():
@@ -145,7 +102,8 @@ def create_if_missing(root: Path) -> None:
         raise UsageError(f"{str(root)!a} cannot be a store: its name is not UTF-8", "name another folder with --store")
     try:
         layout.make_folder(root)
-        layout.check_foreign(root)
+        if layout.is_foreign(root):
+            raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
         with writer_lock(root, _CREATE_WAIT):
             if not _is_whole(root):
                 _create(root)
@@ -158,27 +116,25 @@ def create_if_missing(root: Path) -> None:
 
 def _is_whole(root: Path) -> bool:
     try:
-        layout.read_store_file(root)
+        layout.read_uuid(root)
     except StoreNotFoundError:
         return False
     return layout.current_generation(root) is not None and (root / layout.DATA_FOLDER).exists()
 
 
 def _create(root: Path) -> None:
-    """store.json, the first generation under another name, the pointer, and last data/ itself in one rename.
-
-    No data/ therefore means: nothing was ever committed here, and what is there may be made again.
-    """
+    """Write store.json, the first generation under another name, the pointer, and last data/ itself in one rename. No
+    data/ therefore means: nothing was ever committed here, and what is there may be made again."""
     root.chmod(0o700)
     try:
-        store_file = layout.read_store_file(root)
+        uuid = layout.read_uuid(root)
     except StoreNotFoundError:
-        store_file = layout.write_store_file(root)
+        uuid = layout.write_store_file(root)
     building = root / f"{layout.TEMPORARY}data"
     shutil.rmtree(building, ignore_errors=True)
     layout.make_folder(building)
     layout.make_folder(building / "gen-1")
-    _fill(building / "gen-1", store_file)
+    _fill(building / "gen-1", uuid)
     for folder in (building / "gen-1", building):
         layout.sync_folder(folder)
     layout.point_to(root, root / layout.DATA_FOLDER / "gen-1")
@@ -186,13 +142,13 @@ def _create(root: Path) -> None:
     layout.sync_folder(root)
 
 
-def _fill(generation: Path, store_file: layout.StoreFile) -> None:
+def _fill(generation: Path, uuid: str) -> None:
     if not layout.allocate_lock_file(generation, LOCK_FILE_BYTES):
         raise NoSpaceError(f"no space to make a store at {generation}", "free some disk space")
     environment = open_lmdb(generation, read_only=False, create=True)
     try:
         with environment.begin(write=True) as transaction:
-            data = dump_json({"uuid": store_file.uuid, "format": store_file.format})
+            data = dump_json({"uuid": uuid, "format": layout.FORMAT})
             transaction.put(tables.META + tables.STORE_KEY, seal(tables.STORE_KEY, Kind.STORE, data))
     except lmdb.Error as error:
         raise NoSpaceError(f"cannot make a store at {generation}: {error}", "is the disk full?") from error

@@ -2,14 +2,13 @@
 
 A stretch is a checkpoint of one segment of a prompt, computed after all segments before it: keys and values of the
 layers that have some, and the states after its last token. Its name is a digest of all token ids from the prompt's
-beginning to its end. It is stored in a table of its own: a description under its id, and one part for each layer and
-side.
+beginning to its end. Its table has a description under its id, and one part for each layer and side.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -42,7 +41,6 @@ class StretchInfo:
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
-    arithmetic : what computed it.
     """
 
     start: int
@@ -56,105 +54,81 @@ class StretchInfo:
 
     @property
     def places(self) -> list[Place]:
-        """Return the places of all parts."""
         return [*(("rows", layer) for layer in self.rows), *(("state", layer) for layer in self.states)]
 
     def to_bytes(self) -> bytes:
-        """Return JSON, its names sorted."""
         row = {name: getattr(self, name) for name in self.__slots__} | {"chunks": [one.hex() for one in self.chunks]}
         return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> StretchInfo:
-        """Inverse of :meth:`to_bytes`; raises DamagedError."""
         try:
             row = json.loads(bytes(data))
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(tables.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
-            arithmetic = _arithmetic(row["arithmetic"])
-            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, arithmetic)
+            dtype, device = row["arithmetic"]
+            if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
+                raise ValueError("no arithmetic")
+            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, Arithmetic(dtype, device))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
 
 def _within(number: object, most: int) -> int:
-    """Return a number of a description. Raises ValueError where it is not possible."""
     if type(number) is not int or not 0 <= number <= most:
         raise ValueError("no such number")
     return number
 
 
-def _arithmetic(names: Sequence[str]) -> Arithmetic:
-    """Read the arithmetic in a description. Raises ValueError, TypeError."""
-    dtype, device = names
-    if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
-        raise ValueError("no arithmetic")
-    return Arithmetic(dtype, device)
-
-
 def part_name(place: Place) -> str:
-    """Return a part's name in a pack."""
     return f"{place[0]}-{place[1]}"
 
 
 def named_part(place: Place) -> str:
-    """Return a part's name in a message, before a verb."""
+    """Name a part in a message, before a verb."""
     return f"{'rows' if place[0] == 'rows' else 'states'} of layer {place[1]}"
 
 
 def part_key(stretch: bytes, place: Place) -> bytes:
-    """Return the key of one part."""
     side, layer = place
     return tables.check_chunk_id(stretch) + bytes([_SIDES.index(side)]) + layer.to_bytes(2, "big")
 
 
 def read_row(key: bytes, data: memoryview) -> object:
-    """Check a row of the table, whichever it is; raises DamagedError."""
     return opened_info(key, data) if len(key) == ID_BYTES else unseal(key, Kind.PART, data)
 
 
 def opened_info(stretch: bytes, data: Bytes) -> StretchInfo:
-    """Return the description in an envelope; raises DamagedError."""
     return StretchInfo.from_bytes(unseal(stretch, Kind.STRETCH, data))
 
 
 def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
-    """Return the payload of a part in an envelope; raises DamagedError."""
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
 class StretchReader(StoreConnection):
-    """The part of :class:`kvtool.core.cache.store.Store` that reads stretches."""
-
     def stretches(self) -> dict[bytes, StretchInfo]:
-        """Return all complete stretches, by id; damaged descriptions are left out."""
+        """Read all complete stretches, by id; damaged descriptions are left out."""
         with self.snapshot() as snapshot:
             return dict(_described(snapshot))
 
     def stretch(self, stretch: bytes) -> StretchInfo | None:
-        """Return the description of a stretch, or None. Raises DamagedError."""
         with self.snapshot() as snapshot:
             payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a state checkpoint")
         return None if payload is None else StretchInfo.from_bytes(payload)
 
     def read_part(self, stretch: bytes, place: Place) -> memoryview:
-        """Read one part of a stretch: private, writable, its payload after a header of 64 bytes on a 64-byte boundary.
-
-        Raises
-        ------
-        DamagedError : it is damaged, or missing.
-        """
+        """Read a part: private, writable, its payload after a header of 64 bytes on a 64-byte boundary. Raises
+        DamagedError: it is damaged, or missing."""
         return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
 
     def sealed_part(self, stretch: bytes, place: Place) -> bytes:
-        """Return a part in its envelope, checked. Raises DamagedError."""
         data = self._row(part_key(stretch, place), named_part(place))
         opened_part(stretch, place, data)
         return bytes(data)
 
     def sealed_stretch(self, stretch: bytes) -> bytes:
-        """Return a description in its envelope, checked. Raises DamagedError."""
         data = self._row(stretch, "descriptions of a state checkpoint")
         opened_info(stretch, data)
         return bytes(data)
@@ -179,34 +153,24 @@ def _names(snapshot: Snapshot) -> list[bytes]:
     return [key for key in snapshot.keys(tables.STRETCHES) if len(key) == ID_BYTES]
 
 
-# ---- rows, as a writer puts and removes them ----------------------------------------------------------------
-
-
 def part_row(stretch: bytes, place: Place, payload: bytes) -> Row:
-    """Return the row of a part, in its envelope."""
     key = part_key(stretch, place)
     return tables.STRETCHES, key, seal(key, Kind.PART, payload)
 
 
 def info_row(stretch: bytes, info: StretchInfo) -> Row:
-    """Return the row of a description: put last, it makes the stretch whole."""
+    """Make the row of a description: put last, it makes the stretch whole."""
     return tables.STRETCHES, stretch, seal(stretch, Kind.STRETCH, info.to_bytes())
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """Return the order in which stretches are evicted: the least recently used first; of a prompt the last first, since
-    it needs those before it.
-
-    Parameters
-    ----------
-    used : seconds of the last use, by id; none: never.
-    """
+    """Order stretches for eviction: the least recently `used` first; of a prompt the last first, which needs the
+    others."""
 
     return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
 
 
 def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:
-    """Return the stretches to evict to free so many bytes; see `in_turn`."""
     going = []
     for stretch in in_turn(stretches, used):
         if size <= 0:
@@ -217,19 +181,17 @@ def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]
 
 
 def stretch_keys(snapshot: Snapshot, stretch: bytes) -> list[RowKey]:
-    """Return all rows of a stretch, and when it was used."""
     used = [(table, stretch) for table in (tables.USED, tables.WARM) if snapshot.has(table, stretch)]
     return [*used, *((tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES, stretch))]
 
 
 def left_over(snapshot: Snapshot) -> list[RowKey]:
-    """Return the parts without a description: of a writer that was killed, or whose description was damaged."""
+    """List the parts without a description: of a writer that was killed, or whose description was damaged."""
     names = {*_names(snapshot)}
     return [(tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES) if key[:ID_BYTES] not in names]
 
 
 def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
-    """List the parts that descriptions name and that are missing."""
     for stretch, info in _described(snapshot):
         for place in info.places:
             if not snapshot.has(tables.STRETCHES, part_key(stretch, place)):

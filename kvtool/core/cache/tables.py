@@ -23,7 +23,7 @@ from kvtool.core.errors import DamagedError
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES, WARM, ORIGINS = TABLES = tuple(
     bytes([letter]) for letter in b"mfdclrupaswo"
 )
-_NAMES = "meta files documents chunks levels records used profiles added stretches warm origins".split()
+_NAMES = "meta files documents chunks levels records used profiles added checkpoints warm origins".split()
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
 BY_CHUNK = (CHUNKS, LEVELS, RECORDS, USED, WARM, ADDED, ORIGINS)
 Row = tuple[bytes, bytes, Bytes]  # table, key, value
@@ -39,7 +39,6 @@ _LEVEL_ROW = struct.Struct("<IIQ")
 
 
 def name_key(name: str) -> bytes:
-    """Return the key of a file or a document."""
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=ID_BYTES, person=b"kvtool name").digest()
 
 
@@ -49,18 +48,17 @@ def mark_of(data: Bytes) -> bytes:
 
 
 def level_key(chunk_id: bytes, level: str) -> bytes:
-    """Return the key of the row that says: all layers of this chunk are stored at this level."""
+    """Make the key of the row that says: all layers of this chunk are stored at this level."""
     return check_chunk_id(chunk_id) + check_level(level).encode("ascii")
 
 
 def record_key(chunk_id: bytes, level: str, layer: int) -> bytes:
-    """Return the key of one KV record. The level follows its length, so "1" is no prefix of "10"."""
+    """Make the key of one KV record. The level follows its length, so "1" is no prefix of "10"."""
     name = check_level(level).encode("ascii")
     return check_chunk_id(chunk_id) + bytes([len(name)]) + name + struct.pack(">H", layer)
 
 
 def split_record_key(key: bytes) -> tuple[bytes, str, int]:
-    """Return the chunk id, level and layer of a record key; raises DamagedError."""
     level = key[ID_BYTES + 1 : -2]
     if len(key) < ID_BYTES + 4 or key[ID_BYTES] != len(level):
         raise DamagedError("a record key is damaged")
@@ -68,19 +66,16 @@ def split_record_key(key: bytes) -> tuple[bytes, str, int]:
 
 
 def check_chunk_id(chunk_id: bytes) -> bytes:
-    """Return the id, if it is one; raises ValueError."""
     if len(chunk_id) != ID_BYTES:
         raise ValueError(f"a chunk id has {ID_BYTES} bytes, not {len(chunk_id)}")
     return bytes(chunk_id)
 
 
 def seal_number(key: bytes, value: int) -> bytes:
-    """Return a counter or a time in the envelope."""
     return seal(key, Kind.NUMBER, _NUMBER.pack(value))
 
 
 def unseal_number(key: bytes, data: Bytes) -> int:
-    """Inverse of :func:`seal_number`; raises DamagedError."""
     payload = unseal(key, Kind.NUMBER, data)
     if payload.nbytes != _NUMBER.size:
         raise DamagedError("a stored number has the wrong size")
@@ -96,39 +91,30 @@ class LevelRow:
     size: int
 
     def seal(self, key: bytes) -> bytes:
-        """Return the row in the envelope."""
         return seal(key, Kind.LEVEL, _LEVEL_ROW.pack(self.layers, self.tokens, self.size))
 
     @classmethod
     def unseal(cls, key: bytes, data: Bytes) -> LevelRow:
-        """Inverse of :meth:`seal`; raises DamagedError."""
         payload = unseal(key, Kind.LEVEL, data)
         if payload.nbytes != _LEVEL_ROW.size:
             raise DamagedError("a level row has the wrong size")
         return cls(*_LEVEL_ROW.unpack(payload))
 
 
-# ---- rows --------------------------------------------------------------------------------------------------------
-
-
 def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
-    """Return the row of a fact that the store keeps about itself."""
     return META, key, seal(key, Kind.MANIFEST, dump_json(value))
 
 
 def profile_row(digest: bytes, data: bytes) -> Row:
-    """Return the row of a codec profile."""
     return PROFILES, digest, seal(digest, Kind.PROFILE, data)
 
 
 def file_row(entry: FileEntry) -> Row:
-    """Return the row of a file."""
     key = name_key(entry.path)
     return FILES, key, seal(key, Kind.FILE, entry.to_bytes())
 
 
 def document_row(document: DocumentEntry) -> Row:
-    """Return the row of a document."""
     key = name_key(document.source)
     return DOCUMENTS, key, seal(key, Kind.DOCUMENT, document.to_bytes())
 
@@ -142,8 +128,7 @@ def level_rows(
     replace: bool,
     origin: Origin | None = None,
 ) -> list[Row]:
-    """Return the rows of a chunk at a level that are not stored yet, or stored damaged: a sound row is written again
-    only where it is to be replaced."""
+    """Make the rows of a chunk at a level that are missing, damaged or to be replaced."""
     rows = info_rows(snapshot, chunk_id, info, origin)
     replace = replace or bool(superseded(snapshot, chunk_id, origin))
     for number, record in enumerate(layers):
@@ -156,12 +141,7 @@ def level_rows(
 
 
 def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Origin | None = None) -> list[Row]:
-    """Return the rows of a chunk's description, when it came and where from, as far as they are not stored yet.
-
-    Raises
-    ------
-    ValueError : another chunk is stored under this id.
-    """
+    """Make the missing rows of a chunk's description and origin. Raises ValueError: another chunk has this id."""
     stored = None
     data = snapshot.get(CHUNKS, chunk_id)
     if data is not None and not superseded(snapshot, chunk_id, origin):
@@ -182,7 +162,7 @@ def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Orig
 
 
 def origin_in(snapshot: Snapshot, chunk_id: bytes) -> Origin:
-    """Return where a chunk's records were made; a row that cannot be read counts as foreign."""
+    """Read where a chunk's records were made; a row that cannot be read counts as foreign."""
     try:
         data = snapshot.get(ORIGINS, chunk_id)
         return HERE if data is None else unseal_origin(chunk_id, data)
@@ -191,10 +171,8 @@ def origin_in(snapshot: Snapshot, chunk_id: bytes) -> Origin:
 
 
 def superseded(snapshot: Snapshot, chunk_id: bytes, origin: Origin | None) -> list[RowKey]:
-    """List the rows of a chunk that `origin` replaces: all of a foreign chunk, if `origin` is not foreign.
-
-    The records of a chunk that own documents use then never have another source, whatever their level.
-    """
+    """List the rows of a chunk that `origin` replaces: all of a foreign chunk, if `origin` is not foreign. The records
+    of a chunk that own documents use then never have another source, whatever their level."""
     if origin is None or origin.is_foreign or not origin_in(snapshot, chunk_id).is_foreign:
         return []
     return chunk_keys(snapshot, chunk_id)
@@ -212,12 +190,8 @@ def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
 
 
 def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[Bytes], sealed: bool = False) -> None:
-    """Raise ValueError where these are not the records of this chunk at this level, one a layer.
-
-    Parameters
-    ----------
-    sealed : only read their headers; else their digests are compared, too.
-    """
+    """Raise ValueError if these are not the records of this chunk at this level, one a layer. `sealed`: only read their
+    headers; else their digests are compared, too."""
     check_chunk_id(chunk_id)
     if len(layers) != info.layers or not layers:
         raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
@@ -230,11 +204,7 @@ def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[
             raise ValueError(f"layer {number} holds a record of another level, layer or length")
 
 
-# ---- keys of rows to delete --------------------------------------------------------------------------------------
-
-
 def level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[RowKey]:
-    """Return the rows of a chunk's records at one level."""
     prefix = record_key(chunk_id, level, 0)[:-2]
     deletions = [(RECORDS, key) for key in snapshot.keys(RECORDS, prefix)]
     key = level_key(chunk_id, level)
@@ -242,5 +212,4 @@ def level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[RowKey]:
 
 
 def chunk_keys(snapshot: Snapshot, chunk_id: bytes) -> list[RowKey]:
-    """Return all rows of a chunk."""
     return [(table, key) for table in BY_CHUNK for key in snapshot.keys(table, chunk_id)]

@@ -25,22 +25,18 @@ _LOOK_SECONDS = 0.001
 
 
 class TransactionGuard:
-    """Guard of a transaction in an environment: created first, ended in a `finally`; ending it twice is allowed.
+    """Guard of a transaction in an environment: created first, ended in a `finally`; ending it twice is allowed. Its
+    state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway."""
 
-    Its state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway.
-    """
-
-    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction", "tree")
+    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction")
 
     def __init__(self) -> None:
         self.lock: ReadWriteLock | None = None
         self.inside = False
         self.thread = 0
         self.transaction: Transaction | None = None
-        self.tree: Tree | None = None
 
     def end(self) -> None:
-        """End the transaction, if it was begun, and leave."""
         try:
             if self.transaction is not None:
                 self.transaction.abort()
@@ -77,11 +73,9 @@ class ReadWriteLock:
             time.sleep(_LOOK_SECONDS)
 
     def left(self, guard: TransactionGuard) -> None:
-        """Remove a guard that has ended."""
         self._guards.pop(id(guard), None)
 
     def run_alone(self, work: Callable[[], None]) -> None:
-        """Run `work` while no guard is inside and none enters."""
         ticket = object()
         try:
             self._waiting.add(ticket)
@@ -99,7 +93,7 @@ class ReadWriteLock:
         return [guard for guard in known if guard is not None and guard.inside]
 
     def _others(self) -> bool:
-        """Return True if other threads are inside; guards that this thread has left open are ended."""
+        """True if other threads are inside; guards that this thread has left open are ended."""
         this_thread = threading.get_ident()
         for guard in self._inside():
             if guard.thread == this_thread:
@@ -114,21 +108,16 @@ class Snapshot:
         self._tree = tree
 
     def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
-        """Return a copy of a value, or None; a large one is copied into what `allocate` returns."""
+        """Copy a value, or None; a large one is copied into what `allocate` returns."""
         return self._tree.get(table + key, allocate=allocate)
 
     def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
-        """Return the contents of a value's envelope, or None.
-
-        Raises
-        ------
-        DamagedError : the value is damaged; the message names it by `what`.
-        """
+        """Return the contents of a value's envelope, or None. Raises DamagedError, which names the value by `what`."""
         data = self.get(table, key)
         return None if data is None else checked_payload(key, kind, data, what)
 
     def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
-        """Return a copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
+        """Copy a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
         return self._tree.get(table + key, size)
 
     def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
@@ -139,12 +128,7 @@ class Snapshot:
         self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], allocate: Allocator
     ) -> Iterator[memoryview | DamagedError | None]:
         """Yield copies of many values: each is looked up once, and read ahead while others are copied if it is not in
-        memory.
-
-        Parameters
-        ----------
-        before : called with the number of each before it is copied.
-        """
+        memory. `before` is called with the number of each before it is copied."""
         found = [self._found(table + key) for key in keys]
         waited: list[int] = []
 
@@ -178,8 +162,7 @@ class Snapshot:
                     self._tree.will_need(place)
 
     def has(self, table: bytes, key: bytes) -> bool:
-        """Return True if the key has a value; the value is not read."""
-        return self._tree.has(table + key)
+        return self._tree.find(table + key) is not None
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
         """Yield the keys in order. Use them up before the snapshot ends."""
@@ -187,12 +170,10 @@ class Snapshot:
             yield key[len(table) :]
 
     def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """Yield the keys and copied values in order."""
         for key, value in self._tree.values(table + prefix):
             yield key[len(table) :], value
 
     def sizes(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, int]]:
-        """Yield the keys and lengths of values, in order; reads no value."""
         for key, size in self._tree.items(table + prefix):
             yield key[len(table) :], size
 
@@ -203,17 +184,15 @@ class Snapshot:
             self._tree.touch(table + key)
 
     def damaged_pages(self) -> Iterator[str]:
-        """Report the damage of the pages that hold the keys, and of the list of free pages."""
         return damaged_pages(self._tree)
 
     def live_bytes(self) -> int:
-        """Return the bytes of the pages in use, LMDB's two meta pages included; free pages do not count."""
+        """Bytes of the pages in use, LMDB's two meta pages included; free pages do not count."""
         count = self._tree.meta.counts[1]
         return (META_PAGES + count.branches + count.leaves + count.beside) * self._tree.meta.page_size
 
 
 def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:
-    """Return the contents of a value's envelope; raises DamagedError, which names the value by `what`."""
     with damage_of(what):
         return unseal(key, kind, data)
 

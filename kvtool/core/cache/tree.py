@@ -4,8 +4,6 @@ LMDB has no checksum over its pages: of one flipped bit in the header of a page 
 takes the process with it. So keys are looked up here, in pages that are read like any other part of a file; a value is
 one ``preadv``, faster than the map on a cold page cache (`kvtool help store-format`). LMDB itself pins the pages, by a
 transaction, and writes; before it does, the pages on its way are looked at here, too (:meth:`Tree.touch`).
-
-The pages are those of LMDB 0.9 (data format 1) on a 64-bit machine, as in :mod:`kvtool.core.cache.pages`.
 """
 
 from __future__ import annotations
@@ -38,32 +36,22 @@ Found = tuple[Leaf, int]  # place of a value: a leaf, and the number of its key 
 
 
 class DataFile:
-    """``data.mdb`` as a file."""
-
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._tree: Tree | None = None
         self._length = 0  # as it was last looked at
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._handle)
 
     def is_file(self, status: os.stat_result) -> bool:
-        """Return True if `status` is that of this file."""
         return os.path.samestat(os.fstat(self._handle), status)
 
     def size(self) -> int:
-        """Return the file's length, now."""
         return os.fstat(self._handle).st_size
 
     def tree(self, transaction: int, page_size: int) -> Tree | None:
-        """Return the data as of a held transaction; None: its meta page was just overwritten, by the next but one.
-
-        Raises
-        ------
-        DamagedError : the meta page is damaged.
-        """
+        """Return the data as of a held transaction; None: its meta page was just overwritten. Raises DamagedError."""
         if self._tree is None or self._tree.meta.transaction != transaction:
             meta = meta_of(self.read((transaction & 1) * page_size, page_size))
             if meta.transaction != transaction:
@@ -72,7 +60,7 @@ class DataFile:
         return self._tree
 
     def read(self, at: int, size: int) -> bytes:
-        """Return a part of the file; raises DamagedError where the file is too short."""
+        """Read a part of the file; raises DamagedError if the file is too short."""
         data = os.pread(self._handle, size, at)
         if len(data) != size:
             raise DamagedError("the file is shorter than it says")
@@ -81,12 +69,8 @@ class DataFile:
     def copy(
         self, at: int, head: int, size: int, allocate: Allocator = aligned, waits: Callable[[], None] | None = None
     ) -> tuple[bytes, memoryview]:
-        """`head` bytes, and what follows them in a private, writable, aligned buffer; raises DamagedError.
-
-        Parameters
-        ----------
-        waits : called before it is read from the disk, if the system reports that it is not in memory.
-        """
+        """Read `head` bytes, and what follows them into a private, writable, aligned buffer. `waits` is called before a
+        read from the disk, if the system reports that the data is not in memory. Raises DamagedError."""
         if at + head + size > self._length:
             self._length = self.size()
         if at + head + size > self._length:
@@ -116,13 +100,12 @@ class DataFile:
             return 0
 
     def will_need(self, at: int, size: int) -> None:
-        """Ask the kernel to start reading."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, at, size, os.POSIX_FADV_WILLNEED)
 
 
 class Tree:
-    """Keys and values as of one transaction. Every method raises DamagedError where a page on its way is damaged."""
+    """Keys and values as of one transaction. Every method raises DamagedError if a page on its way is damaged."""
 
     def __init__(self, file: DataFile, meta: Meta) -> None:
         self.meta = meta
@@ -133,12 +116,7 @@ class Tree:
     # ---- looking up ----
 
     def get(self, key: bytes, most: int | None = None, allocate: Allocator = aligned) -> memoryview | None:
-        """Return a private, writable copy of a value, or of its first `most` bytes; None: no such key.
-
-        Parameters
-        ----------
-        allocate : where a large value is copied to.
-        """
+        """Return a private, writable copy of a value, or of its first `most` bytes; None: no such key."""
         found = self.find(key)
         if found is None:
             return None
@@ -146,7 +124,6 @@ class Tree:
         return self._value(*found, size if most is None else min(most, size), allocate)
 
     def find(self, key: bytes) -> Found | None:
-        """Look up the place of a value; None: no such key."""
         return _found(self._leaf_of(key), key)
 
     def value(self, found: Found, allocate: Allocator, waits: Callable[[], None]) -> memoryview:
@@ -178,7 +155,6 @@ class Tree:
         return value
 
     def page_of(self, leaf: Leaf, at: int) -> int:
-        """Return the first page of a large value."""
         page = int(NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
         self._check_inside(page)
         if (page * self.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
@@ -191,24 +167,18 @@ class Tree:
         header = self._file.read(page * self.meta.page_size, _BIG_HEADER_BYTES)
         return page, self._check_big(page, header, leaf.values[at][1])
 
-    def has(self, key: bytes) -> bool:
-        """Return True if the key has a value; the value is not read."""
-        return self.find(key) is not None
-
     def will_need(self, found: Found) -> None:
-        """Let the kernel read a large value while others are copied."""
         leaf, at = found
         _, size, big = leaf.values[at]
         if big:
             self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, _BIG_HEADER_BYTES + size)
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yield the keys that begin so, in order, and the sizes of their values."""
         for leaf, at in self._from(start):
             yield leaf.keys[at], leaf.values[at][1]
 
     def values(self, start: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield the keys that begin so, in order, and private copies of their values: each page is read once."""
+        """Yield the keys with this prefix, in order, and private copies of their values: each page is read once."""
         for leaf, at in self._from(start):
             yield leaf.keys[at], self._value(leaf, at, leaf.values[at][1])
 
@@ -223,13 +193,13 @@ class Tree:
                 yield leaf, at
 
     def touch(self, key: bytes) -> None:
-        """Look at every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""
+        """Check every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""
         found = _found(self._leaf_of(key, neighbours=True), key)
         if found is not None and found[0].values[found[1]][2]:
             self.pages_of(*found)
 
     def _leaf_of(self, key: bytes, neighbours: bool = False) -> Leaf | None:
-        """Walk down to the leaf that may have a key; read the pages next to those on the way, too, if asked to."""
+        """Walk down to the leaf that may have a key; `neighbours`: read the pages next to those on the way, too."""
         page = self.meta.roots[1]
         if page == _NO_PAGE:
             return None
@@ -275,12 +245,12 @@ class Tree:
     # ---- checks ----
 
     def check_free_list(self) -> None:
-        """Look at what LMDB takes pages from when it writes."""
+        """Check what LMDB takes pages from when it writes."""
         for _ in self.free_pages(full=False):
             pass
 
     def free_pages(self, full: bool = True) -> Iterator[int]:
-        """Yield the pages that nothing uses. `full`: False: only check each list's length, and yield nothing."""
+        """Yield the pages that nothing uses. Not `full`: only check each list's length, and yield nothing."""
         last = 0
         for _, _, leaf in self.pages(0):
             for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
@@ -346,18 +316,12 @@ def _child_at(node: Branch, key: bytes) -> int:
 
 
 def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
-    """Return the bounds of all keys below a child."""
     return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high
 
 
 def check_data_file(generation: Path) -> None:
-    """Refuse a ``data.mdb`` that would hang, be taken for a new store, or kill the process when LMDB reads it.
-
-    Raises
-    ------
-    StoreFormatError : not a regular file, or not LMDB 0.9's.
-    DamagedError : missing, empty or shorter than the pages in use.
-    """
+    """Refuse a ``data.mdb`` that would hang, be taken for a new store, or kill the process when LMDB reads it. Raises
+    StoreFormatError, DamagedError, KvtoolError."""
     path = generation / "data.mdb"
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -375,10 +339,8 @@ def check_data_file(generation: Path) -> None:
 
 
 def _holds_all(path: Path, meta: Meta, size: int) -> bool:
-    """Return True if every page in use is inside a file that is shorter than its last page.
-
-    That happens without damage: LMDB does not write a page that one transaction took at the end and freed again.
-    """
+    """True if every page in use is inside a file that is shorter than its last page. That happens without damage: LMDB
+    does not write a page that one transaction took at the end and freed again."""
     with closing(DataFile(path)) as file:
         tree = Tree(file, meta)
         try:
@@ -388,7 +350,6 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
 
 
 def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
-    """Return True if the large values of a page are inside a file of this size."""
     return all(
         tree.page_of(leaf, at) * tree.meta.page_size + _BIG_HEADER_BYTES + leaf.values[at][1] <= size
         for leaf, at in _large_values(node)

@@ -17,22 +17,7 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import ID_BYTES, Origin
 from kvtool.core.cache.record import Bytes
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
-from kvtool.core.cache.tables import (
-    BY_CHUNK,
-    Row,
-    RowKey,
-    check_layers,
-    chunk_keys,
-    document_row,
-    file_row,
-    info_rows,
-    level_keys,
-    level_rows,
-    meta_row,
-    origin_in,
-    profile_row,
-    superseded,
-)
+from kvtool.core.cache.tables import Row, RowKey, chunk_keys, file_row, meta_row, origin_in, superseded
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
@@ -56,13 +41,10 @@ class _Pending:
 class Writer:
     """Puts chunks and documents into a store. Belongs to one thread.
 
-    A chunk is stored before the document that needs it, so a document that is there never lacks a chunk.
-
-    Attributes
-    ----------
-    batch_bytes : of records that wait before they are written in one transaction, which holds its pages in memory.
-    needed : gives the chunks that this run counts on. Where it is set, those of unfinished files that are not among
-        them go before a commit is refused for lack of room.
+    A chunk is stored before the document that needs it, so a document that is there never lacks a chunk. So many
+    `batch_bytes` of records wait to be written in one transaction, which holds its pages in memory. If `needed`, which
+    gives the chunks that this run counts on, is set, chunks of unfinished files that are not among them are dropped
+    before a commit is refused for lack of room.
     """
 
     def __init__(self, store: StoreReader, max_size: int | None = None) -> None:
@@ -85,17 +67,8 @@ class Writer:
     # ---- putting -------------------------------------------------------------------------------------------------
 
     def put_stretch(self, stretch: bytes, info: StretchInfo, parts: Iterable[tuple[Place, bytes]]) -> None:
-        """Put a stretch in place of what is stored of it; durable, and there at all, on return.
-
-        Parameters
-        ----------
-        parts : places, which are those of the description, and payloads: taken one after another, a batch a
-            transaction. A writer that is killed among them leaves parts that no read finds and `collect` drops.
-
-        Raises
-        ------
-        NoSpaceError : it is not stored.
-        """
+        """Replace a stretch; durable on return. Parts are taken one after another, a batch a transaction: a writer that
+        is killed among them leaves parts that no read finds and `collect` drops. Raises NoSpaceError."""
         self.drop_stretches([stretch], left=not self._tidied)
         self._tidied = True
         rows: list[Row] = []
@@ -116,34 +89,28 @@ class Writer:
         return len(deletions)
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the store's manifest, in one transaction.
-
-        The prompt's former beginning, which no document refers to, is then unreferenced.
-        """
+        """Replace the manifest. The prompt's former beginning, which no document refers to, is then unreferenced."""
         self._commit([meta_row(tables.MANIFEST_KEY, manifest), meta_row(tables.COLLECTED_KEY, {})])
         self._begun, self._loosened = True, None
         for path in [*self._unfinished_files()]:  # made with the former one, these are not what their files need
             self._note_unfinished(path)
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any] | None = None) -> None:
-        """Keep a codec profile that records may name, and what is known of the codec levels, in one transaction."""
-        self._commit([profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])])
+        self._commit(
+            [tables.profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])]
+        )
 
     def set_budget(self, size: int | None) -> None:
-        """Keep a size budget in the store; None: lift it."""
         self._commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
-        self._commits.forget_budget()
 
     def require_room(self) -> None:
-        """Raise NoSpaceError where the store is at its budget already: before work whose result would not fit."""
+        """Raise NoSpaceError if the store is at its budget already: before work whose result would not fit."""
         self._with_room(self._commits.require_room)
 
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
-        """Replace what eviction never touches."""
         self._commit([meta_row(tables.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
-        """Replace what is known of the codec levels."""
         self._commit([meta_row(tables.CODEC_KEY, state)])
 
     def put_chunk(
@@ -157,7 +124,8 @@ class Writer:
         origin: Origin | None = None,
         made_here: bool = False,
     ) -> None:
-        """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
+        """Add a chunk at a level. Buffered; durable after the next flush or commit_file. Raises ValueError: the records
+        are not those of this chunk, level and layer; NoSpaceError: a batch was full and could not be written.
 
         Parameters
         ----------
@@ -167,14 +135,9 @@ class Writer:
         origin : where the records were made. HERE, or a trusted source, replaces all that a foreign one has put.
             None: the chunk stays of the origin that it has, as when a level of it is made from another.
         made_here : this process has just computed the digests, which are not compared again.
-
-        Raises
-        ------
-        ValueError : the records are not those of this chunk, level and layer.
-        NoSpaceError : a batch was full and could not be written.
         """
         self._check_open()
-        check_layers(chunk_id, info, level, layers, made_here)
+        tables.check_layers(chunk_id, info, level, layers, made_here)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
             self._pending[place] = _Pending(info, tuple(layers), replace, origin)
@@ -184,18 +147,12 @@ class Writer:
             self.flush()
 
     def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:
-        """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return.
-
-        Parameters
-        ----------
-        origin : where they were made; see :meth:`put_chunk`.
-        """
-        self._check_open()
+        """Store descriptions of chunks whose KV is elsewhere; durable on return. `origin`: see :meth:`put_chunk`."""
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
             for chunk_id, info in sorted(infos.items()):
-                rows += info_rows(snapshot, chunk_id, info, origin)
+                rows += tables.info_rows(snapshot, chunk_id, info, origin)
                 deletions.update(superseded(snapshot, chunk_id, origin))
         if rows:
             self._commit(rows, sorted(deletions))
@@ -216,11 +173,9 @@ class Writer:
             self._commit([])
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Return True if the chunk is stored or waits to be."""
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
 
     def has_level(self, chunk_id: bytes, level: str) -> bool:
-        """Return True if the chunk is stored at this level or waits to be."""
         return (chunk_id, level) in self._pending or level in self._store.sizes_here(chunk_id)
 
     def spend_reserve(self) -> None:
@@ -228,7 +183,7 @@ class Writer:
         self._commits.keeps_reserve = False
 
     def flush(self) -> None:
-        """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
+        """Make all buffered chunks durable; if that fails they are forgotten, as if never put."""
         try:
             if self._pending:
                 rows, deletions = self._pending_rows()
@@ -244,18 +199,14 @@ class Writer:
 
         Chunks that wait for other files go on waiting: what does not fit any more is one document's, not a batch's.
         Documents that the file had before and no longer has are removed; their chunks stay until :meth:`collect`.
-
-        Raises
-        ------
-        ValueError : a document names a chunk that was never put, or that was made elsewhere although the file was not;
-            the entry names other documents; or one of them is another file's.
-        NoSpaceError : the file was not stored, and all chunks still buffered are dropped.
+        Raises ValueError: a document names a chunk that was never put, or that was made elsewhere although the file was
+        not; the entry names other documents; or one of them is another file's. Raises NoSpaceError: all buffered chunks
+        are dropped.
         """
         self.commit_files([(entry, documents)])
 
     def commit_files(self, files: Sequence[tuple[FileEntry, Sequence[DocumentEntry]]]) -> None:
         """As :meth:`commit_file`, of several files: all of them, or none."""
-        self._check_open()
         documents = [document for _, of_file in files for document in of_file]
         for entry, of_file in files:
             if sorted(entry.documents) != sorted(document.source for document in of_file):
@@ -272,7 +223,7 @@ class Writer:
             deletions += self._stale_documents(entry.path, set(entry.documents))
         try:
             rows, replaced = self._pending_rows(needed)
-            rows += [*map(document_row, documents), *(file_row(entry) for entry, _ in files)]
+            rows += [*map(tables.document_row, documents), *(file_row(entry) for entry, _ in files)]
             self._commit(rows, [*deletions, *replaced], thins=hollow or None)
         except BaseException:
             others = {}
@@ -285,7 +236,6 @@ class Writer:
 
     def remove_file(self, path: str) -> bool:
         """Remove a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
-        self._check_open()
         self.end_unfinished([path])
         key = tables.name_key(path)
         with self._store.environment.read() as snapshot:
@@ -296,9 +246,8 @@ class Writer:
         return True
 
     def remove_documents(self, sources: Iterable[str]) -> int:
-        """Remove documents, and files that have none left, in one transaction; their chunks stay until
-        :meth:`collect`. A file that never had one is named by its path. Returns how many documents were there."""
-        self._check_open()
+        """Remove documents, and files that have none left; their chunks stay until :meth:`collect`. A file that never
+        had one is named by its path. Returns how many documents were there."""
         gone = set(sources)
         self.end_unfinished(gone)
         rows: list[Row] = []
@@ -320,7 +269,7 @@ class Writer:
 
     def drop_level(self, chunk_ids: Iterable[bytes], level: str) -> int:
         """Drop the records of these chunks at one level; their descriptions stay. Returns how many chunks had it."""
-        return self._drop(chunk_ids, lambda snapshot, chunk_id: level_keys(snapshot, chunk_id, level))
+        return self._drop(chunk_ids, lambda snapshot, chunk_id: tables.level_keys(snapshot, chunk_id, level))
 
     def drop_chunks(self, chunk_ids: Iterable[bytes]) -> int:
         """Drop everything about these chunks, referred to or not. Returns how many were there."""
@@ -338,8 +287,7 @@ class Writer:
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
-        """Drop codec profiles; where a `state` is given, it is what is known of the codec levels from then on, in the
-        same transaction. Returns how many were there."""
+        """Drop codec profiles, and set the `state` of the codec levels with them. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             deletions = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if deletions:
@@ -347,20 +295,10 @@ class Writer:
         return len(deletions)
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
-        """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns the
-        number of dropped chunks.
-
-        Parameters
-        ----------
-        keep : chunks that are needed although no document has them (the prompt's own beginning).
-        referred : returns those of some chunks that documents refer to. Where it is known to which chunks this
-            writer's documents no longer refer, and none were left before, only these are looked at. None: all documents
-            are read.
-
-        Raises
-        ------
-        DamagedError : a document is damaged, so what it refers to is unknown; nothing was dropped.
-        """
+        """Drop the chunks that no document and no unfinished file refers to, except `keep`, and fold the access log;
+        return how many. `referred` returns those of some chunks that documents refer to. If this writer knows to which
+        chunks its documents no longer refer, only these are looked at; else all documents are read. Raises
+        DamagedError, and drops nothing, if a document cannot be read."""
         self._check_open()
         self.flush()
         self.fold_access()
@@ -379,16 +317,14 @@ class Writer:
         return dropped
 
     def _unreferred(self, kept: set[bytes]) -> set[bytes]:
-        """All chunks that neither a document nor a stretch refers to, but these; stretches that were made of any such
-        chunk are dropped."""
+        """List the chunks that nothing refers to, but `kept`; stretches made of any such chunk are dropped."""
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
         self._drop_stretches_of(lambda info: not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
         with self._store.environment.read() as snapshot:
-            return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
+            return {key[:ID_BYTES] for table in tables.BY_CHUNK for key in snapshot.keys(table)} - wanted
 
     def _drop_stretches_of(self, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
-        """Drop the stretches that are such; returns which they were."""
         stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info)}
         self.drop_stretches(stale)
         return stale
@@ -417,7 +353,7 @@ class Writer:
         return self._unfinished
 
     def _note_unfinished(self, path: str, chunk_ids: tuple[bytes, ...] = ()) -> None:
-        """Note the chunks of an unfinished file in place of those that were noted of it; none: it is not unfinished."""
+        """Replace the noted chunks of an unfinished file; none: it is not unfinished."""
         files = self._unfinished_files()
         before = files.pop(path, ())
         if chunk_ids:
@@ -445,25 +381,22 @@ class Writer:
 
     def mend(self, rows: Sequence[Row], deletions: Sequence[RowKey]) -> None:
         """Put and drop the rows of a repair, in one transaction, which must work on a full disk."""
-        self._check_open()
         if rows or deletions:
             self._commit(rows, deletions, weighed=False)
 
     def compact(self) -> int:
-        """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
         self._check_open()
         self.flush()
         return compact(self._store)
 
     def end(self) -> None:
-        """Drop what is buffered; the writer cannot be used afterwards."""
         self._forget_pending()
         self._ended = True
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[RowKey]]:
-        """Return the rows of the chunks that wait, and the foreign rows that these replace."""
+        """Make the rows of the chunks that wait, and list the foreign rows that these replace."""
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
@@ -471,7 +404,9 @@ class Writer:
                 if only is not None and chunk_id not in only:
                     continue
                 origin = pending.origin
-                rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace, origin)
+                rows += tables.level_rows(
+                    snapshot, chunk_id, pending.info, level, pending.layers, pending.replace, origin
+                )
                 deletions.update(superseded(snapshot, chunk_id, origin))
         return rows, sorted(deletions)
 
@@ -484,13 +419,12 @@ class Writer:
         return [(tables.DOCUMENTS, tables.name_key(s)) for s in stale if self._other_owner(path, s) is None]
 
     def _check_owner(self, entry: FileEntry) -> None:
-        """Refuse a foreign file whose documents have the names of another file's."""
         for source in entry.documents if entry.origin.is_foreign else ():
             if (other := self._other_owner(entry.path, source)) is not None:
                 raise ValueError(f"document {source} is one of {other}")
 
     def _other_owner(self, path: str, source: str) -> str | None:
-        """Return the other file that a document may be of by its name, and is."""
+        """Find the other file that a document may be of by its name, and is."""
         marks = (at for at, character in enumerate(source) if character == "#")  # a document's own name may have some
         for other in {source, *(source[:at] for at in marks)} - {path, ""}:
             with contextlib.suppress(DamagedError):
@@ -500,8 +434,7 @@ class Writer:
         return None
 
     def _check_references(self, chunk_ids: Iterable[bytes], own: Collection[bytes]) -> bool:
-        """Refuse chunks that were never put, and foreign ones among those of own files. Returns whether any is there
-        without its KV: documents that come from elsewhere may be without what this store had of them before."""
+        """Refuse chunks never put, and foreign ones among those of own files. True: some lack their KV."""
         hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:
@@ -514,7 +447,6 @@ class Writer:
         return hollow
 
     def fold_access(self) -> None:
-        """Take the readers' notes of what they used into the store."""
         self._store.flush()
         uses, aside = take_log(self._store.path)
         before, scores = self._store.folded_uses(), self._store.folded_warmth()
@@ -546,7 +478,7 @@ class Writer:
         self._unsaved = False
 
     def _with_room(self, work: Callable[[], None]) -> None:
-        """Do something, again where it lacks room and the chunks of other unfinished files make some."""
+        """Do something, again if it lacks room and the chunks of other unfinished files make some."""
         try:
             work()
         except NoSpaceError:

@@ -48,6 +48,7 @@ _LFS = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000  # the safetensors format's own bound
 _MAX_CONFIG = 50_000_000
 _SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
+_TABLE = "digests.json"
 _REMEMBERED = 4096  # entries kept, the newest
 _RACY_SECONDS = 2.0  # a file younger than this may change again under the same times
 _LOCK_SECONDS = 5.0
@@ -61,24 +62,14 @@ Once = Callable[[str], AbstractContextManager[None]]
 
 
 def unnoticed(what: str) -> AbstractContextManager[None]:
-    """Report nothing."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The place of a model's files.
-
-    Attributes
-    ----------
-    ref : what the user gave; absolute for local paths, so that it means the same in every folder.
-    folder : holds config.json, safetensors weights and a tokenizer.
-    kind : "folder", "hub", "gguf" or "packaged".
-    """
-
-    ref: str
+    ref: str  # what the user gave; absolute for local paths, so that it means the same in every folder
     folder: Path
-    kind: str
+    kind: str  # "folder", "hub", "gguf" or "packaged"
 
 
 def looks_local(ref: str) -> bool:
@@ -87,18 +78,18 @@ def looks_local(ref: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be loaded, naming the reason.
-
-    Raises
-    ------
-    ModelError : a part is missing, half-downloaded, a Git LFS pointer, or not safetensors; or it has an adapter.
-    """
+    """Refuse a folder with a part that is missing, half-downloaded, a Git LFS pointer, or not safetensors."""
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"to use the GGUF file in it: --model {ggufs[0]}" if ggufs else WAYS_OUT
         raise ModelError(f"{folder} is not a model folder: it has no config.json", hint)
     read_config(folder)
-    _refuse_adapter(folder)
+    # With `peft` installed, transformers would load it over the weights, and two models would have one fingerprint.
+    if os.path.lexists(folder / _ADAPTER):
+        raise ModelError(
+            f"{folder} has an adapter next to its weights ({_ADAPTER})",
+            f"merge it into the model, or move {_ADAPTER} away to use the model without it",
+        )
     for weights in weight_files(folder):
         _refuse_pointer(weights)
         if not tensor_table(weights):
@@ -112,18 +103,7 @@ def check_folder(folder: Path) -> None:
             _refuse_pointer(folder / name)
 
 
-def _refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter: with `peft` installed, transformers would load it over the weights, and two models would have
-    one fingerprint."""
-    if os.path.lexists(folder / _ADAPTER):
-        raise ModelError(
-            f"{folder} has an adapter next to its weights ({_ADAPTER})",
-            f"merge it into the model, or move {_ADAPTER} away to use the model without it",
-        )
-
-
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises ModelError."""
     path = folder / "config.json"
     _refuse_pointer(path)
     config = _read_json(path)
@@ -133,12 +113,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that `transformers` would read, sorted by name.
-
-    Raises
-    ------
-    ModelError : no file is found, or shards that the index lists are missing.
-    """
+    """List the safetensors files that `transformers` would read, sorted by name."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():
@@ -180,7 +155,6 @@ def _no_weights(folder: Path) -> ModelError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a ModelError that names the file."""
     try:
         yield
     except OSError as error:
@@ -207,27 +181,23 @@ def _read_json(path: Path) -> Any:
 
 
 def tensor_table(path: Path) -> dict[str, Any]:
-    """Read the header of a safetensors file: name → dtype, shape, data_offsets.
-
-    Raises
-    ------
-    ModelError : cut short, or not safetensors.
-    """
+    """Read the header of a safetensors file: name → dtype, shape, data_offsets."""
     size = path.stat().st_size
     try:
         with reading(path), path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _MAX_HEADER):
                 raise ValueError("its header runs past its end")
-            table = json.loads(file.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"), default=0)
-        if not all(_is_tensor(entry) for name, entry in table.items() if name != "__metadata__"):
+            table: dict[str, Any] = json.loads(file.read(length))
+        table.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
+        if not all(map(_is_tensor, table.values())):
             raise ValueError("a tensor without a dtype, a shape or a place")
         if 8 + length + end > size:
             raise ValueError(f"{8 + length + end} bytes are announced, {size} are there")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}", "download it again") from error
-    return {name: entry for name, entry in table.items() if name != "__metadata__"}
+    return table
 
 
 def _is_tensor(entry: dict[str, Any]) -> bool:
@@ -237,24 +207,15 @@ def _is_tensor(entry: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source of a converted folder.
-
-    Attributes
-    ----------
-    name : of the GGUF file.
-    sha256 : of the GGUF file (hex).
-    version : of the conversion.
-    files : name → SHA-256 (hex) of what was made.
-    """
+    """The GGUF file of a converted folder."""
 
     name: str
-    sha256: str
-    version: int
-    files: Mapping[str, str]
+    sha256: str  # hex
+    version: int  # of the conversion
+    files: Mapping[str, str]  # name → SHA-256 (hex) of what was made
 
 
 def read_origin(folder: Path) -> Origin:
-    """Read the note of a converted folder. Raises ModelError: it is damaged."""
     try:
         noted = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
         files = {str(name): str(digest) for name, digest in noted.get("files", {}).items()}
@@ -264,18 +225,12 @@ def read_origin(folder: Path) -> Origin:
 
 
 def note_origin(folder: Path, gguf: Path, version: int) -> None:
-    """Note the GGUF file of a converted folder, and the digests of its files as they are now. Raises OSError."""
     origin = Origin(gguf.name, file_digest(gguf), version, _digests(folder))
     _write_atomically(folder / SOURCE, json.dumps(asdict(origin)).encode())
 
 
 def converted_contents(folder: Path) -> dict[str, Any]:
-    """Identify a converted model by its GGUF file's digest, whichever release of a library converted it.
-
-    Raises
-    ------
-    ModelError : a file is another one than was made, is missing, or was put there later.
-    """
+    """Identify a converted model by its GGUF file's digest, whichever release of a library converted it."""
     origin, found = read_origin(folder), _digests(folder)
     wrong = {name for name in origin.files.keys() | found.keys() if found.get(name) != origin.files.get(name)}
     if wrong:
@@ -286,9 +241,8 @@ def converted_contents(folder: Path) -> dict[str, Any]:
 def _digests(folder: Path) -> dict[str, str]:
     """Return the digests of the files that shape what the model computes, or how a text becomes its tokens."""
     found = {}
-    for path in sorted(
-        {folder / name for name in (*_SETTINGS, *TOKENIZER_FILES, PACKED)} | {*folder.glob("*.safetensors")}
-    ):
+    named = {folder / name for name in (*_SETTINGS, *TOKENIZER_FILES, PACKED)}
+    for path in sorted(named | {*folder.glob("*.safetensors")}):
         if path.is_file():
             with reading(path):
                 found[path.name] = file_digest(path)
@@ -297,28 +251,21 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _damaged(folder: Path, what: str) -> ModelError:
     return ModelError(
-        f"the converted model in {folder} is damaged: {what}",
-        "delete that folder; it is made again from the GGUF file",
+        f"the converted model in {folder} is damaged: {what}", "delete that folder; it is made again from the GGUF file"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The remembered digest of a file.
+    """The remembered digest of a file, and of a part of it, SHA-256 in hex.
 
-    Attributes
-    ----------
-    stamp : device, inode, size, mtime_ns, ctime_ns. Copies may keep size and mtime (`rsync -t`, `tar`); a restored disk
-        image may keep all of it.
-    digest : SHA-256 of all of it (hex).
-    sample : SHA-256 of a part of it (hex).
-    checked : seconds since 1970 when one of them was last computed.
+    Copies may keep size and mtime (`rsync -t`, `tar`); a restored disk image may keep the whole stamp.
     """
 
-    stamp: tuple[int, ...]
+    stamp: tuple[int, ...]  # device, inode, size, mtime_ns, ctime_ns
     digest: str
     sample: str
-    checked: float
+    checked: float  # seconds since 1970 when one of them was last computed
 
 
 def file_digest(path: Path, once: Once = unnoticed) -> str:
@@ -360,14 +307,10 @@ def _sample(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _table() -> Path:
-    return cache_dir() / "digests.json"
-
-
 def _remembered() -> dict[str, _Known]:
     """Read the table on disk; a table that cannot be read counts as empty, and entries that cannot be are left out."""
     try:
-        table = json.loads(_table().read_text(encoding="utf-8"))
+        table = json.loads((cache_dir() / _TABLE).read_text(encoding="utf-8"))
         return {path: known for path, entry in table.items() if (known := _parsed(entry))}
     except (OSError, ValueError, RecursionError, AttributeError, KvtoolError):
         return {}
@@ -385,13 +328,14 @@ def _parsed(entry: Any) -> _Known | None:
 def _remember(path: str, entry: _Known) -> None:
     """Add one entry to the table; one that cannot be written (no home, read-only, lock held) only costs time."""
     with suppress(OSError, Timeout, KvtoolError):
-        make_folder(_table().parent)
-        with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS, mode=0o600):
+        file = cache_dir() / _TABLE
+        make_folder(file.parent)
+        with FileLock(f"{file}.lock", timeout=_LOCK_SECONDS, mode=0o600):
             table = _remembered()
             table.pop(path, None)
             table[path] = entry
             newest = {path: asdict(known) for path, known in list(table.items())[-_REMEMBERED:]}
-            _write_atomically(_table(), json.dumps(newest).encode())
+            _write_atomically(file, json.dumps(newest).encode())
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

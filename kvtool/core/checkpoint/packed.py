@@ -37,12 +37,6 @@ _ROWS = 4096  # unpacked at a time
 
 
 def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
-    """Write the packed weights of a converted folder.
-
-    Raises
-    ------
-    ModelError : the GGUF file holds scales that are no numbers.
-    """
     tensors: dict[str, torch.Tensor] = {}
     kinds: dict[str, str] = {}
     sought = _weights_by_rows(folder)
@@ -58,27 +52,21 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
 
 
 def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
-    """Map the packed weights of a converted folder into memory, by the model's names for them; {}: it has none.
-
-    Raises
-    ------
-    ModelError : the file is damaged.
-    """
+    """Map the packed weights of a converted folder into memory, by the model's names for them."""
     path = folder / PACKED
     if not path.is_file():
         return {}
     try:
         with safe_open(path, "pt") as file:
             kinds = json.loads((file.metadata() or {})["kinds"])
-            return {name: _read(file, name, kind) for name, kind in kinds.items()}
+            found = {}
+            for name, kind in kinds.items():
+                data, scales, mins = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
+                columns = data.shape[1] * 8 // LAYOUTS[kind].bits
+                found[name] = QuantizedTensor(kind, data.shape[0], columns, data, scales, mins)
+            return found
     except Exception as error:
         raise ModelError(f"{path} is damaged: {error}", "delete it; it is made again from the GGUF file") from error
-
-
-def _read(file: Any, name: str, kind: str) -> QuantizedTensor:
-    data, scales, mins = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
-    columns = data.shape[1] * 8 // LAYOUTS[kind].bits
-    return QuantizedTensor(kind, data.shape[0], columns, data, scales, mins)
 
 
 def _matrix(gguf: Path, info: TensorInfo) -> QuantizedTensor | None:
@@ -134,7 +122,6 @@ def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
 
 
 def _row_hashes(rows: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each row `[rows]`."""
     bits = (rows.bfloat16() + 0.0).contiguous()  # a zero has a sign, which nothing depends on
     words = bits.view(torch.int64 if rows.shape[1] % 4 == 0 else torch.int16)
     chance = torch.Generator().manual_seed(rows.shape[1])
@@ -145,20 +132,9 @@ def _row_hashes(rows: torch.Tensor) -> torch.Tensor:
 def packed_model(folder: Path, text: TextSubmodel, dtype: str, int8: bool = False) -> Any:
     """Build a model whose weights stay as they are on disk, mapped into memory; None: it cannot be built so.
 
-    A bfloat16 checkpoint that computes in float32 takes half the bytes so.
-
-    Parameters
-    ----------
-    text : the part of the folder that is loaded, its family supported.
-    dtype : what it computes in: "float32" or "bfloat16". `int8`: as of `PackedLinear`.
-
-    Raises
-    ------
-    ModelError : the packed weights are damaged.
+    A bfloat16 checkpoint that computes in float32 takes half the bytes so. `int8`: as of `PackedLinear`.
     """
-    matrices = read_packed(folder)
-    if dtype == "float32":
-        matrices = _bfloat16(folder, text) | matrices
+    matrices = (_bfloat16(folder, text) if dtype == "float32" else {}) | read_packed(folder)
     if not matrices:
         return None
     model = _empty(folder, text, getattr(torch, dtype))
@@ -171,7 +147,6 @@ def packed_model(folder: Path, text: TextSubmodel, dtype: str, int8: bool = Fals
 
 
 def _bfloat16(folder: Path, text: TextSubmodel) -> dict[str, QuantizedTensor]:
-    """Map the bfloat16 matrices of a checkpoint from its files."""
     found = {}
     for path in weight_files(folder):
         table = tensor_table(path)

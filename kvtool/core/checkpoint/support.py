@@ -28,30 +28,13 @@ _BOTH = "hybrid"  # keys and values and a state in one layer
 STATEFUL = frozenset({"linear_attention", "conv", _BOTH})
 _KEEPING_NOTHING = frozenset({"moe", "mlp"})
 _RECURRENT = (
-    "mamba_d_state",
-    "mamba_d_ssm",
-    "state_size",
-    "ssm_state_size",
-    "conv_L_cache",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "lru_width",
-    "time_mix_extra_dim",
-    "attn_layer_period",
+    *("mamba_d_state", "mamba_d_ssm", "state_size", "ssm_state_size", "conv_L_cache", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "lru_width", "time_mix_extra_dim", "attn_layer_period"),
 )
 
 
 def check_supported(config: Any) -> None:
-    """Refuse a model whose chunks could not be moved, naming the reason.
-
-    Parameters
-    ----------
-    config : a `transformers` configuration; of a multimodal model's its text model decides.
-
-    Raises
-    ------
-    ModelError
-    """
+    """Refuse a model whose chunks could not be moved; of a multimodal one its text model decides."""
     text = text_config(config)
     refusals = chain(_modalities(config), _states(text), _masks(text), _positions(text))
     if (refusal := next(refusals, None)) is not None:
@@ -105,7 +88,6 @@ def keeps_states(config: Any) -> bool:
 
 
 def kept_layers(config: Any) -> int:
-    """Return how many layers keep keys and values of their own, by the configuration."""
     return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
 
 
@@ -170,16 +152,6 @@ _IN_A_BYTE = 8  # weights that a packed integer may hold
 
 
 def check_extent(folder: Path, config: Any) -> None:
-    """Refuse a configuration of more layers, tokens, experts or columns than the weights could have.
-
-    Parameters
-    ----------
-    config : the checkpoint's, supported; of a multimodal model its text model's numbers count.
-
-    Raises
-    ------
-    ModelError
-    """
     text, tables = text_config(config), _tables(folder)
     held, width = _elements(tables), max(1, _number(text, "hidden_size"))
     described = {name: (_number(text, name) * width, held) for name in (*_WIDE, *_MANY)}
@@ -193,10 +165,6 @@ def check_laid_out(folder: Path, text: TextSubmodel) -> None:
     """Refuse a model far larger than its files: the loader would fill it with random numbers before any report.
 
     The model is laid out without memory. Missing weights are left to the loader, which names them.
-
-    Raises
-    ------
-    ModelError
     """
     import torch
 
@@ -208,7 +176,7 @@ def check_laid_out(folder: Path, text: TextSubmodel) -> None:
 
 
 def _number(config: Any, name: str) -> int:
-    """Return a number of the configuration, the largest of several; 0: it has none. Raises ModelError."""
+    """Return a number of the configuration, the largest of several; 0: it has none."""
     value = getattr(config, name, None) or 0
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
@@ -221,7 +189,6 @@ def _tables(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _elements(tables: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many weights the files can hold at most."""
     return sum(prod(entry["shape"]) * (1 if "F" in entry["dtype"] else _IN_A_BYTE) for entry in tables)
 
 

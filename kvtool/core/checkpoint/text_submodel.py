@@ -32,20 +32,13 @@ def text_config(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TextNames:
-    """The names of a text model's weights in the files of a multimodal checkpoint.
+    """The names of a text model's weights in the files of a multimodal checkpoint."""
 
-    Attributes
-    ----------
-    base : prefix of the decoder's weights ("language_model.model.").
-    head : prefix of "weight" of the LM head, or None where the embedding is the head.
-    """
-
-    base: str
-    head: str | None
+    base: str  # prefix of the decoder's weights ("language_model.model.")
+    head: str | None  # prefix of "weight" of the LM head; None: the embedding is the head
 
     @property
     def mapping(self) -> dict[str, str]:
-        """Patterns of the files' names, and the model's own names for them."""
         changes = {self.base: _BASE} | ({} if self.head is None else {self.head: "lm_head."})
         return {f"^{re.escape(old)}": new for old, new in changes.items() if old != new}
 
@@ -58,40 +51,22 @@ class TextNames:
 
 @dataclass(frozen=True, slots=True)
 class TextSubmodel:
-    """The part of a checkpoint that is loaded.
-
-    Attributes
-    ----------
-    config, kind : of the causal language model, and the class that builds it.
-    names : of its weights; None: as the model has them.
-    """
+    """The part of a checkpoint that is loaded: a causal language model."""
 
     config: Any
-    kind: Any
-    names: TextNames | None
+    kind: Any  # the class that builds it
+    names: TextNames | None  # of its weights; None: as the model has them
 
     def empty(self, dtype: Any) -> Any:
-        """Build the model without its weights."""
         more = {"trust_remote_code": False} if self.names is None else {}
         build = self.kind.from_config if self.names is None else self.kind._from_config
         return build(self.config, dtype=dtype, attn_implementation="eager", **more)
 
     def own(self, name: str) -> str | None:
-        """Return the model's name for a weight of the files; None: it has no such weight."""
         return name if self.names is None else self.names.own(name)
 
 
 def text_submodel(folder: Path, config: Any) -> TextSubmodel:
-    """Find the model that writes text in a checkpoint.
-
-    Parameters
-    ----------
-    config : the checkpoint's, supported.
-
-    Raises
-    ------
-    ModelError : the weights of a wrapper's text model are not found, or no class is known that could run them.
-    """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     text = text_config(config)
@@ -104,12 +79,7 @@ def text_submodel(folder: Path, config: Any) -> TextSubmodel:
 
 
 def names_among(tables: Mapping[str, Mapping[str, Any]], shape: tuple[int, int]) -> TextNames:
-    """Find a text model's weights among those of its wrapper: its embedding is the one of a shape.
-
-    Raises
-    ------
-    ModelError : no embedding has it, or several do.
-    """
+    """Find a text model's weights among those of its wrapper: its embedding is the one of a shape."""
     found = [name for name, entry in tables.items() if name.endswith(_EMBEDDING) and tuple(entry["shape"]) == shape]
     if len(found) != 1:
         needed = "that would need to know which one is the text model's"
@@ -119,12 +89,6 @@ def names_among(tables: Mapping[str, Mapping[str, Any]], shape: tuple[int, int])
 
 
 def _causal_class(text: Any, wrapper: Any) -> Any:
-    """Return the class of a causal language model for the configuration of a text model; make one if it is missing.
-
-    Raises
-    ------
-    ModelError : none could be made.
-    """
     from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping.get(type(text), None)
@@ -141,12 +105,9 @@ def _causal_class(text: Any, wrapper: Any) -> Any:
 
 @cache
 def causal_lm_for(base: Any, wrapper: str) -> Any:
-    """Make the class of a causal language model of a base model's: an LM head that gives logits as they are.
+    """Make a causal language model of text models that `transformers` has only inside a multimodal one (Qwen2.5-VL).
 
-    Parameters
-    ----------
-    base : a class of text models that `transformers` has only inside a multimodal model (Qwen2.5-VL).
-    wrapper : the type of the multimodal model, by which `transformers` knows the layout of its weights in files.
+    By the type of that wrapper it knows the layout of the weights in files.
     """
     import torch
     from transformers import GenerationMixin, conversion_mapping
@@ -167,7 +128,6 @@ def causal_lm_for(base: Any, wrapper: str) -> Any:
             self.post_init()
 
         def forward(self, input_ids: Any = None, logits_to_keep: Any = 0, **more: Any) -> CausalLMOutputWithPast:
-            """Compute the logits of the last rows, or of those that are named; 0: of all."""
             out = self.model(input_ids=input_ids, **more)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             cache = {name: value for name, value in out.items() if name in _CACHES}

@@ -24,7 +24,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def shape_of(kv_heads: int, tokens: int, key_dim: int, value_dim: int) -> Shape:
-    """Return the one shape of both sides."""
     return (kv_heads, tokens, key_dim) if key_dim == value_dim else (kv_heads, tokens, key_dim, value_dim)
 
 
@@ -34,13 +33,11 @@ def shape_of_layer(kv: LayerKV) -> Shape:
 
 
 def side_shapes(shape: Shape) -> tuple[SideShape, SideShape]:
-    """Return the shape of K and that of V."""
     kv_heads, tokens, key_dim = shape[:3]
     return (kv_heads, tokens, key_dim), (kv_heads, tokens, shape[-1])
 
 
 def channels_of(shapes: Sequence[Shape]) -> int:
-    """Count the numbers of one token in the widest side of some layers."""
     return max(heads * dim for shape in shapes for heads, _, dim in side_shapes(shape))
 
 
@@ -56,7 +53,7 @@ def wide_sides(kv: LayerKV, channels: int) -> torch.Tensor:
 
 
 def heads_of(sides: torch.Tensor, shape: Shape) -> LayerKV:
-    """View sides `[2, tokens, channels]` as keys and values of a shape: inverse of `wide_sides`."""
+    """View sides `[2, tokens, channels]` as keys and values: inverse of `wide_sides`."""
     keys, values = (
         side[:, : heads * head_dim].unflatten(1, (heads, head_dim)).transpose(0, 1)
         for side, (heads, _, head_dim) in zip(sides, side_shapes(shape), strict=True)
@@ -65,28 +62,17 @@ def heads_of(sides: torch.Tensor, shape: Shape) -> LayerKV:
 
 
 def no_profiles(digest: bytes) -> Profile:
-    """Refuse to look up a profile: the default of callers without any."""
     raise DamagedError(f"the codec profile {digest.hex()} is not there")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A layer of a chunk as stored.
-
-    Attributes
-    ----------
-    shape : of K and V.
-    dtype : format of the tensors before encoding.
-    base : the coarser level that this one refines.
-    """
-
     payload: Payload
     shape: Shape
-    dtype: str
-    base: Encoded | None = None
+    dtype: str  # of the tensors before encoding
+    base: Encoded | None = None  # the coarser level that this one refines
 
     def chain(self) -> Iterator[Encoded]:
-        """Yield this record, the one that it refines, and so on."""
         record: Encoded | None = self
         while record is not None:
             yield record
@@ -94,26 +80,19 @@ class Encoded:
 
 
 class Codec(Protocol):
-    """A codec: one layer's keys and values `[kv_heads, tokens, head_dim]` to bytes and back; head_dim may differ.
+    """Turns one layer's keys and values `[kv_heads, tokens, head_dim]` to bytes and back; head_dim may differ.
 
-    `Level` (levels.py) describes its level. A class that inherits from this one is lossless and needs no other records,
-    unless it says otherwise.
+    A class that inherits from this one is lossless and needs no other records, unless it says otherwise.
     """
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        """Encode one layer's keys and values as the parts of a record."""
-        ...
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """Encode all layers of a chunk, from the first on, each as `encode` does."""
-        return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
+        """Encode all layers of a chunk, from the first on, each as the parts of a record."""
+        ...
 
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode keys and values of several chunks at one layer, on `device` if the codec can. Raises DamagedError."""
+        """Decode several chunks at one layer, on `device` if the codec can. Raises DamagedError."""
         ...
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
@@ -121,22 +100,18 @@ class Codec(Protocol):
         return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer, profiles)]
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Read the stated error of K and of V: RMS of the difference over RMS. Raises DamagedError."""
+        """Errors of K and of V: RMS of the difference over RMS. Raises DamagedError."""
         return 0.0, 0.0
 
 
 class SelfContained(Codec):
-    """A codec whose records refine no others and are decoded one by one, in main memory."""
-
     def __init__(self, level: str) -> None:
         self.level = level
 
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode keys and values of several chunks at one layer. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Decode keys and values of one layer of one chunk. Raises DamagedError."""
         raise NotImplementedError

@@ -1,10 +1,8 @@
-"""CacheGen's delta coding, the measured baseline of levels 1 to 4: differences from anchors, arithmetic coded.
+"""CacheGen's delta coding, the measured baseline of levels 1 to 4; without a profile a store has records made by it.
 
 As in the paper (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of ten tokens the first is an anchor,
 quantised to 8 bits; the others are their difference from it, quantised in steps that grow from the first third of the
-layers to the last. Tables come with kvtool, so that a record needs no profile. A row is a token here.
-
-A store that has no profile yet has records of levels 1 to 4 made by this scheme.
+layers to the last. Tables come with kvtool.
 """
 
 from __future__ import annotations
@@ -48,14 +46,7 @@ F32 = npt.NDArray[np.float32]
 class CacheGen(SelfContained):
     """A level of the paper's scheme; `cachegen-1` has the finest steps."""
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        """Encode one layer's keys and values, as a layer of the first third."""
-        return self._encoded((keys, values), 0, 1)
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
-        """Encode all layers of a chunk. Raises KvtoolError: a number is not finite."""
         return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
@@ -102,7 +93,6 @@ class CacheGen(SelfContained):
 
 
 def _spread_of(side: F32) -> float:
-    """Return the RMS around the channel means."""
     if not side.size:
         return 0.0
     spread, size = (float(np.sqrt(np.square(part).mean())) for part in (side - side.mean(0), side))
@@ -110,7 +100,6 @@ def _spread_of(side: F32) -> float:
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
-    """Return the RMS of the difference over RMS, of K and of V, rounded up to float32."""
     wrong = made.sub(sides).square_().mean((1, 2)).sqrt()
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
@@ -126,7 +115,6 @@ class Coding:
 
     @classmethod
     def of(cls, rows: I16) -> Coding:
-        """Pad numbers, and take the cheapest table for each column."""
         numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
         numbers[:, : rows.shape[1]] = rows
         return cls(numbers, cheapest(numbers))
@@ -134,24 +122,14 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A quantised side of a layer.
-
-    Attributes
-    ----------
-    rows : without the anchors' rows.
-    widths : step of each channel's anchors, float32.
-    values : the decoded side, `[tokens, C]`.
-    """
-
     step: float
-    rows: Coding
+    rows: Coding  # without the anchors' rows
     anchors: Coding
-    widths: F32
-    values: F32
+    widths: F32  # step of each channel's anchors, float32
+    values: F32  # the decoded side, `[tokens, C]`
 
 
 def quantise(side: F32, step: float) -> Side:
-    """Quantise a side `[tokens, C]`."""
     step = float(np.float32(max(step, 1e-12)))
     anchors = is_anchor(len(side))
     widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
@@ -163,17 +141,14 @@ def quantise(side: F32, step: float) -> Side:
 
 
 def padded(channels: int) -> int:
-    """Return the number of columns of a side's streams."""
     return -(-channels // LANES) * LANES
 
 
 def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
-    """Mark the tokens that are anchors, bool `[tokens]`."""
     return np.asarray(np.arange(tokens) % GROUP == 0)
 
 
 def _clipped(values: F32) -> I16:
-    """Return the nearest whole numbers within int16."""
     return np.clip(np.rint(values), -32767, 32766).astype(np.int16)
 
 
@@ -206,7 +181,7 @@ def cheapest(numbers: I16) -> U16:
 
 @cache
 def _costs() -> npt.NDArray[np.float64]:
-    """Compute the bits of each symbol by the tables that come with kvtool, float64 `[tables, 256]`.
+    """Bits of each symbol, float64 `[tables, 256]`.
 
     A number beyond a table, or the escape's own, takes an escape and 16 bits outside of the stream.
     """
@@ -218,7 +193,6 @@ def _costs() -> npt.NDArray[np.float64]:
 
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
-    """Decode keys and values. Raises DamagedError: parts do not fit the shape."""
     if record.transformed:
         raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(record, channels_of([shape]))
@@ -226,7 +200,6 @@ def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
 
 
 def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
-    """Decode both sides, float32 `[tokens, C]`."""
     tables, columns = shipped(), padded(channels)
     if record.columns != columns or record.base or len(record.side) != 2 * 4 * channels + 4 * columns:
         raise DamagedError("a compressed record that does not fit its channels")

@@ -1,7 +1,4 @@
-"""Transform decoding: streams to a profile's whole numbers, and these to keys and values (inverse of encode.py).
-
-Coefficients are decoded into buffers `[rows, stride]` in main memory, or on a GPU.
-"""
+"""Transform decoding: streams to a profile's whole numbers, and these to keys and values (inverse of encode.py)."""
 
 from __future__ import annotations
 
@@ -43,11 +40,8 @@ def decode_layers(
     """Decode sides `[layers, 2, tokens, C]` of records of one level, profile and dtype.
 
     At each layer the records of the same chunks follow one another. Few calls do it, in which Python serves other
-    threads. Raises DamagedError: a record does not fit the profile or its shape.
-
-    Parameters
-    ----------
-    device : a GPU that decodes by triton; None: the CPU does, into main memory.
+    threads. `device` is a GPU that decodes by triton. Raises DamagedError: a record does not fit the profile or its
+    shape.
     """
     tokens = [record.tokens for record, _ in items[0]]
     if any([record.tokens for record, _ in some] != tokens for some in items):
@@ -92,13 +86,7 @@ def _decode_slab(
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """Coefficients in main memory, which the CPU decodes.
-
-    Attributes
-    ----------
-    tensor : `[rows, stride]`, int16, or bfloat16 that holds the same numbers.
-    form : format of the numbers.
-    """
+    """Coefficients in main memory, `[rows, stride]`, int16, or bfloat16 that holds the same numbers."""
 
     tensor: torch.Tensor
     form: coder.Form = "int16"
@@ -123,10 +111,7 @@ class HostBuffer:
         return self.tensor.view(torch.int16).numpy().view(coder.HELD[self.form])
 
     def decode(self, streams: Sequence[Streams]) -> None:
-        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError.
-
-        By columns that refine, the numbers there become finer.
-        """
+        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError."""
         jobs = []
         for columns, records, starts in streams:
             marked, marks = None, list[int]()
@@ -138,15 +123,12 @@ class HostBuffer:
         coder.decode(*jobs)
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        """Put a record's placed escapes into its rows. Raises DamagedError."""
         if len(escapes.places):
             escapes.place(self._held[start : start + rows], self.form)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """Coefficients on a device, int16 `[rows, stride]`; its work is queued on the device's current stream."""
-
     tensor: torch.Tensor
 
     def decode(self, streams: Sequence[Streams]) -> None:
@@ -161,7 +143,6 @@ class DeviceBuffer:
                 self._replace(columns, records, starts)
 
     def _replace(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
-        """Replace each decoded ESCAPE by the number that it stands for: streams in order, each row by row."""
         device, rows = self.tensor.device, [record.tokens for record in records]
         marked = [record.escapes.marked for record in records]
         wanted = torch.from_numpy(columns.numbers).to(device)
@@ -184,15 +165,11 @@ class DeviceBuffer:
 
 
 def decodes_there(device: str) -> bool:
-    """Return whether records can be decoded on this device: CUDA, and triton is installed."""
     return device.startswith("cuda") and has_triton()
 
 
 def fill(profile: Profile, work: Sequence[Work], buffer: HostBuffer | DeviceBuffer) -> None:
-    """Decode records of one level from their first rows on, coarser levels first; raises DamagedError.
-
-    Only coded columns are written.
-    """
+    """Decode records of one level, coarser levels first, into their coded columns. Raises DamagedError."""
     for refines in (False, True):
         some = [one for one in (_chosen(*one, refines) for one in work) if one[1]]
         if refines and some:
@@ -205,13 +182,11 @@ def fill(profile: Profile, work: Sequence[Work], buffer: HostBuffer | DeviceBuff
 
 
 def _chosen(layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Work:
-    """Choose the records that refine others, or that do not."""
     which = [bool(record.base) is refines for record, _ in items]
     return layer, list(compress(items, which)), list(compress(starts, which))
 
 
 def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Streams:
-    """Return the columns of some records, and these; raises DamagedError: they do not fit the profile."""
     records = [record for record, _ in items]
     coded = profile.coded(NESTED[records[0].level - 1], layer)
     columns = coded.fine if refines else coded.alone
@@ -252,11 +227,7 @@ def sides_of(
 ) -> None:
     """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
 
-    Parameters
-    ----------
-    numbers : int16, or of the dtype of `out`.
-    records : at each layer, the records whose numbers follow one another.
-    by : the kernel that multiplies; None: torch does, which is faster.
+    Numbers are int16, or of the dtype of `out`. At each layer the records' numbers follow one another.
     """
     if by is not None and out.numel():
         weights = [transform_kernels.Weights.backward(profile, layer, level, out.dtype, by.tile) for layer in layers]

@@ -1,7 +1,4 @@
-"""Transform encoding of a chunk's layers at several levels at once, in a few calls of machine code (decode.py inverts).
-
-A record depends only on its own layer, never on the layers that are encoded with it.
-"""
+"""Transform encoding of a chunk's layers at several levels in a few calls; a record depends only on its own layer."""
 
 from __future__ import annotations
 
@@ -39,23 +36,13 @@ def encode_levels(
     profile: Profile | None = None,
     bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
 ) -> dict[str, list[Sequence[Payload]]]:
-    """Encode all layers of one chunk at several levels.
+    """Encode all layers of one chunk at several levels: for each level the parts of each layer's record.
 
-    A nested level refines the next coarser one where that is among `levels` or `bases`, so that both together take
-    little more than the finer one.
+    A nested level refines the next coarser one where that is among `levels` or `bases`, stored records that were made
+    with this profile, one a layer: both together take little more than the finer one. Keys and values are `[kv_heads,
+    tokens, head_dim]`.
 
-    Parameters
-    ----------
-    kvs : keys and values of each layer, `[kv_heads, tokens, head_dim]`.
-    bases : stored records at coarser levels, made with this profile, one a layer.
-
-    Returns
-    -------
-    For each level the parts of each layer's record.
-
-    Raises
-    ------
-    KvtoolError : a level needs a profile, and none is given; or a number is not finite.
+    Raises KvtoolError: a level needs a profile, and none is given; or a number is not finite.
     """
     made: dict[str, list[Sequence[Payload]]] = {}
     if together := nested(levels):
@@ -68,20 +55,13 @@ def encode_levels(
 def encode_rows(
     kvs: Sequence[LayerKV], rows: Ids, level: str, profile: Profile | None = None
 ) -> list[Sequence[Payload]]:
-    """Encode some rows of a chunk's layers at a level of row subsets; records refine no others.
-
-    Parameters
-    ----------
-    kvs : of all rows, `[kv_heads, tokens, head_dim]` each.
-    rows : those to store, ascending.
-    """
+    """Encode some rows of a chunk's layers, ascending, at a level of row subsets; records refine no others."""
     inner, tokens = level_of(level).inner, kvs[0][0].shape[1]
     made = encode_levels(some_rows(kvs, rows), [inner], profile)[inner]
     return [[*parts, tail_of(rows, tokens)] for parts in made]
 
 
 def some_rows(kvs: Sequence[LayerKV], rows: Ids) -> list[LayerKV]:
-    """Select these rows of every layer's keys and values."""
     at = torch.tensor(rows, dtype=torch.int64)
     return [(keys.index_select(1, at), values.index_select(1, at)) for keys, values in kvs]
 
@@ -98,11 +78,8 @@ def encode_nested(
 ) -> dict[str, list[list[Payload]]]:
     """Encode some layers of one chunk at some nested levels; as `encode_levels`, but for records given as parts.
 
-    Raises
-    ------
-    DamagedError : the profile is another model's.
-    ValueError : sides have different shapes or formats.
-    KvtoolError : there is no profile, or a number is not finite.
+    Raises DamagedError: the profile is another model's; ValueError: sides have different shapes or formats;
+    KvtoolError: there is no profile, or a number is not finite.
     """
     if profile is None:
         raise KvtoolError("this level needs a codec profile, and the store has none", "`kvtool compress` fits one")
@@ -122,7 +99,6 @@ def encode_nested(
 
 
 def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> list[LayerKV]:
-    """Check everything that a kernel relies upon to stay inside keys and values; returns them as it takes them."""
     keys, layout = kvs[0][0], profile.layout
     if any(side.shape[1] != keys.shape[1] or side.dtype != keys.dtype for kv in kvs for side in kv):
         raise ValueError("keys and values of all layers have as many tokens and one format")
@@ -136,7 +112,6 @@ def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> l
 
 
 def _filled_up(kv: LayerKV, layout: Layout) -> LayerKV:
-    """View sides of a layer as if a head were a group of the profile: `[groups, tokens, size]`."""
     wide = wide_sides(kv, layout.channels)
     keys, values = wide.view(SIDES, wide.shape[1], layout.groups, layout.size).transpose(1, 2)
     return keys, values
@@ -152,7 +127,6 @@ class _Slab:
         self._numbers = {NESTED[0]: self._finest()}
 
     def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
-        """Make records at a level, as parts; those that refine others name them."""
         coded = [self._profile.coded(level, layer) for layer in self._layers]
         refines = bases is not None and coded[0].fine is not None
         streams, marked = self._refined(level, coded) if refines else self._alone(level, coded)
@@ -177,7 +151,7 @@ class _Slab:
         return [one.pack() for one in made]
 
     def _finest(self) -> I16:
-        """Make int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
+        """int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
         layout = self._profile.layout
         out = self._memory("finest")
         by = transform_kernels.forward_by(layout, self._dtype)
@@ -199,28 +173,28 @@ class _Slab:
         return self._numbers[level]
 
     def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
-        """Encode streams; also returns the numbers of their escapes."""
         found = symbols_of(self._of(level), [of.alone for of in coded])
         jobs = [coder.Encoding(symbols, of.alone) for (symbols, _), of in zip(found, coded, strict=True)]
         return coder.encode(*jobs), [marked for _, marked in found]
 
     def _refined(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
-        """Encode streams of what the coarser level lacks: they know no escapes."""
         columns = [of.fine for of in coded if of.fine is not None]
         found = finer_symbols(self._of(level), self._of(coarser(level) or ""), columns)
         jobs = [coder.Encoding(symbols, of, contexts) for (symbols, contexts), of in zip(found, columns, strict=True)]
         return coder.encode(*jobs), [_NOTHING] * len(coded)
 
     def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
-        """Find the numbers other than 0 in columns that are not coded: flat places, ascending."""
-        numbers = self._of(level)
-        strays = has_strays(numbers, [of.others for of in coded])
-        return [
-            _places_outside(own, of) if some else _NOWHERE for own, of, some in zip(numbers, coded, strays, strict=True)
-        ]
+        numbers, found = self._of(level), list[U32]()
+        for own, of, some in zip(numbers, coded, has_strays(numbers, [of.others for of in coded]), strict=True):
+            places = _NOWHERE
+            if some:
+                other = np.ones(numbers.shape[2], np.bool_)
+                other[of.alone.numbers] = False
+                places = np.flatnonzero(own * other).astype(np.uint32)
+            found.append(places)
+        return found
 
     def _errors(self, level: str, records: Sequence[Record]) -> list[tuple[float, float]]:
-        """Compute the errors of K and of V that each record is to state, rounded up to float32."""
         layout = self._profile.layout
         shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
         held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
@@ -235,20 +209,11 @@ class _Slab:
         return list(zip(up[::2], up[1::2], strict=True))
 
 
-def _places_outside(numbers: I16, coded: CodedColumns) -> U32:
-    other = np.ones(numbers.shape[1], np.bool_)
-    other[coded.alone.numbers] = False
-    return np.flatnonzero(numbers * other).astype(np.uint32)
-
-
 # ---- sides to numbers --------------------------------------------------------------------------------------------
 
 
 def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
-    """Make numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`.
-
-    `means` and `forward` are those of the profile at this layer.
-    """
+    """Numbers of the finest level, int16 `[tokens, stride]`, of sides, float32 `[2, tokens, C]`."""
     tokens = sides.shape[1]
     out = np.zeros((tokens, layout.stride), np.int16)
     if tokens:
@@ -264,9 +229,7 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
 def wider(numbers: I16, out: I16) -> I16:
     """Coarsen by one level: the nearest numbers of steps three times as wide, which nest by construction.
 
-    Parameters
-    ----------
-    numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
+    Numbers are from -32767 to 32766, a multiple of 32 in all, in C order.
     """
     if numbers.size:
         jobs = Jobs(kernels_ir.WIDER, 1)
@@ -281,14 +244,9 @@ def wider(numbers: I16, out: I16) -> I16:
 def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
     """Make symbols of layers' numbers `[layers, rows, stride]`, which have the places of a decoder's output.
 
-    Returns
-    -------
-    For each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the number;
-    and the numbers of these escapes, row by row.
-
-    Raises
-    ------
-    ValueError : numbers are not int16, too few, or those of a row are not side by side.
+    Returns for each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the
+    number; and the numbers of these escapes, row by row. Raises ValueError: numbers are not int16, too few, or those of
+    a row are not side by side.
     """
     _check_numbers(numbers, columns)
     symbols = _cut("symbols", numbers.shape[1], columns)
@@ -314,9 +272,9 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
 
 
 def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
-    """Make the symbols that refine coarser numbers to finer ones, both `[layers, rows, stride]` (see coder.decode).
+    """Symbols and contexts `[rows, columns]` that refine coarser numbers to finer ones (see coder.decode).
 
-    Returns symbols and contexts `[rows, columns]` of each layer, in this thread's memory.
+    Numbers are `[layers, rows, stride]`; what is returned is in this thread's memory.
     """
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
@@ -361,7 +319,6 @@ def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
 
 
 def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
-    """Cut this thread's memory into `[rows, columns]` for each layer."""
     widths = [of.ids.shape[0] for of in columns]
     ends = list(accumulate(rows * width for width in widths))
     whole = scratch(name, ends[-1] if ends else 0, np.uint8)
@@ -369,7 +326,6 @@ def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
 
 
 def _jobs(job: Job, numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
-    """Make jobs of some layers, with the fields that all kernels of numbers have."""
     jobs = Jobs(job, len(some))
     jobs.set(
         numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),

@@ -75,13 +75,9 @@ def fit_profile(
 ) -> Profile:
     """Fit means, transforms and tables.
 
-    Parameters
-    ----------
-    sample : un-rotated keys and values of some chunks at a layer.
-    sensitivity : float32 `[2, layers, C, C]`: the loss, in nats, of an error e in one token is e @ this @ e / 2.
-    groups : number of groups of channels that are transformed together.
-    advance : called after each layer.
-    each : `map`, or that of a pool of threads, which then call `sample`.
+    `sample` gives un-rotated keys and values of some chunks at a layer. `sensitivity`, float32 `[2, layers, C, C]`: the
+    loss, in nats, of an error e in one token is e @ this @ e / 2. `advance` is called after each layer; `each` is
+    `map`, or that of a pool of threads, which then call `sample`.
     """
     layers, channels = sensitivity.shape[1:3]
     layout = Layout(groups, channels // groups)
@@ -90,7 +86,6 @@ def fit_profile(
     counts = _Counts(layers, layout)
 
     def fit_layer(layer: int) -> None:
-        """Fit one layer's part of all three."""
         sides = sample(layer)
         means[layer] = sides.mean(1)
         for side in range(SIDES):
@@ -110,7 +105,6 @@ def fit_profile(
 
 
 def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, step: float) -> torch.Tensor:
-    """Return rows of one step of a coefficient each, `[groups, size, size]`, that of the widest spread first."""
     out = torch.empty((layout.groups, layout.size, layout.size), dtype=torch.float32)
     for group in range(layout.groups):
         channels = slice(group * layout.size, (group + 1) * layout.size)
@@ -123,7 +117,6 @@ def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, ste
 
 
 def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the square root of a regularised sensitivity matrix, and its inverse."""
     wide = sensitivity.double()
     mixed = _FULL * wide + (1 - _FULL) * torch.diag(wide.diagonal())
     values, vectors = torch.linalg.eigh(mixed)
@@ -134,29 +127,24 @@ def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
-    """Count each of these successive values in each column of `[tokens, columns]`: `[columns, values]`."""
     width = numbers.shape[1]
     first = np.arange(width, dtype=np.int64) * len(values) - int(values[0])
     return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
 
 
 def coarsened(numbers: I16, levels: int = 1) -> I16:
-    """Return numbers of a level whose steps are 3 ** levels times as wide, as `encode.wider` makes them."""
     for _ in range(levels):
         numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
     return numbers
 
 
 class _Counts:
-    """Counts of each column's numbers: by level, and given the coarser level's number."""
-
     def __init__(self, layers: int, layout: Layout) -> None:
         self._layout = layout
         self._alone = np.zeros((len(NESTED), layers, layout.stride, ALPHABET), np.int32)
         self._fine = np.zeros((len(NESTED) - 1, layers, layout.stride, 3, 3), np.int32)
 
     def add(self, layer: int, finest: I16) -> None:
-        """Count a layer's numbers `[tokens, stride]` once, at the finest level, from which all others follow."""
         values = np.arange(int(finest.min()), int(finest.max()) + 1, dtype=np.int16)
         at_once = max(1, _MOST_COUNTERS // len(values))
         for first in range(0, finest.shape[1], at_once):
@@ -166,7 +154,6 @@ class _Counts:
                 self._count(level, layer, columns, found, coarsened(values, level))
 
     def _count(self, level: int, layer: int, columns: slice, found: npt.NDArray[np.int64], numbers: I16) -> None:
-        """Sum the counts `found[column, value]` by symbol at a level where the values are these `numbers`."""
         symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO  # ascending, as the values are
         there, starts = np.unique(symbols, return_index=True)
         self._alone[level, layer, columns, there] = np.add.reduceat(found, starts, axis=1).T
@@ -186,7 +173,6 @@ class _Counts:
         return np.maximum.accumulate(last[::-1], 0)[::-1].astype(np.uint8)
 
     def tables(self) -> tuple[U16, U16, TableSet]:
-        """Return each column's tables of both kinds, and all tables."""
         shape, fine_shape = self._alone.shape[:3], self._fine.shape[:3]
         tables, ids = shared_tables(self._alone.reshape(-1, ALPHABET))
         more, fine_ids = fine_tables(self._fine.reshape(-1, 3, 3))
@@ -198,7 +184,6 @@ class _Counts:
 
 
 def frequencies(probabilities: F64) -> U16:
-    """Make a table of probabilities `[256]`: rare symbols lose their slots, and the escape always has one."""
     kept = np.where(probabilities >= _LEAST_PROBABILITY * probabilities.sum(), probabilities, 0.0)
     used = np.flatnonzero(kept[:ESCAPE])
     first, last = (used[0], used[-1]) if len(used) else (ZERO, ZERO)
@@ -209,7 +194,6 @@ def frequencies(probabilities: F64) -> U16:
 
 
 def bell(spread: float) -> F64:
-    """Return probabilities `[256]` of rounded numbers around 0, half Laplace, half Gauss, of a standard deviation."""
     edges = np.arange(-ZERO, ALPHABET - ZERO) - 0.5
     edges = np.append(edges, edges[-1] + 1)
     scale = spread / np.sqrt(2)
@@ -235,7 +219,6 @@ def shared_tables(counts: Counts) -> tuple[U16, U16]:
 
 
 def _start(rows: F64, count: int) -> npt.NDArray[np.int64]:
-    """Group columns of similar entropy."""
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.nansum(rows * np.log2(rows), 1)
     groups = np.empty(len(rows), np.int64)

@@ -1,7 +1,4 @@
-"""Codec levels and the first bytes of their records; needs no torch.
-
-A new codec is a file in this folder and a line below.
-"""
+"""Codec levels and the first bytes of their records; needs no torch."""
 
 from __future__ import annotations
 
@@ -25,36 +22,20 @@ MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level: what all but its codec have to know.
-
-    Attributes
-    ----------
-    name : as records, command lines and catalogues carry it.
-    codec : `.module:class` of this package. The class is called with the level's name, and fulfils `Codec` (base.py).
-    lossless : decoding gives back the encoded bits. A lossy level's records state their error.
-    verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
-    nested : records may name the record of the next coarser nested level, which they refine.
-    profiled : records name the profile that they were made with (record.py), unless they were made without one.
-    baseline : a level to compare others with; `auto` does not take it.
-    share : percent of a chunk's rows that are stored.
-    inner : the level at which these rows are stored, where they are not all.
-    bits : approximate size of a number of K or V of the whole chunk, by which lossy levels are ordered.
-    """
-
     name: str
-    codec: str = ""
-    lossless: bool = False
-    verbatim: bool = False
-    nested: bool = False
-    profiled: bool = False
-    baseline: bool = False
-    share: int = 100
-    inner: str = ""
-    bits: float = 0.0
+    codec: str = ""  # `.module:class` of this package; called with the name, it makes a `Codec` (base.py)
+    lossless: bool = False  # decoding gives back the encoded bits. A lossy level's records state their error
+    verbatim: bool = False  # records hold the model's own numbers only: their length follows from the shape
+    nested: bool = False  # records may name the record of the next coarser nested level, which they refine
+    profiled: bool = False  # records name the profile that they were made with, if any (record.py)
+    baseline: bool = False  # a level to compare others with; `auto` does not take it
+    share: int = 100  # percent of a chunk's rows that are stored
+    inner: str = ""  # the level at which these rows are stored, where they are not all
+    bits: float = 0.0  # approximate size of a number of K or V of the whole chunk, by which lossy levels are ordered
 
     @property
     def of_prefix(self) -> str:
-        """Return the level of the prompt's beginning where chunks are at this one: it is never lossy."""
+        """The level of the prompt's beginning where chunks are at this one: it is never lossy."""
         return self.name if self.lossless else RAW
 
 
@@ -75,7 +56,6 @@ _WHOLE = (
 
 
 def _row_subset(level: Level, share: int) -> Level:
-    """Return the level that stores a share of the rows as `level` stores all; its records refine no others."""
     return Level(
         f"keep{share}-{level.name}",
         ".row_subset:RowSubset",
@@ -101,73 +81,62 @@ WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.sh
 
 
 def level_of(name: str) -> Level:
-    """Return the level of this name. An unknown one (another version's) has no codec, and counts as lossy."""
+    """An unknown level (another version's) has no codec, and counts as lossy."""
     return LEVELS.get(name) or Level(name)
 
 
 def known(names: Iterable[str | None]) -> list[str]:
-    """Return the known levels among these, the finest first."""
     among = {*names}
     return [name for name in LEVELS if name in among]
 
 
 def exact(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the lossless levels among these, the largest first."""
     return [name for name in known(names) if LEVELS[name].lossless]
 
 
 def lossy(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the known lossy levels among these, the finest first."""
     return [name for name in known(names) if not LEVELS[name].lossless]
 
 
 def nested(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the levels among these whose records may refine one another, the finest first."""
     return [name for name in known(names) if LEVELS[name].nested]
 
 
 def profiled(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the levels among these whose records name a profile, the finest first."""
     return [name for name in known(names) if LEVELS[name].profiled]
 
 
 def whole(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """Return the levels among these that store every row, the finest first."""
     return [name for name in known(names) if LEVELS[name].share == 100]
 
 
 def keeping(level: str, share: int) -> str:
-    """Name the level that stores `share` percent of the rows as `level` stores all of them."""
     return level if share == 100 else f"keep{share}-{level}"
 
 
 def check_level(name: str) -> str:
-    """Return the level's name if a codec has it, else raise UsageError."""
     if name not in LEVELS:
         raise UsageError(f"there is no level {name!r}", f"known: {NAMES.replace('|', ', ')}")
     return name
 
 
 def shown_loss(loss: float | None, allowed: float) -> str:
-    """Word a loss and its limit; None: not measured."""
     if loss is None:
         return f"loss not measured, {allowed:g} nats a token are allowed"
     return f"loss {loss:.4f} of at most {allowed:g} nats a token"
 
 
 def enough_loss(loss: float) -> str:
-    """Return the maximum loss that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 
 def coarser(level: str) -> str | None:
-    """Return the next coarser level, which a record of this one may refine; None: this is the coarsest."""
     at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)
     return NESTED[at] if at < len(NESTED) else None
 
 
 def base_level(level: str, payload: Payload) -> str | None:
-    """Read the coarser level that a record of this level refines; None: it refines none. Raises DamagedError."""
+    """The level that a record refines; None: it refines none. Raises DamagedError."""
     if level not in NESTED:
         return None
     base = coarser(level)

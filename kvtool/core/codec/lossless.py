@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,15 @@ _ZSTD_LEVEL = 1  # level 19 takes 2 % off the whole record (smollm2) and far lon
 class Raw(SelfContained):
     """K then V, each `[kv_heads, tokens, head_dim]` in C order, little-endian (law 7: bit for bit)."""
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None
-    ) -> list[memoryview]:
-        """Return the bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`; they may be views."""
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: object = None) -> list[list[memoryview]]:
+        return [self.encode(*kv) for kv in kvs]
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[memoryview]:
+        """The bytes may be views."""
         return [side.contiguous().view(torch.uint8).numpy().reshape(-1).data for side in (keys, values)]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """View `payload` as keys and values of one layer, which must not be written to. Raises DamagedError."""
+        """Views of `payload`, which must not be written to. Raises DamagedError."""
         of_keys, of_values = side_shapes(shape)
         kind = DTYPES[dtype]
         flat = torch.frombuffer(payload, dtype=kind) if len(payload) else torch.empty(0, dtype=kind)
@@ -48,8 +50,10 @@ class Lossless(SelfContained):
     bytes follow, number by number, low byte first.
     """
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None) -> list[Payload]:
-        """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: object = None) -> list[list[Payload]]:
+        return [self.encode(*kv) for kv in kvs]
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[Payload]:
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
         sides = [_rotated(side) for side in (keys, values)]
         first = [compressor.compress(np.ascontiguousarray(side[:, -1]).data) for side in sides]
@@ -57,7 +61,7 @@ class Lossless(SelfContained):
         return [_LENGTHS.pack(*map(len, first)), *first, *rest]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Decode one layer. Raises DamagedError: lengths do not fit the shape, or a part cannot be decompressed."""
+        """Raises DamagedError: lengths do not fit the shape, or a part cannot be decompressed."""
         view = memoryview(payload)
         width, shapes = DTYPES[dtype].itemsize, side_shapes(shape)
         counts = [math.prod(side) for side in shapes]
@@ -78,7 +82,7 @@ class Lossless(SelfContained):
 
 
 def _rotated(side: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Rotate numbers and return their bytes, `[numbers, bytes]`, low byte first."""
+    """Bytes of the rotated numbers, `[numbers, bytes]`, low byte first."""
     width = side.element_size()
     words = side.contiguous().view(torch.uint8).numpy().reshape(-1).view(_WORDS[width])
     return ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
@@ -101,7 +105,7 @@ def _rotated_back(first: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8], d
 
 
 def _decompressed(frame: memoryview, size: int) -> npt.NDArray[np.uint8]:
-    """Decompress a frame to `size` bytes; no more memory is taken, whatever the frame claims."""
+    """No more memory than `size` bytes is taken, whatever the frame claims."""
     try:
         if zstandard.frame_content_size(frame) != size:
             raise DamagedError("a lossless payload whose exponents do not fit its shape")

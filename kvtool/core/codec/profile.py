@@ -1,7 +1,4 @@
-"""Codec profiles: means, transforms and frequency tables of a model's keys and values, and their layout.
-
-A profile is fitted once; records name it by its digest.
-"""
+"""Codec profiles: means, transforms and frequency tables of a model's keys and values; records name their digest."""
 
 from __future__ import annotations
 
@@ -39,25 +36,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of coefficients in a row: K's groups, then V's, each padded to whole blocks of 32.
+    """The layout of coefficients in a row: K's groups, then V's, each padded to whole blocks of 32."""
 
-    Parameters
-    ----------
-    groups : parts of a side that are transformed separately: 1 (the whole layer) or one a KV head.
-    size : channels of a group.
-    """
-
-    groups: int
-    size: int
+    groups: int  # parts of a side that are transformed separately: 1 (the whole layer) or one a KV head
+    size: int  # channels of a group
 
     @property
     def padded(self) -> int:
-        """Count the columns of a group."""
         return -(-self.size // BLOCK) * BLOCK
 
     @property
     def stride(self) -> int:
-        """Count the columns of a row: a multiple of 64."""
         return SIDES * self.groups * self.padded
 
     @property
@@ -65,16 +54,13 @@ class Layout:
         return self.groups * self.size
 
     def start(self, side: int, group: int) -> int:
-        """Return the first column of a group."""
         return (side * self.groups + group) * self.padded
 
     def places(self, active: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.int32]:
-        """Return the first columns of the coded blocks, int32, an even number of them, ascending.
+        """First columns of the coded blocks, an even number of them, ascending.
 
-        Parameters
-        ----------
-        active : blocks of each group, uint8 `[2 * groups]`, K's groups first; None: all. Where the sum is odd one more
-            is taken: all blocks together are even in number.
+        `active`: blocks of each group, uint8 `[2 * groups]`, K's groups first; None: all. Where the sum is odd one more
+        is taken: all blocks together are even in number.
         """
         most = self.padded // BLOCK
         counts = np.full(SIDES * self.groups, most) if active is None else active.astype(np.int64)
@@ -86,20 +72,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CodedColumns:
-    """The columns of a layer that a level codes.
-
-    Attributes
-    ----------
-    alone : columns of a record that refines no other.
-    fine : columns of a record that refines the next coarser level; None: no level is coarser.
-    widths : number of columns of each group, its first ones: K's groups, then V's.
-    others : first columns of the blocks that are not coded, int32.
-    """
-
-    alone: Columns
-    fine: Columns | None
-    widths: tuple[int, ...]
-    others: npt.NDArray[np.int32]
+    alone: Columns  # of a record that refines no other
+    fine: Columns | None  # of a record that refines the next coarser level; None: no level is coarser
+    widths: tuple[int, ...]  # columns of each group, its first ones: K's groups, then V's
+    others: npt.NDArray[np.int32]  # first columns of the blocks that are not coded, int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,25 +84,15 @@ class Profile:
 
     A group of a layer's side is `x = mean + y @ basis`, with y in steps of the finest level: level n quantises y to
     whole multiples of 3 ** (n - 1). C = groups * size channels a side, S = the layout's stride.
-
-    Parameters
-    ----------
-    means : float32 `[layers, 2, C]`.
-    basis : bfloat16 `[layers, 2, groups, size, size]`, a coefficient a row, the largest first.
-    active : uint8 `[levels, layers, 2 * groups]`: blocks of 32 coefficients that are coded.
-    ids : uint16 `[levels, layers, S]`: table of each column where a record refines no other.
-    fine_ids : uint16 `[levels - 1, layers, S]`: first of three tables of each column where a level refines the next.
-    tables : frequencies.
-    about : description of the texts that it was fitted to.
     """
 
-    means: torch.Tensor
-    basis: torch.Tensor
-    active: npt.NDArray[np.uint8]
-    ids: npt.NDArray[np.uint16]
-    fine_ids: npt.NDArray[np.uint16]
+    means: torch.Tensor  # float32 `[layers, 2, C]`
+    basis: torch.Tensor  # bfloat16 `[layers, 2, groups, size, size]`, a coefficient a row, the largest first
+    active: npt.NDArray[np.uint8]  # `[levels, layers, 2 * groups]`: blocks of 32 coefficients that are coded
+    ids: npt.NDArray[np.uint16]  # `[levels, layers, S]`: table of each column where a record refines no other
+    fine_ids: npt.NDArray[np.uint16]  # `[levels - 1, layers, S]`: first of three tables where a level refines
     tables: TableSet
-    about: dict[str, Any]
+    about: dict[str, Any]  # description of the texts that it was fitted to
     _memo: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +123,6 @@ class Profile:
         return int(self.basis.shape[0])
 
     def memo(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return a value derived from this profile, made at its first use."""
         made: T | None = self._memo.get(key)
         if made is None:
             made = self._memo[key] = make()
@@ -179,7 +144,7 @@ class Profile:
         return CodedColumns(alone, fine, tuple(widths.tolist()), others)
 
     def forward(self, layer: int) -> torch.Tensor:
-        """Return float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
+        """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
         return self.memo(("forward", layer), lambda: self._forward(layer))
 
     def _forward(self, layer: int) -> torch.Tensor:
@@ -206,7 +171,6 @@ class Profile:
 
     @cached_property
     def data(self) -> bytes:
-        """Write the profile as a safetensors file."""
         arrays = map(torch.from_numpy, (self.active, self.ids, self.fine_ids, self.tables.frequencies))
         parts = dict(zip(_DTYPES, (self.means, self.basis, *arrays), strict=True))
         metadata = {"kvtool_profile": str(FORMAT), "about": json.dumps(self.about, sort_keys=True)}
@@ -214,7 +178,6 @@ class Profile:
 
     @cached_property
     def digest(self) -> bytes:
-        """Name the profile by 16 bytes: blake2b-128 of its file."""
         return digest_of(self.data)
 
     @classmethod
@@ -240,7 +203,6 @@ class Profile:
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """Hash a profile's bytes by blake2b-128."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -253,7 +215,6 @@ def _in_order(data: bytes) -> bytes:
 
 
 def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read tensors of the right types, and metadata, of a safetensors file in memory."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("cut off")

@@ -6,9 +6,6 @@ follow, for each stream, its words (u16) and states (u32[64]); the side informat
 stream by stream, row by row.
 
 Transformed records have one stream, K's columns and then V's. Others have four: K, V, the anchors of K and those of V.
-A marked escape is a symbol of its own in a stream; a placed one belongs to a column that is not coded. The check of the
-base is `check_of` (levels.py) the very record that is refined: another record of its level, made elsewhere, rounds
-otherwise.
 """
 
 from __future__ import annotations
@@ -43,18 +40,11 @@ _NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
 
 @dataclass(slots=True)  # see Stream
 class Escapes:
-    """Numbers that their column's table has no symbol for.
+    """Numbers that their column's table has no symbol for."""
 
-    Attributes
-    ----------
-    places, placed : in columns that are not coded: flat places in the numbers `[rows, stride]`, uint32; and the
-        numbers, int16.
-    marked : in columns that are coded, int16: one for each symbol ESCAPE, stream by stream, row by row.
-    """
-
-    places: npt.NDArray[np.uint32]
-    placed: npt.NDArray[np.int16]
-    marked: npt.NDArray[np.int16]
+    places: npt.NDArray[np.uint32]  # in columns that are not coded: flat places in `[rows, stride]`
+    placed: npt.NDArray[np.int16]  # the numbers there
+    marked: npt.NDArray[np.int16]  # in columns that are coded, one for each ESCAPE, stream by stream, row by row
 
     def pack(self) -> list[Payload]:
         return [
@@ -64,19 +54,16 @@ class Escapes:
         ]
 
     def has_places(self, count: int) -> bool:
-        """Return True if some are placed, among so many numbers. Raises DamagedError: outside of them."""
         if len(self.places) and int(self.places[-1]) >= count:
             raise DamagedError("a compressed record with an escape outside of it")
         return bool(len(self.places))
 
     def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
-        """Put the placed ones into decoded numbers `[rows, stride]` of a form. Raises DamagedError."""
         if self.has_places(numbers.size):
             numbers.reshape(-1)[self.places] = in_form(self.placed, form)
 
 
 def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
-    """Convert whole numbers to the nearest ones of a decoder's form."""
     if form == "int16":
         return numbers
     values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
@@ -85,31 +72,21 @@ def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
 
 @dataclass(slots=True)  # see Stream
 class Record:
-    """A record's parts.
-
-    Attributes
-    ----------
-    transformed : by the profile's transform; else by the paper's scheme (cachegen.py).
-    base : number of the level that it refines; 0: none.
-    base_check : `check_of` the record that it refines.
-    columns : number of columns of the first stream.
-    """
-
-    transformed: bool
+    transformed: bool  # by the profile's transform; else by the paper's scheme (cachegen.py)
     level: int
-    base: int
+    base: int  # number of the level that it refines; 0: none
     tokens: int
-    columns: int
+    columns: int  # of the first stream
     streams: tuple[Stream, ...]
     escapes: Escapes
     steps: tuple[float, float] = (0.0, 0.0)
     errors: tuple[float, float] = (0.0, 0.0)
     profile: bytes = NO_PROFILE
     side: bytes = b""
-    base_check: int = 0
+    base_check: int = 0  # `check_of` the record that it refines
 
     def pack(self) -> list[Payload]:
-        """Return the record as parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""
+        """As parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""
         if not sum(self.errors) < math.inf:
             raise KvtoolError("the KV holds numbers that are too large to code", "keep it at the level raw or lossless")
         words = [len(stream.words) for stream in self.streams]
@@ -170,7 +147,6 @@ class Record:
 
 
 def _header(payload: Payload) -> tuple[Any, ...]:
-    """Read the fields of a header whose format and levels are known."""
     if len(payload) < _HEADER.size:
         raise DamagedError("a compressed record without its header")
     fields = _HEADER.unpack_from(payload)
@@ -190,8 +166,6 @@ def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
 
 
 class _Cut:
-    """A reader that takes one part after another off a payload that is long enough for all."""
-
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at
         self._begin = address(np.frombuffer(payload, np.uint8))

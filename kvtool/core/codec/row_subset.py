@@ -1,8 +1,7 @@
 """Row subsets, levels `keepNN-…`: a part of a chunk's rows, stored as another level stores all of them.
 
-The inner level's payload of the stored rows comes first, so that a record begins as the inner level's does. Then follow
-a bit for every token of the chunk, 1 where its row is stored, the first the lowest; and `_TAIL`: tokens of the chunk,
-which the record's header states, too, rows that are stored, ``kvk`` and the format (`kvtool help codec`).
+The inner level's payload of the stored rows comes first. Then follow a bit for every token of the chunk, 1 where its
+row is stored, the first the lowest; and `_TAIL`: tokens of the chunk, rows that are stored, ``kvk`` and the format.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from kvtool.core import codec
 from kvtool.core.codec.base import (
@@ -37,8 +35,7 @@ _MAGIC = b"kvk\1"
 
 
 class RowSubset(Codec):
-    """A level that stores only some rows. `encode` stores all given rows, as those of a chunk that has no others; the
-    tail that `tail_of` makes says otherwise."""
+    """A level that stores only some rows. All given rows are encoded as those of a chunk that has no others."""
 
     def __init__(self, level: str) -> None:
         self.level = level
@@ -47,24 +44,17 @@ class RowSubset(Codec):
     def _inner(self) -> Codec:
         return codec.CODECS[level_of(self.level).inner]
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        """Encode rows `[kv_heads, tokens, head_dim]`."""
-        return [*self._inner.encode(keys, values, layer, profile), _all(keys)]
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        made = self._inner.encode_layers(kvs, profile)
-        return [[*parts, _all(keys)] for parts, (keys, _) in zip(made, kvs, strict=True)]
+        made, tokens = self._inner.encode_layers(kvs, profile), kvs[0][0].shape[1]
+        return [[*parts, tail_of(range(tokens), tokens)] for parts in made]
 
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode keys and values of the stored rows, `[kv_heads, rows, head_dim]`. Raises DamagedError."""
         return self._inner.decode([self._of_inner(item)[0] for item in items], layer, profiles, device)
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk. Raises DamagedError: they do not hold the same rows."""
+        """Raises DamagedError: the layers do not hold the same rows."""
         opened = [self._of_inner(item) for item in items]
         if len({rows for _, rows in opened}) > 1:
             raise DamagedError("the layers of a chunk hold different rows")
@@ -74,7 +64,7 @@ class RowSubset(Codec):
         return self._inner.stated_error(_split(payload)[0])
 
     def _of_inner(self, item: Encoded) -> tuple[Encoded, Ids]:
-        """Return the rows as the inner level stores them, and their numbers. Raises DamagedError."""
+        """The rows as the inner level stores them, and their numbers. Raises DamagedError."""
         inner, rows = _opened(item)
         size = sum(map(math.prod, side_shapes(inner.shape))) * DTYPES[inner.dtype].itemsize
         if level_of(level_of(self.level).inner).verbatim and len(inner.payload) != size:
@@ -83,35 +73,22 @@ class RowSubset(Codec):
 
 
 def tail_of(rows: Sequence[int], tokens: int) -> bytes:
-    """Return the bytes after the inner level's payload.
-
-    Parameters
-    ----------
-    rows : tokens of the chunk whose rows are stored, ascending.
-    tokens : number of the chunk's tokens.
-    """
     bits = np.zeros(tokens, np.uint8)
     bits[list(rows)] = 1
     return np.packbits(bits, bitorder="little").tobytes() + _TAIL.pack(tokens, len(rows), _MAGIC)
 
 
 def rows_of(item: Encoded) -> Ids:
-    """Return the tokens of a chunk whose rows a record holds, ascending. Raises DamagedError."""
+    """The tokens of a chunk whose rows a record holds, ascending. Raises DamagedError."""
     return _opened(item)[1]
 
 
 def inner_of(item: Encoded) -> Encoded:
-    """Return the rows that a record holds, as its inner level stores them. Raises DamagedError."""
     return _opened(item)[0]
 
 
-def _all(keys: torch.Tensor) -> bytes:
-    tokens = keys.shape[1]
-    return tail_of(range(tokens), tokens)
-
-
 def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
-    """Return the inner payload, the bits, and the numbers of tokens and of rows. Raises DamagedError."""
+    """The inner payload, the bits, and the numbers of tokens and of rows."""
     view = memoryview(payload)
     if len(view) < _TAIL.size:
         raise DamagedError("a record of some of a chunk's rows does not say of which")
@@ -123,7 +100,6 @@ def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
 
 
 def _opened(item: Encoded) -> tuple[Encoded, Ids]:
-    """Return the rows as the inner level stores them, and their numbers. Raises DamagedError."""
     payload, packed, tokens, count = _split(item.payload)
     kv_heads, stated, key_dim = item.shape[:3]
     if tokens != stated:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kvtool.core.codec import cachegen
 from kvtool.core.codec.base import (
     Codec,
@@ -33,14 +31,6 @@ class TransformCodec(Codec):
         self.level = level
         self._without_profile = cachegen.CacheGen(f"cachegen-{level}")
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> list[Payload]:
-        """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`; the record refines no other."""
-        if profile is None:
-            return [*self._without_profile.encode(keys, values)]
-        return encode_nested(profile, [layer], [(keys, values)], [self.level])[self.level][0]
-
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
         if profile is None:
             return [[*parts] for parts in self._without_profile.encode_layers(kvs)]
@@ -49,15 +39,9 @@ class TransformCodec(Codec):
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode several chunks at one layer to views `[kv_heads, tokens, head_dim]`.
+        """Decode several chunks at one layer to views; the CPU always decodes records without a profile.
 
-        Parameters
-        ----------
-        device : a GPU that decodes by triton; None: the CPU does, as it always decodes records without a profile.
-
-        Raises
-        ------
-        DamagedError : a record does not fit its shape, its profile or its base.
+        Raises DamagedError: a record does not fit its shape, its profile or its base.
         """
         parsed = [(self._parsed(item), item) for item in items]
         together: dict[tuple[bool, bytes, str], list[int]] = {}
@@ -75,7 +59,6 @@ class TransformCodec(Codec):
         return [out[number] for number in range(len(items))]
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk in main memory to views `[kv_heads, tokens, head_dim]`; raises as `decode`."""
         parsed = [(self._parsed(item), item) for item in items]
         alike = {(record.transformed, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
         if len(alike) != 1 or not parsed[0][0].transformed:
@@ -102,7 +85,6 @@ class TransformCodec(Codec):
 
 
 def _check_fit(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> None:
-    """Refuse records that are wider than the profile, or layers that it has not. Raises DamagedError."""
     widest = channels_of([item.shape for item in items])
     if widest > profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
         raise DamagedError("a codec profile of another model")

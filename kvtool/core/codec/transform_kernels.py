@@ -1,8 +1,4 @@
-"""Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given.
-
-Rows are gathered as float32, multiplied, and rounded once, at most a hundred at a time, so that they stay in the cache.
-A row's result does not depend on other rows.
-"""
+"""Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given."""
 
 from __future__ import annotations
 
@@ -93,7 +89,6 @@ class Forward:
     pitch: int
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k, tile = FunctionBuilder("run", isa, JOBS), self.tile(isa)
         odd = {lanes: k.alloca(f"<{lanes} x i32>").of("i32") for lanes in (isa.width, 1)}
         with FORWARD.each(k) as job:
@@ -108,11 +103,9 @@ class Forward:
         return module(gemm(isa, tile, self.pitch), k)
 
     def tile(self, isa: Isa) -> Tile:
-        """Return the tile that its weights are laid out for."""
         return tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
-        """Gather rows of the source less their means, as float32; `odd` collects what is not finite."""
         k = count.k
         with k.loop(count) as row, k.loop(job.heads) as number:
             head = job.source.of(self.form).skip((first + row) * job.token).skip(number * job.head)
@@ -132,19 +125,13 @@ class Backward:
     """The kernel that makes sides of a form of whole numbers: `numbers @ weights + mean`.
 
     Numbers are first rounded to the form, which holds the usual ones exactly: what multiplies in it gets the same.
-
-    Attributes
-    ----------
-    pitch : places of 32 bits from row to row of `a`.
-    pairs : bfloat16 is multiplied as such, two by two; depths are even.
     """
 
     form: str
-    pitch: int
-    pairs: bool = False
+    pitch: int  # places of 32 bits from row to row of `a`
+    pairs: bool = False  # bfloat16 is multiplied as such, two by two; depths are even
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         tile = self.tile(isa)
         k = FunctionBuilder("run", isa, JOBS, features=tile.features)
         with BACKWARD.each(k) as job, k.loop(_slabs(job.rows)) as slab:
@@ -172,7 +159,6 @@ class Backward:
             each(count.k, job.depth, work)
 
     def _scatter(self, tile: Tile, job: Fields, first: Value, count: Value) -> None:
-        """Add the means, round once."""
         with count.k.loop(count) as row:
             out, c = job.out.of(self.form).skip((first + row) * job.token), _product_row(tile, job, row)
             each(
@@ -189,7 +175,6 @@ class Errors:
     form: str
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
         with ERRORS.each(k) as job:
             zero = k.constant("double", 0.0)
@@ -201,7 +186,6 @@ class Errors:
         return module(k)
 
     def _row(self, job: Fields, row: Value) -> list[tuple[Value, Value]]:
-        """Compute a row's two sums, each as lanes and the rest."""
         k = row.k
         heads = k.loop(job.heads, *[k.zeros(k.width)] * 2, *[k.zeros(1)] * 2)
         made, exact = (
@@ -221,18 +205,16 @@ class Errors:
 
 
 def _slabs(rows: Value) -> Value:
-    """Count the slabs of MOST_ROWS rows, the last one included."""
     return (rows + (MOST_ROWS - 1)) // MOST_ROWS
 
 
 def _slab(rows: Value, number: Value) -> tuple[Value, Value]:
-    """Return the first row of a slab, and the number of its rows."""
     first = number * MOST_ROWS
     return first, rows.k.minimum(rows - first, MOST_ROWS)
 
 
 def _multiply(tile: Tile, job: Fields, count: Value) -> None:
-    """Compute `c = a @ weights`; the rows that a tile has too many are never read."""
+    """`c = a @ weights`; the rows that a tile has too many are never read."""
     steps = job.depth // 2 if tile.pairs else job.depth
     count.k.call_void("gemm", job.a, job.weights, job.c, (count + (tile.rows - 1)) // tile.rows, job.panels, steps)
 
@@ -242,7 +224,6 @@ def _product_row(tile: Tile, job: Fields, row: Value) -> Value:
 
 
 def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
-    """Round the product's rows to the nearest whole numbers, ties to even, within `_LEAST` and `_MOST`."""
     with count.k.loop(count) as row:
         out, c = job.out.skip((first + row) * job.stride), _product_row(tile, job, row)
 
@@ -261,22 +242,14 @@ def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
-    """The matrices of a layer's groups, K's first, laid out for a kernel.
+    """The matrices of a layer's groups, K's first, laid out for a kernel."""
 
-    Attributes
-    ----------
-    panels : of each group; None: it has no depth.
-    means : float32 `[2 * groups, size]`.
-    addresses : of both, int64 `[2 * groups, 2]`.
-    """
-
-    panels: tuple[F32 | None, ...]
-    means: F32
-    addresses: I64
+    panels: tuple[F32 | None, ...]  # of each group; None: it has no depth
+    means: F32  # float32 `[2 * groups, size]`
+    addresses: I64  # of both, int64 `[2 * groups, 2]`
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
-        """Return the memory layout of matrices `[depth, size]` and means `[2 * groups, size]`."""
         laid = tuple(panels(matrix.float().numpy(), tile) if len(matrix) else None for matrix in matrices)
         middle = np.ascontiguousarray(means.float().numpy())
         size = middle.strides[0]
@@ -285,8 +258,6 @@ class Weights:
 
     @classmethod
     def forward(cls, profile: Profile, layer: int, tile: Tile) -> Weights:
-        """Return the layout of a profile's forward transform. Raises DamagedError where it has none."""
-
         def make() -> Weights:
             means = profile.means[layer].reshape(-1, profile.layout.size)
             return cls.of(list(profile.forward(layer).flatten(0, 1)), means, tile)
@@ -295,8 +266,6 @@ class Weights:
 
     @classmethod
     def backward(cls, profile: Profile, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
-        """Return the layout of a profile's backward transform of the columns that a level codes, rounded to `dtype`."""
-
         def make() -> Weights:
             bases, means = (part.flatten(0, 1) for part in profile.backward(layer, level, dtype))
             widths = profile.coded(level, layer).widths
@@ -307,37 +276,32 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Multiplier:
-    """A kernel that multiplies, and the tiles that its weights are laid out for."""
-
     kernel: Function
     tile: Tile
 
 
 def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    """Return the kernel that makes numbers of sides of this dtype."""
     return _multiplier(Forward(NAMES[dtype], pitch_of(layout.size)))
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier:
-    """Return the kernel that makes sides of this dtype of numbers, the same on every CPU."""
     return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded)))
 
 
 def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """Return the kernel that makes sides of this dtype of numbers fastest here; None: torch does."""
+    """The fastest here; None: torch is."""
     if multiplies_pairs(dtype):
         return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded // 2), pairs=True))
     return None if torch_is_faster(dtype) else backward_by(layout, dtype)
 
 
 def multiplies_pairs(dtype: torch.dtype) -> bool:
-    """Return whether the kernels multiply bfloat16 as such: the CPU can, and has nothing faster for torch."""
     able = dtype == torch.bfloat16 and multiplies_bfloat16(best_isa()) and is_fast(NAMES[dtype])
     return able and "amxbf16" not in cpu_features()
 
 
 def torch_is_faster(dtype: torch.dtype) -> bool:
-    """Return whether torch makes sides faster: in bfloat16, if the CPU multiplies it.
+    """In bfloat16, if the CPU multiplies it.
 
     Measured with one thread of an AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by the
     kernels here that widen it; to float32 0.35 and 0.59.
@@ -351,28 +315,19 @@ def _multiplier(kind: Forward | Backward) -> Multiplier:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Addresses of sides `[kv_heads, tokens, head_dim]` of one format, with a head's numbers next to each other.
-
-    Attributes
-    ----------
-    first : addresses of their first numbers, int64 `[sides]`.
-    head, token : bytes from head to head and from token to token.
-    rows : number of tokens of each.
-    held : the tensors.
-    """
+    """Addresses of sides `[kv_heads, tokens, head_dim]` of one format, with a head's numbers next to each other."""
 
     heads: int
     dim: int
     dtype: torch.dtype
-    first: I64
-    head: I64
-    token: I64
-    rows: I64
+    first: I64  # addresses of their first numbers, `[sides]`
+    head: I64  # bytes from head to head
+    token: I64  # bytes from token to token
+    rows: I64  # tokens of each
     held: Sequence[torch.Tensor]
 
     @classmethod
     def of(cls, sides: Sequence[torch.Tensor]) -> Places:
-        """Take some tensors' addresses; those whose heads' numbers are not next to each other are copied."""
         kept = [side if side.stride(2) == 1 or side.shape[2] == 1 else side.contiguous() for side in sides]
         found = [(side.data_ptr(), *side.stride(), side.shape[1]) for side in kept]
         first, head, token, _, rows = np.array(found, np.int64).T
@@ -387,7 +342,7 @@ class Places:
 def numbers_of(layout: Layout, by: Multiplier, weights: Sequence[Weights], sides: Places, out: I16) -> bool:
     """Make numbers of the finest level, int16 `[layers, tokens, stride]`, of layers' sides, K and V in turn.
 
-    Returns True if all keys and values are finite.
+    Returns whether all keys and values are finite.
     """
     groups, own = layout.groups, sides.heads // layout.groups
     if layout.size != layout.padded:
@@ -420,12 +375,7 @@ def sides_of(
     numbers: I16,
     out: torch.Tensor,
 ) -> None:
-    """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]`.
-
-    Parameters
-    ----------
-    widths : of each layer, the number of coded columns of each group; the others are not read.
-    """
+    """Make sides `[layers, 2, tokens, groups, size]` of the coded columns of numbers `[layers, tokens, stride]`."""
     depth = np.array(widths, np.int64).reshape(-1)
     jobs = Jobs(BACKWARD, len(depth))
     size = out.element_size()
@@ -449,13 +399,11 @@ def sides_of(
 
 
 def _groups_of(layout: Layout, numbers: I16, padded: int) -> I64:
-    """Return the addresses of layers' groups in numbers `[layers, tokens, stride]`; `padded`: bytes of a group."""
     layers = address(numbers) + np.arange(len(numbers))[:, None] * numbers.strides[0]
     return np.asarray((layers + np.arange(SIDES * layout.groups) * padded).reshape(-1), np.int64)
 
 
 def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict[str, Any]:
-    """Return the fields for the weights, and for the memory of a slab's rows and their product."""
     addresses = np.concatenate([one.addresses for one in weights])
     count = -(-size // tile.columns)
     return {
@@ -471,15 +419,9 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
 
 
 def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """Return each side's RMS of the difference over RMS of the exact numbers.
+    """Each side's RMS of the difference over RMS of the exact numbers.
 
-    Parameters
-    ----------
-    made, exact : `[kv_heads, tokens, head_dim]`, all of one format; shapes may differ from pair to pair.
-
-    Raises
-    ------
-    ValueError : shapes or formats do not fit.
+    Sides are `[kv_heads, tokens, head_dim]`, all of one format. Raises ValueError: shapes or formats do not fit.
     """
     counts = np.array([max(1, side.numel()) for side in made], np.int64)
     wrong, size = np.sqrt(squares_of(made, exact) / counts[:, None]).T

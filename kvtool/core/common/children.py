@@ -42,10 +42,6 @@ def started(
     On Linux the kernel does that: it holds the reading end of a pipe whose writing end is here, and kills the group
     once no process can write any more. (`PR_SET_PDEATHSIG` would kill it with the thread that has started it.)
     Elsewhere a process that outlives this one has to notice that its stdin has ended.
-
-    Raises
-    ------
-    OSError : it cannot be started.
     """
     reading, writing = os.pipe()
     try:
@@ -69,12 +65,7 @@ def started(
 
 
 def output_of(program: str, request: bytes, seconds: int, memory: int) -> bytes:
-    """Run a Python program that reads a request on stdin; return what it has written to stdout at its end.
-
-    Parameters
-    ----------
-    seconds, memory : of a processor, and bytes of address space: `sys.argv[1:]`, for `limit_process`.
-    """
+    """Return what a Python program makes of a request on stdin; its `sys.argv[1:]` are the limits (`limit_process`)."""
     process = started(
         python(program, str(seconds), str(memory)),
         stdin=subprocess.PIPE,
@@ -93,8 +84,7 @@ def output_of(program: str, request: bytes, seconds: int, memory: int) -> bytes:
 
 
 def limit_process(memory: int, seconds: int | None = None) -> None:
-    """Limit this process to these bytes of address space, and let the system end it after these further seconds of a
-    processor."""
+    """Limit this process to these bytes of address space, and to these further seconds of a processor."""
     with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
         import resource
 
@@ -106,7 +96,6 @@ def limit_process(memory: int, seconds: int | None = None) -> None:
 
 
 def _kill_with(reading: int, group: int) -> None:
-    """Have a process group killed when no process has the writing end of this pipe open any more."""
     if sys.platform == "linux":
         import fcntl
 

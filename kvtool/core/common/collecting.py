@@ -13,11 +13,10 @@ _settings = threading.RLock()
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause garbage collection inside.
+    """Pause garbage collection while a model is imported and built.
 
-    Importing torch and transformers and building a model makes a million objects of which none is garbage, and Python
-    looks through all of them again and again: a quarter of the processor time of one question from a shell
-    (samples/results/speed.md). The first collection afterwards visits all of them once, 0.1 s.
+    That makes a million objects of which none is garbage; to look through them again and again took a quarter of the
+    processor time of a question (samples/results/speed.md).
     """
     with kept_collection():
         gc.disable()
@@ -26,7 +25,6 @@ def paused_collection() -> Iterator[None]:
 
 @contextmanager
 def kept_collection() -> Iterator[None]:
-    """Restore garbage collection afterwards, whatever is done inside."""
     was = gc.isenabled()
     try:
         yield

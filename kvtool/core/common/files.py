@@ -64,7 +64,6 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(handle)
@@ -76,7 +75,6 @@ def sync_folder(path: Path) -> None:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Open a new 0600 file for writing. Raises OSError: something is stored there, or it cannot be made."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     os.fchmod(handle, 0o600)
     return open(handle, "wb")
@@ -86,14 +84,9 @@ def new_file(path: Path) -> BinaryIO:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; follow links.
+    """Open a regular file for reading; follow links. Raises OSError for anything else.
 
-    A device or a FIFO is refused before the open, since even the open may block, or do something to a device. The
-    opened file is checked again.
-
-    Raises
-    ------
-    OSError : the file cannot be opened, or is not a regular file.
+    A device or a FIFO is refused before the open, which may block, or do something to a device.
     """
     _check(os.stat(path))
     handle = os.open(path, _FLAGS)
@@ -106,7 +99,6 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read a regular file, but no more than its first `most` bytes. Raises OSError as `open_regular` does."""
     with open_regular(path) as file:
         parts = []
         while most > 0 and (part := file.read(min(most, max(1 << 20, os.fstat(file.fileno()).st_size + 1)))):

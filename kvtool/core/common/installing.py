@@ -8,14 +8,9 @@ from pathlib import Path
 
 
 def install_line(*wanted: str) -> str:
-    """Return the command that installs distributions into the environment that kvtool runs in.
+    """Return the command that installs into kvtool's environment; `wanted`: pip's arguments, quoted.
 
-    pipx and `uv tool` keep that environment to themselves: the `pip` of the user's shell would install elsewhere, and
-    what is missing would stay so. Each leaves a file of its own there.
-
-    Parameters
-    ----------
-    wanted : pip's arguments, quoted for a shell.
+    pipx and `uv tool` keep that environment to themselves, and each leaves a file of its own there.
     """
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
@@ -28,5 +23,4 @@ def install_line(*wanted: str) -> str:
 
 
 def extra_line(extra: str) -> str:
-    """Return the command that installs one of kvtool's extras."""
     return install_line(f"'kvtool[{extra}]'")

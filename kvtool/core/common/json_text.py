@@ -28,17 +28,11 @@ _STEERING = re.compile(f"[\x7f-\x9f{UNSEEN}\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""Escape every such character of a JSON text as ``\uXXXX``, which any parser reads as itself."""
     return _STEERING.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON that somebody else may have written.
-
-    Raises
-    ------
-    ValueError : it is no JSON, or nested deeper than the parser reads.
-    """
+    """Parse JSON. Raises ValueError also for JSON that is nested too deep for the parser."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -57,12 +57,7 @@ class Arithmetic(NamedTuple):
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the names of what the CPU can do, without `_` and `-`, such as `avx512bf16`; empty if unknown.
-
-    Raises
-    ------
-    UsageError : the environment names what no CPU has.
-    """
+    """Return what the CPU can do, without `_` and `-`: `avx512bf16`; empty if unknown. Raises UsageError."""
     return _features(os.environ.get(FEATURES, "").strip() or None)
 
 
@@ -79,7 +74,6 @@ def product_dtype(dtype: str, device: str = "cpu") -> str:
 
 
 def why_float32(dtype: str) -> str:
-    """Say why numbers of a format are not multiplied in it."""
     held = _held_back_by()
     return f"{held} forbids {dtype} products" if held else f"this CPU has no fast {dtype} products"
 
@@ -91,7 +85,6 @@ def lacks_avx2() -> bool:
 
 
 def _held_back_by() -> str | None:
-    """Return the variable that keeps oneDNN from bfloat16 instructions."""
     return next((name for name in _ISA_LIMITS if os.environ.get(name, "").lower() in _LIMITED), None)
 
 
@@ -108,7 +101,6 @@ def _features(forced: str | None) -> frozenset[str]:
 
 
 def _check(named: list[str]) -> None:
-    """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: a misspelt feature would count as missing."""
     known = _plain(_TELLABLE) | _features(None)
     stray = next((name for name in named if not _plain([name]) <= known), None)
     if stray is not None:
@@ -135,7 +127,6 @@ def sysctl(key: str) -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    """Return the CPU's name as its maker gives it; else the architecture's."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         for key in ("model name", "Model", "Hardware"):  # the last two on ARM
@@ -146,15 +137,11 @@ def cpu_name() -> str:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_busy() -> bool:
-    """Return True if other work uses the cores, so that times measured now are not the machine's own.
-
-    False if the load is unknown.
-    """
+    """Return True if other work uses the cores, so that times measured now are not the machine's own."""
     try:
         return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
     except (AttributeError, OSError):

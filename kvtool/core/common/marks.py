@@ -14,13 +14,7 @@ _NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,18}+)")  # linear: digits are tried o
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The place in the file of the text from `start` up to the next mark.
-
-    Parameters
-    ----------
-    start : a character of the document's text.
-    place : a line of the file, from 1, or what people call it: `p. 12`, `slide 3`.
-    """
+    """The place of the text from `start` up to the next mark: a line, from 1, or a label: `p. 12`, `slide 3`."""
 
     start: int
     place: int | str
@@ -28,13 +22,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of characters in a document's file.
-
-    Attributes
-    ----------
-    line : of the file, from 1; None if people do not see its lines.
-    label : used instead: `p. 12`, `p. 12–13`; empty if there is a line, or no label.
-    """
+    """A place in a document's file: a line, from 1, or, where people see no lines, a label: `p. 12`, `p. 12–13`."""
 
     line: int | None = None
     label: str = ""
@@ -45,19 +33,16 @@ class Place:
 
 
 def as_named_here(source: str) -> str:
-    """Return a file's path from the working folder, where it is below it."""
+    """Return a file's path from the working folder, if it is below it."""
     with suppress(ValueError, OSError):
         return str(Path(source).relative_to(Path.cwd()))
     return source
 
 
 def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
-    """Return the place of the characters from `start` to `end`; leading white space does not count.
+    """Return the place of the characters from `start` to `end`, without leading white space.
 
-    Parameters
-    ----------
-    text : the whole document.
-    marks : by their starts; without any, the text is the file's own and its lines are counted.
+    Without marks, the text is the file's own and its lines are counted.
     """
     inside = text[start:end]
     start += len(inside) - len(inside.lstrip())
@@ -71,13 +56,11 @@ def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
 
 
 def _mark_at(marks: Sequence[Mark], position: int) -> Mark:
-    """Find the mark that applies at a character; the first one if it is before all."""
     return marks[max(0, bisect_right(marks, position, key=lambda mark: mark.start) - 1)]
 
 
 def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:
-    """Find the character at which a line of the file begins, or a page, slide or paragraph by its number; None
-    if the file has no such."""
+    """Find the character at which a line, page, slide or paragraph begins; None if the file has no such."""
     lines = [(mark.place, -mark.start) for mark in marks if isinstance(mark.place, int) and mark.place <= number]
     if lines:
         return -max(lines)[1]
@@ -95,7 +78,6 @@ def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:
 
 
 def end_of(text: str, marks: Sequence[Mark], start: int) -> int:
-    """Find where the line, page, slide or paragraph ends that begins at a character (`start_of`)."""
     if marks:
         return next((mark.start for mark in marks if mark.start > start), len(text))
     end = text.find("\n", start)

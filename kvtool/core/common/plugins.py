@@ -33,14 +33,7 @@ class PluginError(KvtoolError):
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A plugin that a package adds to kvtool.
-
-    Attributes
-    ----------
-    name : a file ending without its dot, an embedder, a fusion mode, or the kind of a URL.
-    package : name of the package, with its version.
-    target : the object to load, `module:object`.
-    """
+    """A plugin of a package. `name`: a file ending without its dot, an embedder, a mode, or a URL's kind."""
 
     group: Group
     name: str
@@ -52,34 +45,21 @@ class Plugin:
         return f"the plugin {self.name!r} of {self.package}"
 
     def load(self) -> Any:
-        """Import it.
-
-        Raises
-        ------
-        PluginError : whatever happened there.
-        """
         try:
             return self.entry.load()
         except Exception as error:
             raise self.broken(error) from error
 
     def broken(self, error: object) -> PluginError:
-        """Make the error that it cannot be used, and why."""
         why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
         return PluginError(f"{self} ({self.target}) cannot be used: {why}", AT_FAULT)
 
     def leave_out(self, why: PluginError) -> None:
-        """Note, once, that this plugin is left out."""
         _troubles.setdefault(self, why)
 
 
 def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
-    """Find the plugins of a group by name, without importing any.
-
-    Parameters
-    ----------
-    own : names that kvtool has itself: no plugin takes their place.
-    """
+    """Find the plugins of a group by name, without importing any. None takes the place of kvtool's `own` names."""
     named: dict[str, Plugin] = {}
     for plugin in _all()[group]:
         if not _NAME.fullmatch(plugin.name):
@@ -92,7 +72,6 @@ def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
 
 
 def troubles() -> list[tuple[str, str]]:
-    """Return the errors of plugins that were left out so far, and their hints."""
     return [(error.message, error.hint) for error in _troubles.values()]
 
 
@@ -111,7 +90,6 @@ def listed() -> list[tuple[Plugin, str]]:
 
 @cache
 def _all() -> Mapping[Group, list[Plugin]]:
-    """Read all plugins once, by package and name."""
     made: dict[Group, list[Plugin]] = {group: [] for group in GROUPS}
     if not _is_any_named():
         return made

@@ -11,7 +11,6 @@ _TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.
 
 
 def size_in_bytes(text: str) -> int:
-    """Read a size such as `20GB`, `500MiB` or `1000`: how many bytes it is. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] not in _SIZES:
         raise UsageError(f"{text!r} is not a size", "such as 500MB or 20GB")
@@ -34,16 +33,10 @@ def size_from(amount: int) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Format a number of things: `1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
 def seconds(text: str) -> float:
-    """Read a length of time: `10m`, `1.5h`, `30s`, or a number of seconds.
-
-    Raises
-    ------
-    ValueError : it is neither.
-    """
+    """Read a length of time: `10m`, `1.5h`, `30s`, or a number of seconds. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w|y)\s*", text, re.IGNORECASE | re.ASCII)
     return float(match[1]) * _TIMES[match[2].lower()] if match else float(text.strip())

@@ -16,11 +16,7 @@ _MARKS = re.compile(rf"(?:[^\w\s]|[\uff9e\uff9f]){{{_MOST_MARKS + 1},}}")
 
 
 def normalised(form: Literal["NFC", "NFKC"], text: str) -> str:
-    """Normalise a text in linear time.
-
-    Python sorts the combining marks of a letter in quadratic time. So a letter's marks beyond the thirtieth are
-    normalised apart from those before.
-    """
+    """Normalise a text in linear time: Python sorts the combining marks of a letter in quadratic time."""
     if text.isascii():
         return text
     cuts = [0, *(cut for run in _MARKS.finditer(text) for cut in _cuts(run)), len(text)]
@@ -28,7 +24,6 @@ def normalised(form: Literal["NFC", "NFKC"], text: str) -> str:
 
 
 def _cuts(run: re.Match[str]) -> list[int]:
-    """Return where a run without letters is cut, so that no more than so many marks stay together."""
     cuts, marks = [], 0
     for at, letter in enumerate(run[0], run.start()):
         marks = marks + 1 if unicodedata.combining(unicodedata.normalize("NFKD", letter)[0]) else 0
@@ -39,16 +34,11 @@ def _cuts(run: re.Match[str]) -> list[int]:
 
 
 def composed(name: str) -> str:
-    """Compose the letters of a name (NFC): equal for names that look alike."""
     return normalised("NFC", name)
 
 
 def as_on_disk(given: Path) -> Path:
-    """Spell a path as on the disk, if nothing is at it as it was typed.
-
-    A keyboard composes letters that a file's name may have decomposed, as Macs store Korean and accents, or the other
-    way round; on most file systems these are two names. If both spellings exist, or neither, nothing is changed.
-    """
+    """Spell a path as on the disk, if nothing is at it as it was typed: letters may be composed otherwise there."""
     try:
         if str(given).isascii() or os.path.lexists(given):
             return given
@@ -61,7 +51,6 @@ def as_on_disk(given: Path) -> Path:
 
 
 def _spelled(folder: Path, name: str) -> str:
-    """Find the one entry of a folder that has this name with its letters composed otherwise."""
     wanted = composed(name)
     try:
         alike = [entry for entry in os.listdir(folder) if composed(entry) == wanted]
@@ -71,10 +60,7 @@ def _spelled(folder: Path, name: str) -> str:
 
 
 def closed(glob: str) -> str:
-    """Return an equal glob in which each bracket that none closes is a class of its own.
-
-    Python looks for the end of each of them up to the end of the glob: 4,096 of them took half a second.
-    """
+    """Return an equal glob in which each bracket that none closes is a class: Python takes quadratic time."""
     at = 0
     while (start := glob.find("[", at)) >= 0:
         inner = start + 2 if glob.startswith("!", start + 1) else start + 1

@@ -15,12 +15,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 
 def asked(variable: str) -> str:
-    """Return the value of one of SWITCHES; "" if it is not set.
-
-    Raises
-    ------
-    UsageError : the value is not allowed.
-    """
+    """Return the value of one of SWITCHES; "" if it is not set. Raises UsageError."""
     value = os.environ.get(variable, "")
     if value and value not in ALLOWED[variable]:
         hint = did_you_mean(value, ALLOWED[variable]) or f"unset {variable}, and the fastest is taken"
@@ -29,7 +24,6 @@ def asked(variable: str) -> str:
 
 
 def check_switches() -> None:
-    """Check all of them, and KVTOOL_CPU_FEATURES, before anything is loaded. Raises UsageError."""
     for variable in SWITCHES:
         asked(variable)
     cpu_features()

@@ -15,10 +15,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Timeline:
-    """Collects spans as they end, from any thread; chrome://tracing and ui.perfetto.dev show them.
-
-    On a GPU a span is the time in which work was handed over, not the time in which the GPU did it.
-    """
+    """Spans from any thread, for ui.perfetto.dev. On a GPU a span is the time in which work was handed over."""
 
     _spans: list[dict[str, Any]] = field(default_factory=list)
     _threads: dict[int, str] = field(default_factory=dict)
@@ -39,7 +36,6 @@ class Timeline:
             self.add(name, started, time.perf_counter(), **facts)
 
     def write(self, path: Path) -> None:
-        """Write the JSON; times count from the first span on."""
         first = min((span["ts"] for span in self._spans), default=0.0)
         rows: list[dict[str, Any]] = [span | {"ts": span["ts"] - first} for span in self._spans]
         names = [

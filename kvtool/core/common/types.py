@@ -28,13 +28,12 @@ class Events:
     Attributes
     ----------
     step : (label, total, unit): a part of the job begins, of so many units; the part before it is over.
-    expect : (total): so many units are expected of this part by now; before it is over it may be an estimate.
+    expect : (total): so many units are expected of this part by now; it may be an estimate.
     advance : (count): so many more units of this part are done, whole or not.
-    status : (text): what is done now; a part of the work that has no count.
+    status : (text): a part of the work that has no count.
     say : (text, hint): something that the user should know beforehand, as how long it takes.
-    warn : (text, hint): something that the user should know.
-    failed, skipped : (path, reason): a file that could not be read, or was passed over.
-    took : (path, what, chunks): a file's documents, of so many chunks, were `added`, `changed` or `removed`.
+    failed, skipped : (path, reason).
+    took : (path, what, chunks): a file's documents were `added`, `changed` or `removed`.
     """
 
     step: Callable[[str, int, str], None] = _nothing

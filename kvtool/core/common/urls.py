@@ -13,14 +13,9 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """A kind of shared store.
+    """A kind of shared store: the module of its backend, and the packages that it needs, with kvtool's extra.
 
-    Attributes
-    ----------
-    module : of its backend.
-    needs : the packages that the module imports, for an error, and kvtool's extra that installs them.
-    is_path : its URLs name a path of this machine, which has no user and no password.
-    has_folder : the path after the host is a folder, which is no secret.
+    `is_path`: its URLs name a path of this machine. `has_folder`: the path after the host is a folder, no secret.
     """
 
     module: str
@@ -52,10 +47,9 @@ def is_url(place: str) -> bool:
 
 
 def for_people(url: str) -> str:
-    """Make a URL that may be shown, written down and sent: without user and password, nor what might be a part of them.
+    """Make a URL that may be shown, written down and sent: without user, password and what might be a part of them.
 
-    Also of one that cannot be read, since people forget to escape passwords: whatever is not plainly a
-    host, a port, a database or a prefix is hidden.
+    People forget to escape passwords: whatever is not plainly a host, a port, a database or a prefix is hidden.
     """
     kind, mark, rest = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
@@ -93,7 +87,6 @@ def _query_for_people(query: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach an address."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -20,13 +20,7 @@ from kvtool.core.records.encode import sealed
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of a chunk's new records.
-
-    Attributes
-    ----------
-    source : the exact level that it is made of.
-    kept : nested levels that stay as they are, which new ones may refine.
-    """
+    """Plan of a chunk's new records; `kept` are nested levels that new ones may refine."""
 
     chunk: bytes
     info: ChunkInfo
@@ -36,14 +30,11 @@ class Plan:
 
     @property
     def sparse(self) -> list[str]:
-        """Return the levels that drop rows."""
         return [level for level in self.levels if level_of(level).share < 100]
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Records of a chunk by level, one a layer, the bytes of the numbers in them, and the seconds of a core."""
-
     records: dict[str, list[bytes]]
     raw_bytes: int
     seconds: float
@@ -56,18 +47,7 @@ def make(
     rows: Mapping[str, Ids],
     profile: Profile | None,
 ) -> Made:
-    """Encode a chunk at each of a plan's levels.
-
-    Parameters
-    ----------
-    exact : its records at the level `plan.source`, one a layer.
-    stored : records that new ones may refine, one a layer, by their level.
-    rows : those that stay at levels that leave rows out, ascending.
-
-    Raises
-    ------
-    DamagedError : a record that was given cannot be decoded.
-    """
+    """Encode a chunk's `exact` records (one a layer) at each of a plan's levels. Raises DamagedError."""
     started = time.thread_time()
     kvs = CODECS[plan.source].decode_layers(exact)
     bases = {
@@ -85,8 +65,7 @@ def make(
 
 
 def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
-    """Return True if a stored level encodes just this exact KV. A pulled level may round differently: then only its
-    maker could refine it."""
+    """A pulled level may round differently: then only its maker could refine it."""
 
     def profiles(digest: bytes) -> Profile:
         return profile if profile is not None and digest == profile.digest else no_profiles(digest)

@@ -51,12 +51,7 @@ _LEAST_TOKENS = 8
 
 
 def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, events: Events) -> Profile:
-    """Fit a profile on chunks that are stored exactly, each given with the level that holds it so.
-
-    Parameters
-    ----------
-    prompts : how many are made of the chunks, to measure what errors cost.
-    """
+    """Fit a profile on chunks that are stored exactly, each given with the level that holds it so."""
     store, decoder, identity = session.store, session.decoder, session.identity
     layers = decoder.stored_layers
     chunks = [read_chunk(store, chunk, level, layers) for chunk, level in sample]
@@ -87,13 +82,7 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, eve
 
 
 def profile_of(path: Path, fingerprint: str) -> Profile:
-    """Take the profile of another store of the same model.
-
-    Raises
-    ------
-    ModelError : it is another model's.
-    KvtoolError : it has none.
-    """
+    """Take the profile of another store of the same model. Raises ModelError or KvtoolError."""
     with Store.open(path) as other:
         if store_identity(other).fingerprint != fingerprint:
             raise ModelError(f"the store at {path} is another model's", "fit a profile here with --fit")
@@ -153,17 +142,7 @@ def fisher(
     prompts: Sequence[Probe],
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> torch.Tensor:
-    """Measure the Fisher information of un-rotated keys and of values.
-
-    Parameters
-    ----------
-    prefix, chunks : stored KV.
-    advance : called after each prompt.
-
-    Returns
-    -------
-    float32 `[2, layers, C, C]`, C = `decoder.channels`: the mean over the chunks' tokens.
-    """
+    """Measure the mean Fisher information of un-rotated keys and of values, float32 `[2, layers, C, C]`."""
     size = decoder.channels
     total = torch.zeros((2 * decoder.stored_layers, size, size), dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
@@ -202,22 +181,14 @@ def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """Prompt whose beginning is cached.
+    """Prompt whose beginning is cached."""
 
-    Attributes
-    ----------
-    layers : keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each.
-    ids : the rest.
-    scored : number of last tokens whose predictions, and the one after them, gradients are taken of.
-    """
-
-    layers: Sequence[LayerKV]
-    ids: Ids
-    scored: int
+    layers: Sequence[LayerKV]  # keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each
+    ids: Ids  # the rest
+    scored: int  # number of last tokens whose predictions, and the one after them, gradients are taken of
 
     @property
     def cached(self) -> int:
-        """Tokens of the cached beginning."""
         return self.layers[0][0].shape[1]
 
 
@@ -225,10 +196,7 @@ def gradients(decoder: Decoder, prompts: Sequence[CachedPrompt], draw: torch.Gen
     """The gradients, one a prompt, of the log-chances of tokens drawn from the model's own distribution.
 
     One token is drawn at each row that is heard: the mean of the outer products over draws is the Fisher information.
-
-    Returns
-    -------
-    For each prompt float32 `[layers, 2, tokens, C]`, C = `decoder.channels`: of un-rotated keys and of values.
+    Each is float32 `[layers, 2, tokens, C]`, of un-rotated keys and of values.
     """
     tables = [decoder.rotary.table(torch.arange(prompt.cached, device=decoder.device)) for prompt in prompts]
     leaves = [_leaves(decoder, prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
@@ -283,7 +251,6 @@ def _logits(decoder: Decoder, prompts: Sequence[CachedPrompt], rows: _Rows) -> t
 
 
 def _pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """The gradient, with respect to the logits, of the log-chances of tokens drawn from them."""
     chances = torch.softmax(logits, -1)
     lot = torch.rand((len(chances), 1), generator=draw, dtype=torch.float32).to(chances)
     scored = torch.searchsorted(chances.cumsum(-1), lot).clamp_max_(chances.shape[-1] - 1)
@@ -320,7 +287,6 @@ class _Rows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
     ) -> torch.Tensor:
-        """Fulfil `AttentionRows`, by plain products."""
         parts = []
         for (start, stop), cached in zip(self.spans, self.cached, strict=True):
             before, values = cached[self.sources[layer]]

@@ -43,18 +43,7 @@ _SEED = 0
 def compress(
     path: Path, options: CompressOptions, events: Events | None = None, decoder: Decoder | None = None
 ) -> CompressReport:
-    """Encode a store's records at some levels. Existing records stay; run again to resume.
-
-    Parameters
-    ----------
-    decoder : the store's model if it is loaded already; a profile is fitted with one that gives gradients.
-
-    Raises
-    ------
-    UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit keeps.
-    KvtoolError : a profile to be fitted without a single exact record.
-    StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
-    """
+    """Encode a store's records at some levels. Existing records stay; run again to resume."""
     levels = check_levels(options)
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
@@ -67,12 +56,7 @@ def compress(
 
 
 def check_levels(options: CompressOptions) -> list[str]:
-    """List the levels that are asked for, each once; `auto` stays as it is.
-
-    Raises
-    ------
-    UsageError : there is no such level, or it is none that records are compressed to.
-    """
+    """List the levels that are asked for, each once; `auto` stays as it is. Raises UsageError."""
     named = list(dict.fromkeys(options.levels)) or [AUTO if options.max_loss is not None else DEFAULT_LOSSY]
     levels = [level if level == AUTO else keeping(level, options.share) for level in named]
     for level in levels:
@@ -92,7 +76,6 @@ class _Job:
         self.heavy = HeavyRows(session)
 
     def run(self, levels: list[str]) -> CompressReport:
-        """Do everything that a compression does, in its order."""
         report = self.report
         if self.options.drops_exact:
             self.writer.spend_reserve()
@@ -121,7 +104,6 @@ class _Job:
     # ---- the limit ----
 
     def _judge(self, levels: Sequence[str], losses: Mapping[str, Mapping[str, float]]) -> None:
-        """Note what the level loses that a question would read if these were all."""
         known = {level: row["kl_answer"] for level, row in losses.items()}
         self.report.max_loss = self.options.allowed_loss
         read = smallest_allowed(levels, known, self.report.max_loss)
@@ -138,13 +120,11 @@ class _Job:
         )
 
     def _exact_bytes(self, chunks: Iterable[bytes], levels: Sequence[str]) -> int:
-        """Count the bytes of some chunks' exact records in the data file, without those of these levels."""
         going = [level for level in exact() if level not in levels]
         with self.store.snapshot() as snapshot:
             return sum(size for chunk in chunks for name, size in level_bytes(snapshot, chunk).items() if name in going)
 
     def _compact(self) -> None:
-        """Give the pages of what was dropped back to the disk."""
         try:
             self.writer.compact()
         except NoSpaceError as error:
@@ -160,15 +140,13 @@ class _Job:
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
-        """Find the chunks that are stored exactly, each with the level that holds it so."""
         for chunk in chunks:
             level = exact_level(self.store, chunk)
             if level is not None:
                 yield chunk, level
 
     def _own(self, chunks: Sequence[bytes]) -> list[bytes]:
-        """Choose the chunks that are not foreign, or all where there are no others: how own KV is compressed, and what
-        it is taken to lose, is not for others to say."""
+        """Foreign chunks count only where there are no others: they have no say in how own KV is compressed."""
         foreign = self.store.foreign_chunks()
         return [chunk for chunk in chunks if chunk not in foreign] or list(chunks)
 

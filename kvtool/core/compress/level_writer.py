@@ -37,13 +37,6 @@ _SLACK = 1.01  # of a stated error: products of other sizes round otherwise
 
 
 class LevelWriter:
-    """Brings chunks to some levels, several at a time: as many as torch has threads.
-
-    Parameters
-    ----------
-    heavy : chooses rows; None: no level that leaves some out is asked for.
-    """
-
     def __init__(
         self,
         store: Store,
@@ -52,7 +45,7 @@ class LevelWriter:
         options: CompressOptions,
         report: CompressReport,
         events: Events,
-        heavy: HeavyRows | None = None,
+        heavy: HeavyRows,
     ) -> None:
         self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
         self._profiles_cache = ProfileCache(store)
@@ -102,22 +95,17 @@ class LevelWriter:
         self._writer.flush()
         sound = back.sound(some, levels)
         if self._options.drops_exact:
-            self._drop_exact(sound, levels)
+            for level in exact():
+                if level not in levels:
+                    self._report.dropped += self._writer.drop_level(sound, level)
         self._events.advance(len(some))
-
-    def _drop_exact(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
-        for level in exact():
-            if level not in levels:
-                self._report.dropped += self._writer.drop_level(chunks, level)
 
     # ---- what to make ----
 
     def _plans(self, chunks: Sequence[bytes], levels: Sequence[str]) -> list[Plan]:
-        """Plan the encoding of some chunks; chunks without work are left out."""
         found = [self._plan(chunk, levels) for chunk in chunks]
         plans = [plan for plan in found if plan is not None]
-        if self._heavy is not None:
-            self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
+        self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
         return plans
 
     def _plan(self, chunk: bytes, levels: Sequence[str]) -> Plan | None:
@@ -156,12 +144,9 @@ class LevelWriter:
         return self._profile is not None and coded.profile == self._profile.digest
 
     def _made(self, plan: Plan) -> Made:
-        """Encode a chunk; by any thread."""
+        """Called by any thread."""
         below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if self._profile is not None else ()
-        rows = {}
-        for level in plan.sparse:
-            assert self._heavy is not None
-            rows[level] = self._heavy.of(plan.chunk, plan.info.token_ids, level)
+        rows = {level: self._heavy.of(plan.chunk, plan.info.token_ids, level) for level in plan.sparse}
         stored = {base: self._records(plan, base) for base in plan.kept if base in below}
         return make(plan, self._records(plan, plan.source), stored, rows, self._profile)
 
@@ -170,18 +155,13 @@ class LevelWriter:
 
 
 class ReadBack:
-    """Reads what was written, layer by layer, several layers at a time."""
+    """Reads what was written, several layers at a time."""
 
     def __init__(self, store: Store, profiles: Profiles, report: CompressReport, pool: ThreadPoolExecutor) -> None:
         self._store, self._profiles, self._report, self._pool = store, profiles, report, pool
 
     def sound(self, chunks: Sequence[bytes], levels: Sequence[str]) -> list[bytes]:
-        """Decode chunks at some levels and count them; returns those that have a description.
-
-        Raises
-        ------
-        DamagedError : a record cannot be read, or is not within the error that it states.
-        """
+        """Decode chunks at some levels and count them; returns those that have a description. Raises DamagedError."""
         infos = {chunk: self._store.chunk_info(chunk) for chunk in chunks}
         there = [chunk for chunk, info in infos.items() if info is not None]
         layers = max((info.layers for info in infos.values() if info is not None), default=0)

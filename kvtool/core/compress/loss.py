@@ -41,8 +41,6 @@ _TOGETHER = 4  # chunks whose rows are weighed in one pass
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question's prompt, laid out, and the right answers where they are known."""
-
     plan: Plan
     answers: tuple[str, ...] = ()
 
@@ -61,21 +59,16 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LevelScheme:
-    """A lossy level, as a record of its own; `heavy` chooses the rows where some are left out."""
-
     level: str
     profile: Profile | None
-    heavy: HeavyRows | None = None
+    heavy: HeavyRows
 
     def rows(self, segment: Segment) -> Ids | None:
-        """Return the rows of a chunk that the level stores; None: all of them."""
         if level_of(self.level).share == 100:
             return None
-        assert self.heavy is not None
         return self.heavy.of(segment.source.chunk_id, segment.source.ids, self.level)
 
     def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
-        """Encode and decode all layers of one chunk, or some rows of them; returns these and each record's bytes."""
         records = [bytearray().join(payload) for payload in self._encoded(kvs, rows)]
         items = [
             Encoded(record, shape_of_layer(kv), NAMES[kv[0].dtype]) for record, kv in zip(records, kvs, strict=True)
@@ -104,7 +97,7 @@ class PromptKV:
 
     @classmethod
     def exact(cls, source: KVSource, plan: Plan, layers: int) -> PromptKV:
-        """Read what a source gives. Raises DamagedError: a loss against a chunk computed anew would say nothing."""
+        """Raises DamagedError: a loss against a chunk computed anew would say nothing."""
         stats, starts = ReadStats(), [segment.position for segment in plan.cached]
         try:
             read = [source.read(plan.cached, layer, stats) for layer in range(layers)]
@@ -114,8 +107,7 @@ class PromptKV:
         return cls([dict(zip(starts, kv, strict=True)) for kv in read])
 
     def round_trip(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[PromptKV, Plan, list[Toll]]:
-        """Send it through a scheme: what comes back, the plan of that, and each layer's toll. The prompt's beginning is
-        left as it is."""
+        """Send the KV, without the prompt's beginning, through a scheme; also its plan and each layer's toll."""
         lossy, segments = PromptKV([dict(kv) for kv in self.layers]), list(plan.segments)
         totals = [Toll() for _ in self.layers]
         for number, segment in enumerate(plan.segments):
@@ -134,7 +126,6 @@ class PromptKV:
         return lossy, Plan(tuple(segments)), totals
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """Read as a KVSource does."""
         return [self.layers[layer][segment.position] for segment in segments]
 
 
@@ -144,7 +135,6 @@ def measure(
     schemes: Mapping[str, Scheme],
     advance: Callable[[int], None] = lambda questions: None,
 ) -> dict[str, list[Row]]:
-    """Measure what each scheme loses, one row a question: see `measure_one`."""
     rows: dict[str, list[Row]] = {name: [] for name in (EXACT, *schemes)}
     for question in questions:
         for name, row in measure_one(session, question, schemes).items():
@@ -154,20 +144,7 @@ def measure(
 
 
 def measure_one(session: Session, question: Question, schemes: Mapping[str, Scheme]) -> dict[str, Row]:
-    """Measure what each scheme loses of one question in the default mode, beside the same mode over exact records.
-
-    So what a level spoils of the choice of rows and of their shift counts, too.
-
-    Returns
-    -------
-    For each scheme: KL in nats of the first token and over the exact run's own greedy answer (teacher-forced, end token
-    included), the share of its tokens that stay the most likely ones, the tolls of the layers; and for each and for
-    `exact` F1 where answers are known.
-
-    Raises
-    ------
-    DamagedError : an exact record of the prompt cannot be read.
-    """
+    """Measure what each scheme loses of one question in the default mode, against the same mode over exact records."""
     decoder, prefix_id = session.decoder, session.identity.prefix_id
     plan = question.plan
 
@@ -192,30 +169,21 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
 
 
 def mean_loss(rows: Sequence[Row]) -> dict[str, float]:
-    """Average a scheme's rows, and count its questions."""
     return means(rows) | {"questions": len(rows)}
 
 
 def tolls_of(rows: Sequence[Row]) -> list[Toll]:
-    """Add up what a scheme took and spoiled in all questions, one toll a layer."""
     by_layer = zip(*(row["tolls"] for row in rows), strict=True)
     return [sum((Toll(**toll) for toll in layer), Toll()) for layer in by_layer]
 
 
 def _scored(answer: Callable[[], Generated], question: Question) -> Row:
-    """Score an answer, which is only given where right ones are known."""
     return {"f1": score(answer().text.strip(), question.answers).f1} if question.answers else {}
 
 
 @dataclass(slots=True)
 class Toll:
-    """Size and error of a scheme at one layer, summed over chunks.
-
-    Attributes
-    ----------
-    bytes : all included; elements : the numbers of K and V that they encode, dropped rows included.
-    wrong : sum of squared differences of the keys and of the values; size : sum of squares of the exact ones.
-    """
+    """Size and error of a scheme at one layer: sums of squares over chunks; `elements` include dropped rows."""
 
     bytes: int = 0
     elements: int = 0
@@ -232,11 +200,9 @@ class Toll:
 
     @property
     def bits(self) -> float:
-        """Return the bits for each number of K or V."""
         return 8 * self.bytes / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the bits, and the norm of the error over that of the exact keys and values."""
         errors = [(wrong / size) ** 0.5 if size else 0.0 for wrong, size in zip(self.wrong, self.size, strict=True)]
         return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
 
@@ -252,8 +218,6 @@ def tolls(exact: Sequence[LayerKV], lossy: Sequence[LayerKV], sizes: Sequence[in
 
 
 class HeavyRows:
-    """Chooses rows, each chunk's worth measured once."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._worth: dict[bytes, torch.Tensor] = {}

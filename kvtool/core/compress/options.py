@@ -18,16 +18,7 @@ LEVEL, PROFILE = "Level", "Fitted statistics"  # headings in the command's help
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions(ModelOptions, LockOptions, settings=False):
-    """Options of what is encoded, and how.
-
-    Attributes
-    ----------
-    levels : as asked for: names, or `auto`: the smallest whose measured loss is at most `max_loss`.
-    keep : share of the rows that is stored; it multiplies with the level. None: all.
-    max_loss : of the answer, in nats a token: the most that `auto` loses, and that exact records are dropped for.
-    chunks : ids in hex; empty: all.
-    fit : a profile is fitted although there is one.
-    """
+    """`max_loss` in nats a token of the answer; `chunks` are ids in hex; `keep` multiplies with the level."""
 
     levels: tuple[str, ...] = option(
         (),
@@ -76,7 +67,6 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
     max_size: int | None = max_size_option()
 
     def check(self) -> None:
-        """Refuse two profiles at once, and a share that there is no level for."""
         super().check()
         if self.share not in (100, *SHARES) or self.share != 100 * (1.0 if self.keep is None else self.keep):
             raise UsageError(f"there is no level that keeps {self.keep:g} of the rows", "give .75, .5 or .25")
@@ -85,15 +75,12 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
 
     @property
     def drops_exact(self) -> bool:
-        """Return True if exact records are dropped: only if that was asked for."""
         return self.keep_raw is False
 
     @property
     def share(self) -> int:
-        """Percent of a chunk's rows that are stored."""
         return 100 if self.keep is None else round(100 * self.keep)
 
     @property
     def allowed_loss(self) -> float:
-        """Nats a token of the answer that may be lost."""
         return MAX_LOSS if self.max_loss is None else self.max_loss

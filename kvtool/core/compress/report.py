@@ -10,22 +10,14 @@ from kvtool.core.codec.levels import MAX_LOSS
 
 @dataclass(slots=True)
 class LevelReport:
-    """Result of one level, over the chunks that were asked for.
-
-    Attributes
-    ----------
-    bytes : records that are read for it, the coarser ones that it refines included.
-    elements : numbers in K and V.
-    error : sum of the relative errors over layers and sides, weighted by elements.
-    loss : what was measured on questions: `kl_first`, `kl_answer`, `top1_agrees`, `questions`.
-    """
+    """Result of one level, over the chunks that were asked for."""
 
     level: str
     chunks: int = 0
-    bytes: int = 0
-    elements: int = 0
-    error: float = 0.0
-    loss: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0  # records that are read for it, the coarser ones that it refines included
+    elements: int = 0  # numbers in K and V
+    error: float = 0.0  # sum of the relative errors over layers and sides, weighted by elements
+    loss: dict[str, float] = field(default_factory=dict)  # `kl_first`, `kl_answer`, `top1_agrees`, `questions`
 
     def to_json(self) -> dict[str, Any]:
         bits = 8 * self.bytes / self.elements if self.elements else 0.0
@@ -43,53 +35,38 @@ class LevelReport:
 
 @dataclass(slots=True)
 class CompressReport:
-    """Result of a compression (`kvtool help json`).
-
-    Attributes
-    ----------
-    encoded, kept : chunks encoded in this run, and chunks that had the level already.
-    skipped : chunks that no exact record is left of, so they stay as they are.
-    file_before, file_after : bytes of the data file.
-    file_without_exact : bytes that the data file would have without the exact records next to these levels; None: there
-        are none.
-    loss : nats a token of the answer that the level loses which a question would read; None: not measured.
-    max_loss : what it may lose.
-    fitted : the profile was fitted in this run.
-    """
+    """Result of a compression (`kvtool help json`)."""
 
     levels: list[LevelReport] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
     seconds: float = 0.0
-    encoded: int = 0
-    kept: int = 0
-    skipped: int = 0
+    encoded: int = 0  # chunks of this run
+    kept: int = 0  # chunks that had the level already
+    skipped: int = 0  # chunks that no exact record is left of, so they stay as they are
     dropped: int = 0
-    file_before: int = 0
+    file_before: int = 0  # bytes of the data file
     file_after: int = 0
-    file_without_exact: int | None = None
-    loss: float | None = None
-    max_loss: float = MAX_LOSS
+    file_without_exact: int | None = None  # bytes without the exact records next to these levels; None: there are none
+    loss: float | None = None  # of the level that a question would read, in nats a token; None: not measured
+    max_loss: float = MAX_LOSS  # what it may lose
     encoded_bytes: int = 0  # of raw numbers
     encode_seconds: float = 0.0
     decoded_bytes: int = 0
     decode_seconds: float = 0.0
     profile: dict[str, Any] | None = None
-    fitted: bool = False
+    fitted: bool = False  # the profile was fitted in this run
     warnings: list[str] = field(default_factory=list)
 
     @property
     def freed(self) -> int:
-        """Bytes that the data file is shorter than it was."""
         return max(0, self.file_before - self.file_after)
 
     @property
     def is_allowed(self) -> bool:
-        """Return True if the loss is known and at most `max_loss`."""
         return self.loss is not None and self.loss <= self.max_loss
 
     def to_json(self) -> dict[str, Any]:
-        """Make the JSON object of `compress --json`."""
         return {
             "levels": [level.to_json() for level in self.levels],
             "bytes_before": self.bytes_before,

@@ -27,43 +27,27 @@ _DRAWN_OF = 2**64
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Comparison of a fused answer with full prefill's answer over the same prompt.
+    """Comparison of a fused answer with full prefill's answer over the same prompt."""
 
-    Attributes
-    ----------
-    at : time of the audit, in seconds since 1970.
-    question : its first characters, on one line. `revision`: of the store.
-    fusion, amount, changes : the mode, how much it recomputes by its own knob (None: it has none), and its other
-        parameters if they are not the mode's own.
-    levels : at which chunks were read, finest first. `lead_in`: the store's, by its mode.
-    tokens : of the prompt: `prompt`, `reused`, `recomputed`, `fresh`; and `script`, the tokens that were compared.
-    holes : chunks that were computed in place: the more, the less the audit says about reuse.
-    sampled : the answer was drawn at a temperature; `answer_equal` then compares its greedy answer.
-    kl_first, kl_answer, top1_agrees : as in `inspect quality`, over full prefill's own greedy answer.
-    answer_equal : whether the whole answer is full prefill's.
-    milliseconds : duration of the audit.
-    """
-
-    at: int
-    question: str
-    revision: int
+    at: int  # time of the audit, in seconds since 1970
+    question: str  # its first characters, on one line
+    revision: int  # of the store
     fusion: str
-    amount: float | None
+    amount: float | None  # how much the mode recomputes, by its own knob; None: it has none
     changes: Mapping[str, Any]
-    levels: Sequence[str]
-    lead_in: str
-    tokens: Mapping[str, int]
-    holes: int
-    sampled: bool
-    kl_first: float
+    levels: Sequence[str]  # at which chunks were read, finest first
+    lead_in: str  # the store's, by its mode
+    tokens: Mapping[str, int]  # `prompt`, `reused`, `recomputed`, `fresh`; and `script`, those that were compared
+    holes: int  # chunks that were computed in place: the more, the less the audit says about reuse
+    sampled: bool  # the answer was drawn at a temperature; `answer_equal` then compares its greedy answer
+    kl_first: float  # as in `eval`, over full prefill's own greedy answer
     kl_answer: float
     top1_agrees: bool
-    answer_equal: bool
-    milliseconds: float
+    answer_equal: bool  # whether the whole answer is full prefill's
+    milliseconds: float  # duration of the audit
 
     @property
     def run(self) -> str:
-        """Return the mode with its other parameters and its amount, such as `union+shift=no:0.15`."""
         return run_name(self.fusion, self.changes.items(), self.amount)
 
 
@@ -77,14 +61,12 @@ def is_drawn(question: str, revision: int, share: float) -> bool:
 
 
 def shortened(question: str) -> str:
-    """Return the beginning of a question, on one line."""
     words = " ".join(question.split())
     return words if len(words) <= _SHORT else f"{words[: _SHORT - 1]}…"
 
 
 def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
-    """Keep an audit of this model, and drop the oldest if there are too many; False: the store is read-only, the disk
-    full, or another process writes for too long."""
+    """Keep an audit, and drop the oldest if there are too many; False: the store cannot be written for now."""
     if store.read_only:
         return False
     path = store.side_file(_FILE)
@@ -101,7 +83,6 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
 
 
 def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
-    """Read the audits of a model, oldest first. Raises DamagedError."""
     path = store.side_file(_FILE)
     if not path.exists():
         return ()

@@ -25,12 +25,10 @@ def numbers_of(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def means(rows: Sequence[Row], names: Iterable[str] = MEASURES) -> dict[str, float]:
-    """Average each number over the rows that have it; what no row has is left out."""
     return {name: statistics.fmean(numbers) for name in names if (numbers := numbers_of(rows, name))}
 
 
 def medians(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float]:
-    """Take the median of each number over the rows that have it; what no row has is left out."""
     return {name: statistics.median(numbers) for name in names if (numbers := numbers_of(rows, name))}
 
 
@@ -40,14 +38,13 @@ _PUNCTUATION = set(string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Similarity of an answer to the best gold one: token F1, exact match, whether it contains one."""
+    """Token F1, exact match and containment of the best gold answer."""
 
     f1: float
     exact_match: float
     contains: float
 
     def to_json(self) -> dict[str, float]:
-        """Name the three."""
         return asdict(self)
 
 
@@ -59,7 +56,6 @@ def normalise(text: str) -> str:
 
 
 def score(answer: str, gold: Iterable[str]) -> Scores:
-    """Score one answer against all accepted ones."""
     said = normalise(answer)
     wanted = [normalise(text) for text in gold]
     return Scores(
@@ -78,12 +74,7 @@ def _f1(said: str, wanted: str) -> float:
 
 
 def run_name(mode: str, changes: Iterable[tuple[str, Any]], amount: float | None) -> str:
-    """Return a run as a user writes it, such as `union+shift=no:0.15`.
-
-    Parameters
-    ----------
-    changes : options of the mode and their values. `amount`: what its own knob says; None: it has none.
-    """
+    """Return a run as a user writes it, such as `union+shift=no:0.15`."""
     variant = "+".join([mode, *(f"{name}={_text(value)}" for name, value in changes)])
     return variant if amount is None else f"{variant}:{amount:.12g}"
 

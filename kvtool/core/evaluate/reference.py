@@ -17,23 +17,14 @@ _ROWS = 16  # of a vocabulary that are float64 at one time
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Distance of a run from its reference, over the reference's script.
+    """Distance of a run from its reference, over the reference's script."""
 
-    Attributes
-    ----------
-    kl_first : KL divergence in nats of the first token's distribution, D(reference ‖ run).
-    kl_answer : the same, as the mean over all tokens of the script.
-    first_agrees : whether the most probable first token is the same.
-    agreement : the share of the script's tokens that are the most probable ones of the run, too.
-    """
-
-    kl_first: float
-    kl_answer: float
-    first_agrees: bool
-    agreement: float
+    kl_first: float  # KL divergence in nats of the first token's distribution, D(reference ‖ run)
+    kl_answer: float  # the same, as the mean over all tokens of the script
+    first_agrees: bool  # whether the most probable first token is the same
+    agreement: float  # the share of the script's tokens that are the most probable ones of the run, too
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `query --compare` and `inspect quality` report, as JSON."""
         return {"kl_first": self.kl_first, "kl_answer": self.kl_answer, "top1_agrees": self.first_agrees}
 
 
@@ -42,34 +33,25 @@ SAME = Distance(0.0, 0.0, True, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A greedy answer, and the distributions before each token of its script: its tokens and the end token.
-
-    Attributes
-    ----------
-    logits : float32 `[len(script), vocabulary]`.
-    best : the most probable token of each.
-    """
+    """A greedy answer, and the distributions before each token of its script: its tokens and the end token."""
 
     decoder: Decoder
     answer: Generated
-    logits: torch.Tensor
-    best: Sequence[int]
+    logits: torch.Tensor  # float32 `[len(script), vocabulary]`
+    best: Sequence[int]  # the most probable token of each
 
     @classmethod
     def of(cls, decoder: Decoder, fused: Fused, answer: Generated) -> Reference:
-        """Take an answer that was given over a fused prompt as the reference."""
         logits = forced_logits(decoder, fused, answer.script)
         return cls(decoder, answer, logits, logits.argmax(-1).tolist())
 
     @classmethod
     def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
-        """Answer greedily over a fused prompt, and take that as the reference."""
         sampling = Sampling(max_tokens)
         first = first_token(fused.logits, sampling)
         return cls.of(decoder, fused, generate(decoder, fused.cache, first, sampling))
 
     def force(self, fused: Fused) -> Forced:
-        """Lead another fused cache of the same prompt through the script, and measure it."""
         logits = forced_logits(self.decoder, fused, self.answer.script)
         best = logits.argmax(-1).tolist()
         divergence = kl_of_logits(self.logits, logits)
@@ -85,12 +67,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A run that was led through its reference's script, token by token.
-
-    Attributes
-    ----------
-    best : the run's own most probable token before each of the script.
-    """
+    """A run that was led through its reference's script; `best` is its own most probable token before each."""
 
     reference: Reference
     fused: Fused

@@ -1,8 +1,5 @@
 """Cost model of fusion modes: estimate what a mode reads and computes for a prompt, and its time on this machine.
-
-`session/speeds.py` measures the speeds of reading and of computing, and keeps them next to the store. This module says
-how the two overlap, and needs no torch.
-"""
+`session/speeds.py` measures the speeds; this module says how reading and computing overlap, and needs no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +22,6 @@ MOST_ASKING = 256  # tokens of a question whose attention ranks the passages' ro
 _COMPUTED = ("fresh", "hole")  # computed by every mode: the question and the holes
 
 
-# ---- measured speeds ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PassSpeed:
     """Seconds of one pass: `fixed` (weights read, calls made), plus `row` for each row and `key` for each seen key."""
@@ -37,19 +31,13 @@ class PassSpeed:
     key: float
 
     def seconds(self, rows: float, keys: float) -> float:
-        """Estimate a pass over so many rows, which see so many keys in all."""
         return self.fixed + self.row * rows + self.key * keys
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpeed:
-    """Seconds of reading, decoding, uploading and rotating all layers: `fixed`, plus `token` for each token.
-
-    Attributes
-    ----------
-    busy : number of cores that are busy meanwhile.
-    bytes_per_second : raw-equivalent KV bytes a second; only shown to users.
-    """
+    """Seconds of reading, decoding, uploading and rotating all layers: `fixed`, plus `token` for each token. `busy`:
+    number of cores that are busy meanwhile. `bytes_per_second`: raw-equivalent KV; only shown to users."""
 
     fixed: float
     token: float
@@ -67,14 +55,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The speeds of one machine, device, model and dtype.
-
-    Attributes
-    ----------
-    loads : speeds of loading, by codec level and `MEMORY`.
-    cores : number that this process may use. `threads` : number that a pass uses.
-    own_memory : True for a device of its own (a GPU), from which loading takes no core.
-    """
+    """Speeds of a machine, device, model and dtype; `loads` by codec level and `MEMORY`. `cores`: of this process;
+    `threads`: of a pass. `own_memory`: True for a GPU, whose loading takes no core from the compute."""
 
     passes: PassSpeed
     loads: Mapping[str, LoadSpeed]
@@ -90,11 +72,9 @@ class Speeds:
         return Load(sum(seconds.values()), busy)
 
     def overlapped(self, load: Load, compute: float) -> float:
-        """Estimate a pass whose layers are loaded while earlier ones compute (CacheBlend, section 5).
-
-        The first layer loads before it computes, the last one computes after it is loaded. On the CPU both share the
-        cores: the time is at least the core-seconds of both, divided by the cores.
-        """
+        """Estimate a pass whose layers are loaded while earlier ones compute (CacheBlend, section 5). The first layer
+        loads before it computes, the last one computes after it is loaded. On the CPU both share the cores: the time is
+        at least the core-seconds of both, divided by the cores."""
         overlapped = max(load.seconds + compute / self.layers, load.seconds / self.layers + compute)
         if self.own_memory:
             return overlapped
@@ -113,16 +93,13 @@ def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:
 
 
 def fit_pass(samples: Sequence[tuple[float, float, float]]) -> PassSpeed:
-    """Fit the speed of passes to samples of (rows, keys, seconds)."""
     coefficients = fit([(1.0, rows, keys) for rows, keys, _ in samples], [seconds for *_, seconds in samples])
     return PassSpeed(*coefficients)
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Fit coefficients by non-negative least squares of the relative error; one for each column.
-
-    All sets of non-zero columns are tried, since there are at most three.
-    """
+    """Fit coefficients by non-negative least squares of the relative error; one for each column. All sets of non-zero
+    columns are tried, since there are at most three."""
     target = np.asarray(seconds, dtype=float)
     matrix = np.asarray(rows, dtype=float) / target[:, None]
     count = matrix.shape[1]
@@ -141,20 +118,10 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
     return best
 
 
-# ---- what a prompt costs ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A segment of the prompt.
-
-    Attributes
-    ----------
-    status : see fusion/plan.py.
-    level : codec level of its records; None where it is not stored.
-    held : True if it is in memory, so that nothing is read.
-    dropped : tokens whose rows are not stored: they are not read, and no ratio is a share of them.
-    """
+    """A segment of the prompt. `level`: of its records; None if it is not stored. `held`: in memory, so that nothing is
+    read. `dropped`: tokens whose rows are not stored: they are not read, and no ratio is a share of them."""
 
     tokens: int
     status: str
@@ -164,7 +131,6 @@ class Span:
 
     @classmethod
     def of(cls, segment: Segment, held: bool = False) -> Span:
-        """Make the span of a plan's segment."""
         if not segment.cached:
             return cls(len(segment.ids), segment.status, held=held)
         source = segment.source
@@ -174,15 +140,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The work of a mode in addition to the question and the holes.
-
-    Attributes
-    ----------
-    reads : kinds of cached segments that are loaded.
-    computes : kinds of cached segments that are computed whole, by the pass that overlaps with loading.
-    overlapped : further rows of hits that this pass computes, the mean over the layers.
-    after : rows of hits that a second pass computes, after the question's own pass has seen all that is loaded.
-    """
+    """The work of a mode in addition to the question and the holes: it `reads` and `computes` (whole) kinds of cached
+    segments. `overlapped`: further rows of hits that are computed while loading, the mean over the layers. `after`:
+    rows of hits that a second pass computes, after the question's own pass has seen all that is loaded."""
 
     reads: tuple[Kind, ...] = CACHED
     computes: tuple[Kind, ...] = ()
@@ -191,21 +151,9 @@ class Cost:
 
 
 class PromptRows:
-    """The rows of a planned prompt, counted by kind.
-
-    Parameters
-    ----------
-    spans : in prompt order, the prompt's beginning first, the question last.
-    speeds : as measured. Records of a level that could not be measured cannot be read: their segments are holes.
-
-    Attributes
-    ----------
-    length : tokens of the prompt.
-    context : cached tokens of chunks, which a ratio is a share of.
-    hit_chunks : tokens of each chunk that is a hit.
-    holes : True if a segment that should be stored is not.
-    layers : number of the model's layers.
-    """
+    """Rows of a planned prompt, counted by kind; segments at a level that could not be measured are holes. `context`:
+    cached tokens of chunks, which a ratio is a share of. `hit_chunks`: tokens of each hit. `holes`: True if a segment
+    that should be stored is not."""
 
     def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:
         self._speeds = speeds
@@ -236,11 +184,10 @@ class PromptRows:
 
     @property
     def hits(self) -> int:
-        """Count the tokens of hits, which are worth recomputing."""
+        """Tokens of hits, which are worth recomputing."""
         return self._rows.get("hit", 0)
 
     def load(self, *kinds: str) -> Load:
-        """Estimate loading the cached segments of these kinds."""
         tokens: dict[str, float] = {}
         for kind in kinds:
             for level, count in self._stored.get(kind, {}).items():
@@ -248,17 +195,14 @@ class PromptRows:
         return self._speeds.load(tokens)
 
     def seconds(self, cost: Cost) -> float:
-        """Estimate the seconds from the planned prompt to the first token.
-
-        The question's own pass skips the LM head and sums up its attention; it counts as much as any other pass.
-        """
+        """Estimate the seconds from the planned prompt to the first token. The question's own pass skips the LM head
+        and sums up its attention; it counts as much as any other pass."""
         after = self._pass(("fresh",), min(cost.after, self.hits)) if cost.after else 0.0
         first = self._pass((*_COMPUTED, *cost.computes), min(cost.overlapped, self.hits), asks=bool(after))
         return self._speeds.overlapped(self.load(*cost.reads), first) + after
 
     def _pass(self, kinds: Sequence[str], hits: float = 0.0, asks: bool = False) -> float:
-        """Estimate a pass over all rows of these kinds, and so many of the hits. `asks`: of the question, those whose
-        attention ranks."""
+        """Estimate a pass over all rows of these kinds and some hits. `asks`: of the question, only rows that rank."""
         rows, keys = (sum(counts.get(kind, 0) for kind in kinds) for counts in (self._rows, self._keys))
         if asks and (cut := self._rows["fresh"] - MOST_ASKING) > 0:
             rows, keys = rows - cut, keys - _keys_seen(self.length - cut, cut)
@@ -267,5 +211,4 @@ class PromptRows:
 
 
 def _keys_seen(start: int, tokens: int) -> int:
-    """Count the keys that the rows start … start + tokens - 1 see."""
     return tokens * start + tokens * (tokens + 1) // 2

@@ -1,14 +1,12 @@
-"""Fuse cached segments into one prompt cache: one pass over the rows of all segments while the cache is loaded.
-
-The engine asks a selector, which is a fusion mode, for the rows to recompute. Further chunks can extend a fused prompt.
-"""
+"""Fuse cached segments into one prompt cache: one pass over the rows of all segments while the cache is loaded. A
+selector, which is a fusion mode, chooses the rows to recompute. Further chunks can extend a fused prompt."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -27,16 +25,9 @@ from kvtool.core.model.prompt_cache import PromptCache
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Rows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
-
-    Attributes
-    ----------
-    recomputed : cached rows that the last layer computes.
-    fresh : question and holes.
-    rows : computed at each layer, of all kinds together.
-    resident : fused in an earlier round.
-    dropped : tokens of the text that count among none of these, since their rows are not stored.
-    """
+    """Rows of a prompt: `prompt` = `resident` (fused in an earlier round) + `reused` + `recomputed` (by the last layer)
+    + `fresh` (question and holes). `rows`: computed at each layer, of all kinds together. `dropped`: tokens of the text
+    that count among none of these, since their rows are not stored."""
 
     prompt: int
     reused: int
@@ -47,21 +38,16 @@ class TokenCounts:
     dropped: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Return `tokens` of a reply, which calls resident rows `standing`."""
-        counts = {"prompt": self.prompt, "standing": self.resident, "reused": self.reused}
+        """Make `tokens` of a reply, which calls resident rows `resident`."""
+        counts = {"prompt": self.prompt, "resident": self.resident, "reused": self.reused}
         return counts | {"recomputed": self.recomputed, "fresh": self.fresh, "dropped": self.dropped}
 
 
 @dataclass(frozen=True, slots=True)
 class FuseTiming:
-    """Milliseconds. The loader's threads spend `read`, `decode`, `upload` and `rotate` while `recompute` runs.
-
-    Attributes
-    ----------
-    select : includes the question's own pass where a mode ranks by its attention.
-    shift : spent in the compute on shifting reused rows; on a GPU, on launching that.
-    wait : how long the compute waited for the loader.
-    """
+    """Milliseconds. The loader's threads spend `read`, `decode`, `upload` and `rotate` while `recompute` runs. `select`
+    includes the question's own pass if a mode ranks by its attention; `shift` is, on a GPU, spent on launching it;
+    `wait` is how long the compute waited for the loader."""
 
     read: float
     decode: float
@@ -75,16 +61,10 @@ class FuseTiming:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A prompt's fused cache and the logits of its last token.
-
-    Attributes
-    ----------
-    logits : float32 `[vocabulary]`.
-    plan : what was computed; segments with unusable records are holes, and rows that are not stored have no place.
-    recomputed : cached rows that the last layer computed, bool `[length]`.
-    reasons : by reason, the rows recomputed for it, bool `[length]`; no row has two.
-    shifted : which reused rows were shifted, and how far.
-    """
+    """A prompt's fused cache and the logits of its last token, float32 `[vocabulary]`. In its plan, segments with
+    unusable records are holes, and rows that are not stored have no place. `recomputed`: cached rows that the last
+    layer computed, bool `[length]`; `reasons`: the same by reason, one a row. `shifted`: which reused rows were
+    shifted, and how far."""
 
     logits: torch.Tensor
     cache: PromptCache
@@ -127,8 +107,9 @@ def fuse(
         try:
             return fuse_into(into, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            for segment, reason in in_original(plan, there, missing.unusable):
-                plan = plan.without(segment, reason, missing.stored)
+            original = {id(compact): segment for compact, segment in zip(there.segments, plan.segments, strict=True)}
+            for compact, reason in missing.unusable:
+                plan = plan.without(original[id(compact)], reason, missing.stored)
             if cache is not None and missing.stored:  # the thread that reads it may still write into these buffers
                 cache = copied(decoder, cache, there.segments[0].stop)
 
@@ -142,16 +123,10 @@ def fuse_into(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """Run one pass of `fuse` over a given cache, which holds the rows of resident segments.
+    """Run one pass of `fuse`, of a plan by `compact_plan`, over a cache with the rows of resident segments.
 
-    Parameters
-    ----------
-    plan : as `compact_plan` returns it.
-
-    Raises
-    ------
-    RecordMissing : a record is missing, damaged or slow. The cache is then undefined after its resident rows; of a slow
-        one (`stored`) a thread may still write there.
+    Raises RecordMissing. The cache is then undefined after its resident rows; of a slow record (`stored`) a thread may
+    still write there.
     """
     cache.set_length(plan.length)
     cache.position_ids = plan.position_ids
@@ -164,7 +139,7 @@ def fuse_into(
         loader = stack.enter_context(Loader(decoder, segments, cache, source, timeline, patience=patience))
         held = HeldPass.of(decoder, plan, cache, loader)
         rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, held, timeline)
-        shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
+        shift = Shift(decoder, plan, cache, loader, selector.shift)
         selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
         logits = _computed(decoder, plan, cache, rows, selection, held, shift)
         selection.end()
@@ -196,12 +171,8 @@ def _first_rows(
     held: HeldPass | None,
     timeline: Timeline | None,
 ) -> tuple[QueryRows, int, float]:
-    """Choose the first layer's rows, by the question's attention where the selector ranks by that.
-
-    Returns
-    -------
-    The rows; the number of rows that the question's own pass has computed before, the holes; and its seconds.
-    """
+    """Choose the first layer's rows, by the question's attention if the selector ranks by that. Returns also the number
+    of rows that the question's own pass has computed before, the holes; and its seconds."""
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
     asked = selector.asked(plan, decoder.stored_layers)
     if not asked:
@@ -227,7 +198,7 @@ def _computed(
     held: HeldPass | None,
     shift: Shift,
 ) -> torch.Tensor:
-    """Compute rows, by a graph where nothing is to be loaded; return the logits of the prompt's last token."""
+    """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
     ids = plan.ids
     tokens = [ids[place] for place in rows.order]
     logits = None if held is None or selection.targets else held.logits(tokens, rows, shift)
@@ -269,11 +240,8 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 
 
 def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
-    """Return the plan that a mode computes, from one in which every token has a place.
-
-    A chunk that is computed whole keeps all its tokens: recomputing everything is full prefill. Any other chunk keeps
-    the tokens that have stored rows.
-    """
+    """Make the plan that a mode computes, from one in which every token has a place: a chunk that is computed whole
+    keeps all tokens (recomputing everything is full prefill), any other those that have stored rows."""
     if all(segment.source.kept is None for segment in plan.segments):
         return plan
     whole = _computed_throughout(plan, selector, layers)
@@ -295,7 +263,7 @@ def _placed(segment: Segment, place: int, position: int, whole: bool) -> Segment
 
 
 def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
-    """Return the cached rows that a mode is certain to compute at every layer, bool `[plan.length]`."""
+    """Find the cached rows that a mode is certain to compute at every layer, bool `[plan.length]`."""
     cached = plan.mask("hit", "exact")
     if not selector.uses_cache:
         return cached
@@ -304,12 +272,6 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
     rows = selector.rows(plan) & cached
     stay = min(selector.narrowing(plan, layers).values(), default=plan.length)
     return rows if stay >= int(rows.sum()) else torch.zeros_like(cached)
-
-
-def in_original(plan: Plan, compact: Plan, unusable: Sequence[tuple[Segment, str]]) -> list[tuple[Segment, str]]:
-    """Map segments of a compact plan to those of the plan that it was made of."""
-    own = {id(small): large for small, large in zip(compact.segments, plan.segments, strict=True)}
-    return [(own[id(segment)], reason) for segment, reason in unusable]
 
 
 # ---- further rounds: chunks after resident rows, which are neither read nor computed again --------------------------
@@ -324,19 +286,9 @@ def extend_fused(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """Fuse `chunks` into the prompt cache of `before`, after its own, and compute the question again after them.
-
-    A row sees only earlier rows, so resident rows never change. The selector sees the new chunks only: a ratio is a
-    share of them.
-
-    Parameters
-    ----------
-    before : a first round, or several that `joined` has added up. Its question and any generated rows are overwritten.
-
-    Returns
-    -------
-    This round: its plan, counts and times are those of the new rows.
-    """
+    """Fuse `chunks` into the prompt cache of `before`, one round or several that `joined` has added up, after its own,
+    and compute the question again after them. A row sees only earlier rows, so resident rows never change. The result
+    counts and times the new rows, and a ratio is a share of the new chunks."""
     *fused, question = before.plan.segments
     plan = extend_plan(as_resident(fused), chunks, question.ids)
     return fuse(decoder, plan, selector, source, timeline=timeline, patience=patience, cache=before.cache)
@@ -344,9 +296,7 @@ def extend_fused(
 
 def joined(before: Fused, now: Fused) -> Fused:
     """Add a round to those before it, as if they were one pass: the whole prompt's plan, with counts and times summed.
-
-    `tokens.rows` counts every computed question, `tokens.fresh` the last one only.
-    """
+    `tokens.rows` counts every computed question, `tokens.fresh` the last one only."""
     start = before.plan.segments[-1].start
     plan = Plan((*before.plan.segments[:-1], *now.plan.segments[1:]))
     fresh = before.tokens.fresh - len(before.plan.segments[-1].ids) + now.tokens.fresh
@@ -364,7 +314,7 @@ def joined(before: Fused, now: Fused) -> Fused:
             rows=tuple(a + b for a, b in zip(before.tokens.rows, now.tokens.rows, strict=True)),
             dropped=plan.dropped,
         ),
-        timing=_sum(before.timing, now.timing),
+        timing=FuseTiming(*map(sum, zip(astuple(before.timing), astuple(now.timing), strict=True))),
         bytes_read=before.bytes_read + now.bytes_read,
         recomputed=_spliced(before.recomputed, now.recomputed, start),
         shifted=before.shifted + now.shifted,
@@ -373,16 +323,10 @@ def joined(before: Fused, now: Fused) -> Fused:
 
 
 def _spliced(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tensor:
-    """Join rows of the prompt (bool): up to `start` those of `before`, from there on those of `now`."""
     return torch.cat([before[:start], now[start:]])
 
 
-def _sum(a: FuseTiming, b: FuseTiming) -> FuseTiming:
-    return FuseTiming(**{name: getattr(a, name) + getattr(b, name) for name in FuseTiming.__dataclass_fields__})
-
-
 def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
-    """Copy the first `length` rows into a cache of the same capacity."""
     copy = decoder.new_cache(cache.buffers[0].keys.shape[2])
     for new, old in zip(copy.buffers, cache.buffers, strict=True):
         new.keys[:, :, :length] = old.keys[:, :, :length]

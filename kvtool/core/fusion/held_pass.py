@@ -2,8 +2,7 @@
 
 Launching the operations of a pass then takes longer than they do (samples/results/gpu.md). Rows are padded to a few
 sizes: the first one is there several times, which computes and writes the same again. A graph is of fixed memory: it
-serves every prompt whose cache has these addresses, as that of one tends to have which follows another of about its
-length.
+serves every prompt whose cache has these addresses, as the caches of successive prompts of about one length tend to.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ T = TypeVar("T")
 
 
 class HeldPass:
-    """The passes over a prompt whose reused rows are in its cache, on a GPU.
-
-    Parameters
-    ----------
-    cache : has numbers, such as zeros, in the rows after the prompt.
-    """
+    """The passes over a prompt whose reused rows are in its cache, on a GPU; rows after it have numbers (zeros)."""
 
     def __init__(self, decoder: Decoder, forward: FusedForward, cache: PromptCache) -> None:
         self._decoder, self._forward, self._cache = decoder, forward, cache
@@ -47,7 +41,7 @@ class HeldPass:
 
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader) -> HeldPass | None:
-        """Make one; None where layers are still to be loaded, or some tokens of the prompt have no rows."""
+        """Returns None if layers are still to be loaded, or some tokens of the prompt have no rows."""
         forward = decoder.fused_forward
         if forward is None or not loader.is_placed or plan.dropped:
             return None
@@ -57,17 +51,8 @@ class HeldPass:
     def attention(
         self, ids: list[int], rows: QueryRows, count: int, layers: range, pooling: Pooling, ends: bool
     ) -> torch.Tensor | None:
-        """Compute rows, and measure the attention of the last `count` (`question_attention`).
-
-        Parameters
-        ----------
-        ids : tokens of the rows.
-        ends : nothing after the last of the layers is needed.
-
-        Returns
-        -------
-        float32 `[capacity]`, overwritten by the next pass; None: there are too many rows.
-        """
+        """Compute rows, and measure the attention of the last `count`, float32 `[capacity]`, overwritten by the next
+        pass; None: too many rows. `ends`: nothing after the last of the layers is needed."""
         size = _padded(len(rows), _ROWS)
         if size is None:
             return None
@@ -89,12 +74,8 @@ class HeldPass:
 
     @torch.inference_mode()
     def logits(self, ids: list[int], rows: QueryRows, shift: Shift) -> torch.Tensor | None:
-        """Compute rows and shift reused ones.
-
-        Returns
-        -------
-        Logits of the last row, float32 `[vocabulary]`; None: there are too many rows or chunks, or this is a prefill.
-        """
+        """Compute rows and shift reused ones; return the logits of the last row, float32 `[vocabulary]`. None: there
+        are too many rows or chunks, or this is a prefill."""
         probes = shift.probes
         counts = (0, 0) if probes is None else (len(probes.rows), len(probes.spans))
         sizes = _padded(len(rows), _ROWS), _padded(counts[0], (0, *_ROWS)), _padded(counts[1], (0, *_CHUNKS))
@@ -127,19 +108,12 @@ class HeldPass:
         return logits, changes, offsets
 
     def _known(self, kind: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-        """Return what is captured of a kind of pass over this cache's memory."""
         addresses = tuple(side.data_ptr() for side in memory_of(self._cache))
         return self._decoder.captured.get((*kind, self._capacity, addresses), make)
 
 
 class _StaticRows:
-    """Rows at fixed addresses.
-
-    Attributes
-    ----------
-    ids, places : int64 `[rows]`.
-    counted : float32 `[rows]`: 1 of those that are asked for their attention, 0 of others.
-    """
+    """Rows at fixed addresses: `ids`, `places` int64 `[rows]`; `counted` float32, 1 if asked for their attention."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         self.captured = CapturedWork[Any](decoder.device, decoder.captured)
@@ -148,7 +122,7 @@ class _StaticRows:
         self.counted = torch.zeros(rows, dtype=torch.float32, device=decoder.device)
 
     def give(self, ids: list[int], rows: QueryRows, count: int = 0) -> None:
-        """Set the rows, of which the last `count` are asked; the first one stands for those that lack."""
+        """Set the rows, of which the last `count` are asked; the first one fills the missing ones."""
         more = len(self.ids) - len(rows)
         self.ids.copy_(self._checked([*ids[:1] * more, *ids]))
         self.places.copy_(torch.tensor(rows.order[:1] * more + rows.order), non_blocking=True)
@@ -157,8 +131,6 @@ class _StaticRows:
 
 
 class _StaticShift(_StaticRows):
-    """Rows, and what they shift (`ShiftSteps`), at fixed addresses."""
-
     def __init__(self, decoder: Decoder, capacity: int, rows: int, probes: int, chunks: int) -> None:
         super().__init__(decoder, rows)
         self.probes = torch.zeros(probes, dtype=torch.int64, device=decoder.device)
@@ -167,7 +139,7 @@ class _StaticShift(_StaticRows):
         self.factors = torch.zeros(capacity, dtype=torch.float32, device=decoder.device)
 
     def give_probes(self, given: Probes) -> None:
-        """Set what is shifted, by how much; a row that stays stands for the probes that lack."""
+        """Set what is shifted, by how much; a row that stays fills the missing probes."""
         chunks, probes = len(given.spans), len(given.rows)
         self.probes.fill_(int(given.shifted[0]))
         self.probes[:probes].copy_(given.rows)
@@ -178,5 +150,4 @@ class _StaticShift(_StaticRows):
 
 
 def _padded(count: int, sizes: Sequence[int]) -> int | None:
-    """Return the smallest of the sizes that takes so many; None: none does."""
     return next((size for size in sizes if size >= count), None)

@@ -1,8 +1,4 @@
-"""Layer-wise selection of recomputed rows, by their deviation or by the question's attention.
-
-`LayerwiseSelection` ranks the rows before some layers and keeps the highest. `question_attention` runs the question's
-rows over the reused cache once and sums up their attention to each cached token.
-"""
+"""Layer-wise selection of recomputed rows by their deviation, or by the question's attention."""
 
 from __future__ import annotations
 
@@ -44,12 +40,8 @@ class LayerwiseSelection:
 
     A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
     stays untouched. To rank rows the hook runs the layer up to its cache write (norm and QKV projection only). The
-    keys and values that this gives for dropped rows are newer than the stored ones, and are cached.
-
-    Attributes
-    ----------
-    rows : the rows of the current layer.
-    computed : number of rows computed, by layer.
+    keys and values that this gives for dropped rows are newer than the stored ones, and are cached. `rows`: of the
+    current layer; `computed`: number of rows, by layer.
     """
 
     def __init__(
@@ -88,13 +80,12 @@ class LayerwiseSelection:
         self._shifting(self._shift.after, layer)
 
     def _shifting(self, step: Callable[..., None], *given: Any) -> None:
-        """Run a step of the shift, and time it."""
         started = time.perf_counter()
         step(*given)
         self.shift_s += time.perf_counter() - started
 
     def skip(self, layers: int) -> None:
-        """Count rows that were computed at so many layers without a word to this."""
+        """Count rows that a graph has computed at so many layers."""
         self.computed = [len(self.rows)] * layers
 
     def end(self) -> None:
@@ -149,14 +140,10 @@ class LayerwiseSelection:
         self.rows = QueryRows.of(order[chosen], self._decoder.device, self.rows.position_ids)
         self._cache.rows = self.rows
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
-        self._shifting(self._shift.follow, self.rows, self._refreshed(order[~keep]))
+        refreshed = torch.zeros_like(self._cached)
+        refreshed[order[~keep]] = True
+        self._shifting(self._shift.follow, self.rows, refreshed)
         return indices
-
-    def _refreshed(self, dropped: torch.Tensor) -> torch.Tensor:
-        """Return dropped rows, whose keys and values are this layer's new ones, bool `[length]`."""
-        rows = torch.zeros_like(self._cached)
-        rows[dropped] = True
-        return rows
 
     def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:
         """Cut a layer's arguments to the current rows: to `keep` of their rows, else from those of the first layer."""
@@ -177,18 +164,9 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
     return probe.kv
 
 
-# ---- the question's attention -------------------------------------------------------------------------------------
-
-
 class QuestionWatch:
-    """Sum of the attention of a pass's last rows.
-
-    Parameters
-    ----------
-    count : rows that are watched.
-    ends : the pass ends with the last of `layers`.
-    counted : float32 `[count]`: 1 for those of them that count, 0 for others before them; None: all count.
-    """
+    """Sum of the attention of a pass's last `count` rows. `ends`: the pass ends with the last of `layers`. `counted`:
+    float32 `[count]`, 1 for those of them that count, 0 for others before them; None: all count."""
 
     def __init__(
         self,
@@ -206,7 +184,7 @@ class QuestionWatch:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Return the mean over the layers, float32 `[length]`."""
+        """The mean over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
@@ -244,16 +222,13 @@ def question_attention(
     `MOST_ASKING` tokens, such as one after a pasted text, only the end is computed, right after the passages: all of it
     is computed once more afterwards, and would take longer than full prefill.
 
+    Returns float32 `[plan.length]`, the mean over `layers`; 0 for places after the computed end of the question.
+
     Parameters
     ----------
-    layers : layers that count; the mean is taken over them.
     pooling : of a layer's rows: their L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's first
         token, or the geometric mean of the two (`both`).
     held : computes the same of a prompt that has to load nothing (`HeldPass.attention`); None: it has to.
-
-    Returns
-    -------
-    float32 `[plan.length]`; 0 for places after the end of the question that was computed.
     """
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)

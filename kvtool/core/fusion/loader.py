@@ -1,7 +1,5 @@
-"""Load layers ahead of the compute: read, decode and rotate them into the prompt's buffers.
-
-A CPU places records at once, a GPU through pinned memory, in a stream of its own.
-"""
+"""Loads layers ahead of the compute: read, decode and rotate them into the prompt's buffers. A CPU places records at
+once, a GPU through pinned memory, in a separate stream."""
 
 from __future__ import annotations
 
@@ -30,24 +28,17 @@ _ENVELOPE_BYTES = 256  # at most, around a record's payload: header, alignment, 
 
 
 def default_workers() -> int:
-    """Return the number of loading threads; each holds one layer's records at a time."""
+    """Choose the number of loading threads; each holds one layer's records at a time."""
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
 
 
 class Loader:
-    """A loader that fills a prompt cache layer by layer in its own threads.
+    """Fills a prompt cache layer by layer in its own threads.
 
     Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
     layer's bytes are dropped once they are placed. Every key is rotated once, to its absolute position. A layer's
-    records are read in the order of their chunks' relevance.
-
-    Parameters
-    ----------
-    segments : those that are read, at every layer.
-
-    Attributes
-    ----------
-    is_placed : whether all layers were in the buffers as soon as it was entered.
+    records are read in the order of their chunks' relevance. `is_placed`: all layers were in the buffers as soon as it
+    was entered.
     """
 
     def __init__(
@@ -81,12 +72,12 @@ class Loader:
         ]
 
     def __enter__(self) -> Loader:
-        held = self._place_held()
-        self.is_placed = held or not self._segments
-        if held:
-            return self
-        for thread in self._threads:
-            thread.start()
+        self.is_placed = not self._segments or self._place_held()
+        if self.is_placed:
+            self._set_ready()
+        else:
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -105,7 +96,6 @@ class Loader:
 
     @property
     def stats(self) -> ReadStats:
-        """Return what all threads have read so far."""
         return ReadStats(
             bytes_read=sum(worker.stats.bytes_read for worker in self._workers),
             read_s=sum(worker.stats.read_s for worker in self._workers),
@@ -113,7 +103,7 @@ class Loader:
         )
 
     def placing_s(self) -> tuple[float, float]:
-        """Return the seconds of copying into the buffers, and of rotating keys."""
+        """Seconds of copying into the buffers, and of rotating keys."""
         spent = [worker.placing.seconds() for worker in self._workers]
         return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
 
@@ -148,17 +138,14 @@ class Loader:
                     self._ready[layer].set()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
-            for ready in self._ready:
-                ready.set()
+            self._set_ready()
         if self._given_up:
             worker.placing.finish()
 
     @torch.inference_mode()
     def _place_held(self) -> bool:
-        """Place all layers at once if the chunk cache holds them on the device; return whether it did.
-
-        A thread would only compete with this one, for work that ends before the first layer has computed.
-        """
+        """Place all layers at once if the chunk cache holds them on the device; return whether it did. A thread would
+        only compete with this one, for work that ends before the first layer has computed."""
         if self._rotation is None or not self._rotation.in_one_launch or not isinstance(self._source, ChunkCache):
             return False
         layers = self._source.whole(self._segments, len(self._ready))
@@ -170,9 +157,11 @@ class Loader:
         if not placing.place_held(self._segments, layers, self._cache.buffers, self._rotation):
             return False
         add_span(self._timeline, "place", started)
+        return True
+
+    def _set_ready(self) -> None:
         for ready in self._ready:
             ready.set()
-        return True
 
     def _next(self) -> int | None:
         with self._turn:
@@ -180,15 +169,13 @@ class Loader:
 
     @torch.inference_mode()
     def _shared(self) -> KeyRotation:
-        """Make one rotation for all threads of a GPU: each of its launches would cost every thread as much again.
-
-        The compute stream makes it, and the streams of the threads wait for that first.
-        """
+        """Make one rotation for all threads of a GPU: each of its launches would cost every thread as much again. The
+        compute stream makes it, and the streams of the threads wait for that first."""
         return KeyRotation(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
 
     @property
     def table(self) -> RopeTables:
-        """Return cos and sin of all places up to the last one that is read; made once, at the first use."""
+        """Cos and sin of all places up to the last one that is read; made once, at the first use."""
         with self._making:
             if self._made is None:
                 self._made = self._table()
@@ -205,10 +192,7 @@ class Loader:
         return self._decoder.rotary.table(positions.to(device))
 
     def _load(self, layer: int, rotation: KeyRotation, worker: _Worker) -> None:
-        segments = self._segments
-        if not segments:
-            return
-        started = time.perf_counter()
+        segments, started = self._segments, time.perf_counter()
         read = self._source.read(segments, layer, worker.stats)
         layers = [_part(segment, kv) for segment, kv in zip(segments, read, strict=True)]
         add_span(self._timeline, "read and decode", started, layer=layer)
@@ -221,15 +205,12 @@ class Loader:
 
 
 class _Worker:
-    """The state of one loading thread."""
-
     def __init__(self, placing: Placing) -> None:
         self.placing = placing
         self.stats = ReadStats(room=placing.room)
 
 
 def _part(segment: Segment, kv: LayerKV) -> LayerKV:
-    """Return the rows of a segment among those of its stored chunk."""
     if (part := segment.source.part) is None:
         return kv
     keys, values = (side[:, part.first : part.stop].contiguous() for side in kv)

@@ -1,6 +1,6 @@
-"""Place a layer's keys and values in the prompt's buffers, keys rotated: in main memory, or on a GPU.
+"""Places a layer's keys and values in the prompt's buffers, keys rotated: in main memory, or on a GPU.
 
-On a GPU a CUDA stream of its own does the work. Records are read into pinned memory and uploaded as their bytes are, in
+On a GPU a separate CUDA stream does the work. Records are read into pinned memory and uploaded as their bytes are, in
 one copy with the table that says where each one is; one launch rotates the keys and scatters all rows
 (`kernels/rope_triton.py`). Without Triton, and for a model that rotates in another way, torch's operations do.
 """
@@ -29,13 +29,8 @@ from kvtool.core.model.rope import Copy, Rotary
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """Rotation of a prompt's keys.
-
-    Attributes
-    ----------
-    table : cos and sin of the positions of all places of the prompt up to the last cached one.
-    in_one_launch : True if one GPU kernel rotates and scatters keys (`Rotary.by_kernel`).
-    """
+    """Rotation of a prompt's keys. `table`: cos and sin of all places of the prompt up to the last cached one.
+    `in_one_launch`: one GPU kernel rotates and scatters keys (`Rotary.by_kernel`)."""
 
     rotary: Rotary
     table: RopeTables
@@ -48,7 +43,7 @@ class KeyRotation:
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
+        """Cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
         (cos_sin,) = self.table.by_name.values()
         return cos_sin.cos[0], cos_sin.sin[0]
 
@@ -59,8 +54,6 @@ _LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pin
 
 @dataclass(slots=True)
 class _Block:
-    """A block of memory whose first `used` bytes are allocated."""
-
     memory: torch.Tensor
     address: int
     bytes: memoryview
@@ -73,13 +66,8 @@ class _Block:
 
 
 class LayerMemory:
-    """A bump allocator for a layer's records; the next layer takes the same memory, without the faults of new pages.
-
-    Parameters
-    ----------
-    size : expected bytes of a layer's records.
-    pinned : a copy for each block uploads it to a GPU.
-    """
+    """A bump allocator for a layer's records, of about `size` bytes; the next layer takes the same memory, without the
+    faults of new pages. `pinned`: a copy for each block uploads it to a GPU."""
 
     def __init__(self, size: int, pinned: bool = False) -> None:
         self._size, self._pinned = min(size, _MOST), pinned
@@ -124,7 +112,6 @@ class LayerMemory:
         return [torch.empty(block.used, dtype=torch.uint8, device=device) for block in self._in_use]
 
     def upload(self, targets: list[torch.Tensor]) -> None:
-        """Start copying every used block to the device."""
         for block, target in zip(self._in_use, targets, strict=True):
             target.copy_(block.memory[: block.used], non_blocking=True)
 
@@ -135,24 +122,17 @@ class LayerMemory:
 
 class Placing:
     """Places a layer's un-rotated keys and values into the prompt's buffers in main memory, and rotates the keys once.
-
-    Each belongs to one thread. `upload_s` and `rotate_s` are the seconds that this thread has spent.
-
-    Parameters
-    ----------
-    layer_bytes : expected bytes of a layer's records.
-    """
+    Each belongs to one thread. `layer_bytes`: expected of a layer's records."""
 
     def __init__(self, layer_bytes: int) -> None:
         self.upload_s = self.rotate_s = 0.0
         self._memory = LayerMemory(layer_bytes)
 
     def seconds(self) -> tuple[float, float]:
-        """Return the seconds of copying and of rotating."""
         return self.upload_s, self.rotate_s
 
     def at_work(self) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread uses the CUDA stream of this placing."""
+        """Enter the CUDA stream of this placing in the calling thread."""
         return contextlib.nullcontext()
 
     def room(self, size: int) -> memoryview:
@@ -167,13 +147,7 @@ class Placing:
         rotation: KeyRotation,
         layer: int,
     ) -> int:
-        """Place one layer, in one pass over its keys and values; return a mark for `wait`.
-
-        Parameters
-        ----------
-        layers : keys and values of each segment, read since the previous layer was placed.
-        layer : number of the layer.
-        """
+        """Place one layer, `layers` by segment, in one pass over its keys and values. Returns a mark for `wait`."""
         began = time.perf_counter()
         spans = [slice(segment.start, segment.stop) for segment in segments]
         turns = [
@@ -204,12 +178,7 @@ def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A layer in flight, until the stream has placed it.
-
-    Attributes
-    ----------
-    read : tensors that the stream reads.
-    """
+    """A layer until the stream has placed it. `read`: tensors that the stream reads."""
 
     staging: LayerMemory
     placed: torch.cuda.Event | None = None
@@ -224,13 +193,8 @@ class _InFlight:
 
 
 class CudaPlacing(Placing):
-    """Places into buffers on a GPU. While one layer is uploaded, the next is read into another buffer.
-
-    Parameters
-    ----------
-    compute : the stream in which the buffers were made and will be read.
-    layer_bytes : expected bytes of a layer's records.
-    """
+    """Places into buffers on a GPU, which were made and will be read in the stream `compute`. While one layer is
+    uploaded, the next is read into another buffer."""
 
     def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
         super().__init__(layer_bytes)
@@ -241,7 +205,7 @@ class CudaPlacing(Placing):
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
-        """Return the device's seconds between events; staging in the thread counts as copying."""
+        """The device's seconds between events; staging in the thread counts as copying."""
         uploads = sum(_between_s(begun, uploaded) for begun, uploaded, _ in self._moments)
         return self.upload_s + uploads, sum(_between_s(uploaded, placed) for _, uploaded, placed in self._moments)
 
@@ -253,7 +217,6 @@ class CudaPlacing(Placing):
         return self._next().staging.room(size)
 
     def _next(self) -> _InFlight:
-        """Return the layer that is read or placed now."""
         flight = self._in_flight[0]
         if flight.placed is not None:
             flight.free()
@@ -290,10 +253,7 @@ class CudaPlacing(Placing):
         buffers: Sequence[BufferLayer],
         rotation: KeyRotation,
     ) -> bool:
-        """Place all layers from the device's own memory, in the compute stream; return False if they do not fit.
-
-        They fit if one launch can place each layer. Where they do not, nothing is placed.
-        """
+        """Place all layers held on the device, in the compute stream. False: nothing is, one needs more launches."""
         if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
             return False
         started = time.perf_counter()
@@ -386,7 +346,6 @@ class CudaPlacing(Placing):
         return begun, uploaded, self._now()
 
     def _now(self) -> torch.cuda.Event:
-        """Record an event in the stream."""
         moment = torch.cuda.Event(enable_timing=True)
         moment.record(self._stream)
         return moment
@@ -420,7 +379,6 @@ def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
 
 
 def _there(numbers: torch.Tensor, staging: LayerMemory, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor's uploaded view on the device."""
     found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
     if found is None:
         return numbers

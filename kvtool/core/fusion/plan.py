@@ -34,10 +34,10 @@ class Candidate:
     Attributes
     ----------
     lead_in : digest of the token ids that the stored rows were prefilled after.
-    level : codec level to read; None where nothing is stored, for which `reason` gives the cause.
+    level : codec level to read; None if nothing is stored, for which `reason` gives the cause.
     kept : tokens that have a stored row, ascending; None: all.
     stored : True if a record exists although `level` is None: at another level, or too slow to wait for.
-    sensitivity : one little-endian float16 a token (records/encode.py); empty where none was stored.
+    sensitivity : one little-endian float16 a token (records/encode.py); empty if none was stored.
     relevance : to the question; records of higher relevance are read first.
     part : of a longer stored chunk, whose rows are read whole: its tokens, and which of them are `ids`; None: all.
     """
@@ -55,12 +55,12 @@ class Candidate:
 
     @property
     def stored_tokens(self) -> int:
-        """Return the number of tokens of the stored chunk."""
+        """Number of tokens of the stored chunk."""
         return len(self.ids) if self.part is None else self.part.of
 
     @property
     def rows(self) -> Sequence[int]:
-        """Return the tokens that have a stored row."""
+        """Tokens that have a stored row."""
         return range(len(self.ids)) if self.kept is None else self.kept
 
 
@@ -95,12 +95,12 @@ class Segment:
 
     @property
     def position(self) -> int:
-        """Return the position of the source's first token."""
+        """Position of the source's first token."""
         return self.start if self.first is None else self.first
 
     @property
     def positions(self) -> Sequence[int]:
-        """Return the position of each token that has a place."""
+        """Position of each token that has a place."""
         first = self.position
         return range(first, first + len(self.ids)) if self.kept is None else [first + token for token in self.kept]
 
@@ -111,44 +111,37 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Prompt = prefix + chunks + question.
-
-    Attributes
-    ----------
-    segments : in prompt order; the first is the prefix, the last the question. In the plan of a later round
-        (`extend_plan`) the first is all that is resident.
-    """
+    """Prompt = prefix + chunks + question; in a later round (`extend_plan`) the first segment is all resident rows."""
 
     segments: tuple[Segment, ...]
 
     @property
     def ids(self) -> list[int]:
-        """Return the tokens that have a place."""
+        """Tokens that have a place."""
         return [token for segment in self.segments for token in segment.ids]
 
     @property
     def text_ids(self) -> list[int]:
-        """Return all tokens of the prompt's text."""
         return [token for segment in self.segments for token in segment.source.ids]
 
     @property
     def length(self) -> int:
-        """Return the number of tokens that have a place."""
+        """Number of tokens that have a place."""
         return self.segments[-1].stop
 
     @property
     def dropped(self) -> int:
-        """Return the number of tokens without a place: the last segment's position less its place."""
+        """Number of tokens without a place: the last segment's position less its place."""
         return self.segments[-1].position - self.segments[-1].start
 
     @property
     def positions(self) -> torch.Tensor:
-        """Return the position of each place, int64 `[length]`."""
+        """Position of each place, int64 `[length]`."""
         return torch.tensor([position for segment in self.segments for position in segment.positions])
 
     @property
     def position_ids(self) -> list[int] | None:
-        """Return the position of each place; None where every token is at its place."""
+        """Position of each place; None if every token is at its place."""
         return self.positions.tolist() if self.dropped else None
 
     @property
@@ -157,7 +150,7 @@ class Plan:
 
     @property
     def passages(self) -> tuple[Segment, ...]:
-        """Return the chunks that a store knows; any others are a client's own text between them."""
+        """Chunks that a store knows; any others are a client's own text between them."""
         return tuple(segment for segment in self.chunks if segment.source.chunk_id)
 
     @property
@@ -170,16 +163,15 @@ class Plan:
 
     @property
     def context_tokens(self) -> int:
-        """Count the cached tokens of chunks, which a recompute ratio is a share of."""
+        """Number of cached tokens of chunks, which a recompute ratio is a share of."""
         return sum(len(segment.ids) for segment in self.cached_chunks)
 
     @property
     def levels(self) -> list[str]:
-        """Return the levels at which chunks are read, finest first."""
         return known(segment.source.level for segment in self.cached_chunks)
 
     def mask(self, *statuses: Status) -> torch.Tensor:
-        """Return the places of segments with one of these statuses, bool `[length]`."""
+        """Mark the places of segments with one of these statuses, bool `[length]`."""
         mask = torch.zeros(self.length, dtype=torch.bool)
         for segment in self.segments:
             if segment.status in statuses:
@@ -187,13 +179,13 @@ class Plan:
         return mask
 
     def hit_rows(self) -> torch.Tensor:
-        """Return the rows of chunks whose stored KV differs from full prefill, bool `[length]`."""
+        """Mark the rows of chunks whose stored KV differs from full prefill, bool `[length]`."""
         rows = self.mask("hit")
         rows[: self.segments[0].stop] = False
         return rows
 
     def sensitivity(self) -> torch.Tensor:
-        """Return each token's stored sensitivity, float32 `[length]`; their mean where none is stored."""
+        """Each token's stored sensitivity, float32 `[length]`; their mean where none is stored."""
         values = torch.full((self.length,), torch.nan, dtype=torch.float32)
         for segment in self.cached:
             if segment.source.sensitivity:
@@ -203,23 +195,21 @@ class Plan:
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
     def with_question_end(self, most: int) -> Plan:
-        """Return the plan with only the last `most` tokens of the question, in the place of all of it."""
+        """Make the plan with only the last `most` tokens of the question, in the place of all of it."""
         *before, question = self.segments
         ids = question.ids[-most:]
         return Plan((*before, replace(question, ids=ids, source=replace(question.source, ids=ids))))
 
     def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
-        """Return the plan with `segment` as a hole: its record is not read."""
+        """Make the plan with `segment` as a hole: its record is not read."""
         source = replace(segment.source, stored=True) if stored else segment.source
         hole = replace(segment, status="miss", reason=reason, source=source)
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
 
 def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Add to candidates which of their rows are stored at their level; an unreadable one becomes a hole.
-
-    The records say it: only of a level that drops rows is a record read, that of the first layer.
-    """
+    """Add to candidates which of their rows are stored at their level; an unreadable one becomes a hole. Only of a
+    level that drops rows is a record read, that of the first layer."""
     made = list(candidates)
     for level in {one.level for one in candidates if one.level is not None}:
         numbers = [number for number, one in enumerate(made) if one.level == level]
@@ -233,11 +223,8 @@ def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> li
 
 
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
-    """Place the segments of a prompt one after the other.
-
-    A cached segment is exact when the ids before it are the lead-in it was prefilled after, and its level loses
-    nothing. Stored rows know their lead-in by digest.
-    """
+    """Place the segments of a prompt one after the other. A cached segment is exact if the ids before it are the
+    lead-in it was prefilled after, which stored rows know by digest, and its level loses nothing."""
     segments: list[Segment] = []
     before: list[int] = []
     for candidate in (prefix, *chunks):

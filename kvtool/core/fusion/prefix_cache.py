@@ -42,19 +42,14 @@ _MOST_SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The stored checkpoints of a prompt's segments, question excluded.
-
-    Attributes
-    ----------
-    ids : of the checkpoints, one a segment. `infos`: of those that are stored, else None.
-    """
+    """Checkpoints of a prompt's segments without the question: all `ids`, and the `infos` of those stored."""
 
     ids: tuple[bytes, ...]
     infos: tuple[StretchInfo | None, ...]
 
     @property
     def usable(self) -> int:
-        """Count the segments, from the first on, that can be reused."""
+        """Number of segments, from the first on, that can be reused."""
         usable = 0
         for number, info in enumerate(self.infos, 1):
             if info is None:
@@ -63,18 +58,16 @@ class StoredPrefix:
         return usable
 
     def has(self, number: int, with_states: bool) -> bool:
-        """Return True if a segment's checkpoint is stored, with states where these could be stored now."""
+        """True if a segment's checkpoint is stored, with states if these could be stored now."""
         info = self.infos[number]
         return info is not None and (bool(info.states) or not with_states)
 
     def of(self, numbers: Sequence[int]) -> StoredPrefix:
-        """Return the part of these segments."""
         return StoredPrefix(
             tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers)
         )
 
     def without(self, number: int) -> StoredPrefix:
-        """Return a copy that lacks a segment's checkpoint."""
         return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
 
 
@@ -89,7 +82,6 @@ class NewCheckpoint:
 
 
 def kept_size(parts: Parts, kept: torch.dtype) -> int:
-    """Sum the bytes that a store of the format `kept` stores of parts."""
     return sum(
         tensor.numel() * (kept if place[0] == "rows" else tensor.dtype).itemsize
         for place, tensors in parts.items()
@@ -98,15 +90,9 @@ def kept_size(parts: Parts, kept: torch.dtype) -> int:
 
 
 def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
-    """Encode the payloads of parts for a store of the format `kept`.
-
-    Rows are rounded to that format, as those of chunks are. States are not: all that follows would lose what a state
-    has lost (samples/results/speed.md).
-
-    Raises
-    ------
-    ModelError : a number does not fit its format.
-    """
+    """Encode the payloads of parts for a store of the format `kept`. Rows are rounded to that format, as those of
+    chunks are. States are not: all that follows would lose what a state has lost (samples/results/speed.md). Raises
+    ModelError: a number does not fit its format."""
     for place, tensors in parts.items():
         stored = {name: one.to(kept) for name, one in tensors.items()} if place[0] == "rows" else tensors
         check_float16_range(stored.values())
@@ -114,8 +100,6 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
 
 
 class CheckpointLoader:
-    """A reader of stored checkpoints into a cache."""
-
     def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
         self._decoder, self._cache, self._read = decoder, cache, read
         self.bytes_read = 0
@@ -156,19 +140,14 @@ class CheckpointLoader:
 
 
 def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Convert stored rows to the format of `like`. Raises DamagedError for another shape."""
     if tensor is None or tensor.shape != like.shape or not tensor.dtype.is_floating_point:
         raise DamagedError("the rows of another model")
     return tensor.to(like.dtype)
 
 
 def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
-    """Name the tensors of a part as a layer does, each in the format that the layer's own forward gives here.
-
-    Raises
-    ------
-    DamagedError : they are another model's, or not finite, which would spoil all that follows.
-    """
+    """Name the tensors of a part as a layer does, each in the format that the layer's own forward gives here. Raises
+    DamagedError: they are another model's, or not finite, which would spoil all that follows."""
     forms = decoder.state_forms[layer]
     expected = {f"{what} {number}": (what, number) for what, number in forms}
     if tensors.keys() != expected.keys():
@@ -203,12 +182,7 @@ def _numbers(tensor: torch.Tensor) -> bytes:
 
 
 def decode_part(payload: memoryview) -> dict[str, torch.Tensor]:
-    """Decode the tensors of a part: views into the payload's memory.
-
-    Raises
-    ------
-    DamagedError : the payload contradicts its own description.
-    """
+    """Decode the tensors of a part: views into the payload's memory. Raises DamagedError."""
     try:
         stop = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
         return dict(_tensors(json.loads(bytes(payload[_LENGTH:stop])), payload, stop))
@@ -238,13 +212,8 @@ DAMAGED = "damaged"
 
 @dataclass(frozen=True, slots=True)
 class PrefixFused:
-    """An answered prompt.
-
-    Attributes
-    ----------
-    fused : as of every mode; reused segments are `exact` in its plan.
-    new : the checkpoints that are worth storing. `used`: ids of those that were reused.
-    """
+    """An answered prompt, whose reused segments are `exact` in its plan. `new`: the checkpoints that are worth storing;
+    `used`: ids of those that were reused."""
 
     fused: Fused
     new: tuple[NewCheckpoint, ...]
@@ -252,12 +221,9 @@ class PrefixFused:
 
 
 def checkpoint_ends(segments: int) -> frozenset[int]:
-    """Choose the segments of a prompt (from 0) whose checkpoints have states.
-
-    They are the first, which is the prompt's own beginning; the last; and those 1, 2, 4, 8, … before that. A state may
-    be many times larger than a segment's keys and values, so not all are stored. A prompt that differs from some
-    segment on computes at most twice as many segments as it must.
-    """
+    """Choose the segments of a prompt (from 0) whose checkpoints have states: the first, the last, and those 1, 2, 4,
+    8, … before that. A state may be many times larger than a segment's keys and values, so not all are stored. A prompt
+    that differs from some segment on computes at most twice as many segments as it must."""
     last = segments - 1
     back = [0, *(2**power for power in range(segments.bit_length()))]
     return frozenset({0, *(last - steps for steps in back)} & {*range(segments)})
@@ -272,15 +238,9 @@ def fuse_prefix(
     reserve: int = 0,
     timeline: Timeline | None = None,
 ) -> PrefixFused:
-    """Restore the longest stored prefix of a prompt and compute what follows.
-
-    A damaged checkpoint is given up: the prefix is shorter then.
-
-    Parameters
-    ----------
-    plan : has no cached segment. Its chunks' ids are noted in the checkpoints.
-    found : the stored checkpoints. Those after the reused ones are replaced.
-    """
+    """Restore the longest stored prefix of a prompt and compute what follows. A damaged checkpoint is given up: the
+    prefix is shorter then. The plan has no cached segment; its chunks' ids are noted in the checkpoints. Stored
+    checkpoints after the reused ones are replaced."""
     while True:
         cache = decoder.new_cache(plan.length + reserve)
         assert isinstance(cache, StateCache)
@@ -309,10 +269,7 @@ def extend_prefix(
     reserve: int = 0,
     timeline: Timeline | None = None,
 ) -> PrefixFused:
-    """Compute the segments of a plan after the first one, whose states `cache` holds; nothing of it is worth storing.
-
-    The cache keeps its mark.
-    """
+    """Compute the segments of a plan after the first, whose states `cache` holds; nothing is worth storing."""
     started, resident = time.perf_counter(), plan.segments[0].stop
     cache.reserve(plan.length + reserve)
     logits = pass_of(decoder, plan.ids[resident:], resident, cache)
@@ -323,12 +280,8 @@ def extend_prefix(
 def _compute(
     decoder: Decoder, plan: Plan, cache: StateCache, found: StoredPrefix
 ) -> tuple[torch.Tensor, list[NewCheckpoint]]:
-    """Compute all segments that are not reused, and copy the states where checkpoints have some.
-
-    Returns
-    -------
-    The last token's logits, float32 `[vocabulary]`, and the new checkpoints.
-    """
+    """Compute all segments that are not reused, and copy the states where checkpoints have some. Returns the last
+    token's logits, float32 `[vocabulary]`, and the new checkpoints."""
     context = plan.segments[:-1]
     ends = checkpoint_ends(len(context)) if found.ids else frozenset()
     states: dict[int, dict[int, States]] = {}
@@ -393,7 +346,6 @@ def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str
 
 
 def _as_reused(plan: Plan, usable: int) -> Plan:
-    """Return the plan with its first segments reused, and all others but the question computed."""
     context = [
         replace(one, status="exact", reason="") if at < usable else replace(one, status="miss")
         for at, one in enumerate(plan.segments[:-1])

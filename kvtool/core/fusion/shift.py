@@ -34,20 +34,15 @@ _MOST = 2.0  # largest factor of an offset
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerShift:
-    """The shift of one layer, as squares of values.
-
-    Attributes
-    ----------
-    changes : of the probes' changes, any shape, to be summed.
-    offsets : of each chunk's offset, `[chunks, kv_heads]`.
-    """
+    """The shift of one layer, as squares of values. `changes`: of the probes' changes, any shape, to be summed.
+    `offsets`: of each chunk's offset, `[chunks, kv_heads]`."""
 
     changes: torch.Tensor
     offsets: torch.Tensor
     probes: Probes
 
     def mean_squares(self) -> tuple[float, float, float]:
-        """Return mean squares: of a row's shift, of a probe's change, of the change that a chunk's probes share."""
+        """Mean squares: of a row's shift, of a probe's change, of the change that a chunk's probes share."""
         probes, offsets = self.probes, self.offsets.sum(1).double().cpu().numpy()
         count = int(probes.counts.sum())
         change = float(self.changes.double().sum()) / count
@@ -56,13 +51,7 @@ class LayerShift:
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """The result of a shift.
-
-    Attributes
-    ----------
-    rows : the shifted rows, bool `[length]`.
-    by_layer : how far; its statistics are computed on demand.
-    """
+    """The shifted rows, bool `[length]`, and how far they were shifted; its statistics are computed on demand."""
 
     rows: torch.Tensor
     by_layer: tuple[LayerShift, ...]
@@ -74,17 +63,17 @@ class Shifted:
         return Shifted(rows, self.by_layer + later.by_layer)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `query --explain` shows."""
+        """What `query --explain` shows."""
         return {"tokens_shifted": int(self.rows.sum()), "size": self.size, "common": self.common}
 
     @property
     def size(self) -> float:
-        """Return a row's shift as a share of a probe's change, root mean square, the mean over layers."""
+        """A row's shift as a share of a probe's change, root mean square, the mean over layers."""
         return self._mean(0)
 
     @property
     def common(self) -> float:
-        """Return the share of a probe's change that a chunk's probes have in common: 1 if all change alike."""
+        """The share of a probe's change that a chunk's probes have in common: 1 if all change alike."""
         return self._mean(2)
 
     def _mean(self, place: int) -> float:
@@ -116,7 +105,7 @@ class Probes:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Return the matrix, float32 `[chunks, probes]`, that averages probes by chunk."""
+        """The matrix, float32 `[chunks, probes]`, that averages probes by chunk."""
         counts = torch.from_numpy(self.counts)
         numbers = torch.arange(len(counts)).repeat_interleave(counts)
         weights = torch.zeros(len(counts), len(numbers), dtype=torch.float32)
@@ -125,7 +114,7 @@ class Probes:
 
     @property
     def chunks(self) -> torch.Tensor:
-        """Return the number of each row's chunk, int64 `[length]`; of rows that are not shifted any."""
+        """The number of each row's chunk, int64 `[length]`; of rows that are not shifted any."""
         numbers = np.searchsorted(self.spans[:, 1], np.arange(len(self.factors)), side="right")
         return torch.from_numpy(numbers.clip(max=len(self.spans) - 1))
 
@@ -163,12 +152,8 @@ class _Chunks:
         return np.bincount(self.of_row, values, len(self.spans))
 
     def taking(self, computed: Numbers) -> tuple[Numbers, Numbers]:
-        """Find the chunks with enough computed rows (bool `[length]`) to shift the others.
-
-        Returns
-        -------
-        These chunks, bool `[chunks]`, and the factors of all rows, float32 `[length]`.
-        """
+        """Find the chunks with enough computed rows (bool `[length]`) to shift the others, bool `[chunks]`, and the
+        factors of all rows, float32 `[length]`."""
         probes, reused = self.hits & computed, self.hits & ~computed
         counts = self.summed(probes)
         shares = self._shares(self.summed(self.sensitivity * probes) / counts.clip(1))
@@ -176,10 +161,8 @@ class _Chunks:
         return some, np.where(reused & some[self.of_row], shares, np.float32(0))
 
     def _shares(self, means: Numbers) -> Numbers:
-        """Return each token's share of its chunk's offset: its sensitivity over the probes' mean one.
-
-        Probes are the tokens that change most; without this the others would be shifted too far.
-        """
+        """Divide each token's sensitivity by the probes' mean one: its share of its chunk's offset. Probes are the
+        tokens that change most; without this the others would be shifted too far."""
         of_row = means.astype(np.float32)[self.of_row]
         shares = np.minimum(self.sensitivity / np.where(of_row > 0, of_row, 1), np.float32(_MOST))
         return np.where(of_row > 0, shares, np.float32(1))
@@ -188,21 +171,12 @@ class _Chunks:
 class Shift:
     """The shift of a pass's reused rows, layer by layer, once the layer's computed rows are in the cache.
 
-    Nothing is shifted where rows of the prompt are not stored (fusion/engine.py). A probe then changes also by what it
+    Nothing is shifted if rows of the prompt are not stored (fusion/engine.py). A probe then changes also by what it
     no longer sees, while a reused row has seen the whole chunk: shifted by that, some modes end far from any answer.
-
-    Parameters
-    ----------
-    loader : has RoPE tables of the reused rows already; None: they are made here.
-
-    Attributes
-    ----------
-    probes : the rows by which others are shifted; None: none is.
+    `probes` is None if nothing is shifted.
     """
 
-    def __init__(
-        self, decoder: Decoder, plan: Plan, cache: PromptCache, wanted: bool = True, loader: Loader | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, wanted: bool) -> None:
         self.decoder, self.plan, self.cache = decoder, plan, cache
         self._wanted, self._loader = wanted and not plan.dropped, loader
         self.probes: Probes | None = None
@@ -213,28 +187,22 @@ class Shift:
 
     @property
     def done(self) -> Shifted:
-        """Return the shift so far; its rows are those of the last layer that ran."""
+        """The shift so far; its rows are those of the last layer that ran."""
         return Shifted(self._rows, tuple(self._by_layer))
 
     def follow(self, rows: QueryRows, refreshed: torch.Tensor | None = None) -> None:
-        """Take the rows that are computed from the next layer on.
-
-        Parameters
-        ----------
-        refreshed : rows, bool `[length]`, whose keys and values are new in the next layer, which drops them.
-        """
+        """Take the rows that are computed from the next layer on. `refreshed`: rows, bool `[length]`, whose keys and
+        values are new in the next layer, which drops them."""
         if not self._wanted or not len(self._chunks.spans):
             return
         self.probes, self._steps, self._refreshed = self._probes_of(rows), None, refreshed
 
     def before(self, layer: int) -> None:
-        """Save the cached rows that a layer is about to overwrite."""
         if self.probes is not None:
             self._steps = self._steps or self._steps_of(self.probes)
             self._steps.keep(layer)
 
     def after(self, layer: int) -> None:
-        """Shift the layer's reused rows by the change of the saved ones."""
         if (probes := self.probes) is None or self._steps is None:
             return
         factors = None
@@ -244,14 +212,14 @@ class Shift:
         self._by_layer.append(LayerShift(*self._steps.add(layer, factors), probes))
 
     def set_done(self, changes: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Take what `ShiftSteps.add` returned, `[layers, …]`, where a pass took the steps by itself."""
+        """Take what `ShiftSteps.add` returned, `[layers, …]`, if a pass took the steps by itself."""
         assert self.probes is not None
         pairs = zip(changes.unbind(), offsets.unbind(), strict=True)
         self._by_layer = [LayerShift(*pair, self.probes) for pair in pairs]
 
     def _steps_of(self, probes: Probes) -> ShiftKernel | ShiftSteps:
-        """Return machine code that shifts these chunks; torch's operations where this machine has none."""
-        table, kernel = self._table, None
+        """Choose machine code to shift these chunks; torch's operations if this machine has none."""
+        table, kernel = self._loader.table, None
         if self.decoder.device == "cpu" and self.decoder.rotary.halves:
             back = table[probes.rows].inverse()
             spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, table, back)
@@ -261,13 +229,6 @@ class Shift:
             return kernel
         weights, chunks = self._to_device(probes.weights), self._to_device(probes.chunks)
         return ShiftSteps(self.decoder.rotary, self.cache, table, probes.rows, weights, chunks, probes.factors)
-
-    @cached_property
-    def _table(self) -> RopeTables:
-        """Return RoPE tables of all places up to the last reused one, or more."""
-        if self._loader is not None:
-            return self._loader.table
-        return self.decoder.rotary.table(self._to_device(self.plan.positions))
 
     @cached_property
     def _layers(self) -> list[LayerKV]:
@@ -297,7 +258,6 @@ class Shift:
         )
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy to the model's device without waiting for it."""
         return values.to(self.decoder.device, non_blocking=True)
 
 
@@ -331,20 +291,11 @@ class ShiftSteps:
         self._old: LayerKV | None = None
 
     def keep(self, layer: int) -> None:
-        """Remember what a layer holds in the places of the probes."""
         self._old = rows_of(self._cache.buffers[layer], self._rows)
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add to each row its share of its chunk's offset, in float32, rounded once.
-
-        Parameters
-        ----------
-        factors : in place of those given before.
-
-        Returns
-        -------
-        Sums of the squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks, kv_heads]`.
-        """
+        """Add to each row its share (`factors` replace the given ones) of its chunk's offset, in float32, rounded once.
+        Returns sums of squares of values: of all changes, `[]`, and of each chunk's offset, `[chunks, kv_heads]`."""
         assert self._old is not None
         buffer = self._cache.buffers[layer]
         new = rows_of(buffer, self._rows)
@@ -362,5 +313,4 @@ class ShiftSteps:
 
 
 def rows_of(buffer: BufferLayer, rows: torch.Tensor) -> LayerKV:
-    """Copy keys and values of rows, `[kv_heads, rows, head_dim]`."""
     return buffer.keys[0].index_select(1, rows), buffer.values[0].index_select(1, rows)

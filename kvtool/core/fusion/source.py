@@ -1,4 +1,4 @@
-"""Read the KV of a prompt's segments: from the store, from memory, or through a cache of decoded chunks."""
+"""Reads the KV of a prompt's segments: from the store, from memory, or through a cache of decoded chunks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 
 
 class RecordMissing(Exception):
-    """A record of the plan cannot be used; its segment becomes a hole.
-
-    Attributes
-    ----------
-    stored : True if the record exists nevertheless, and is not to be stored again.
-    unusable : this segment and further ones that cannot be used, each with its reason.
-    """
+    """A record of the plan cannot be used; its segment, and those of `others`, become holes. `stored`: the record
+    exists nevertheless, and is not to be stored again."""
 
     def __init__(
         self, segment: Segment, reason: str, stored: bool = False, others: Sequence[tuple[Segment, str]] = ()
@@ -48,13 +43,8 @@ class RecordMissing(Exception):
 
 @dataclass(slots=True)
 class ReadStats:
-    """State of one reading thread: bytes read and seconds spent, summed over layers.
-
-    Attributes
-    ----------
-    room : allocates memory for the records of the current layer; a source that keeps any of them copies it.
-    reading : the segment whose record is being read, and since when (`time.perf_counter`); None between records.
-    """
+    """State of one reading thread. `room` allocates memory for the current layer's records, copied by a source that
+    keeps any; `reading`: the segment whose record is being read, and since when; None between records."""
 
     bytes_read: int = 0
     read_s: float = 0.0
@@ -64,22 +54,20 @@ class ReadStats:
 
 
 class KVSource(Protocol):
-    """Protocol of a source: one layer's un-rotated keys and values `[kv_heads, tokens, head_dim]` of some segments."""
+    """Reads one layer's un-rotated keys and values `[kv_heads, tokens, head_dim]` of some segments."""
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]: ...
 
 
 @dataclass(frozen=True)
 class StoreSource:
-    """A source that reads a store's records and verifies digest, shape and level of each."""
-
     store: RecordReader
     decoder: Decoder
     profiles: Profiles = no_profiles
 
     @cached_property
     def device(self) -> torch.device | None:
-        """Return the device on which a codec decodes: the model's where that is possible; None: main memory."""
+        """The device on which a codec decodes: the model's if that is possible; None: main memory."""
         return torch.device(self.decoder.device) if decodes_there(self.decoder.device) else None
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
@@ -105,8 +93,6 @@ class StoreSource:
             raise RecordMissing(segments[0], f"damaged: {together.message}") from together
 
     def _encoded(self, segments: Sequence[Segment], level: str, layer: int, stats: ReadStats) -> list[Encoded]:
-        """Read one level's records, each with the coarser one that it refines."""
-
         def before(number: int) -> None:
             stats.reading = segments[number], time.perf_counter()
 
@@ -127,7 +113,7 @@ class StoreSource:
 
 
 def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
-    """Explain why a record does not serve a segment; empty where it does."""
+    """Explain why a record does not serve a segment; empty if it does."""
     if isinstance(item, Unusable):
         return item.reason
     try:
@@ -139,7 +125,7 @@ def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """A source of KV that is held in memory, by chunk id (the gate, tests, a chunk just computed)."""
+    """KV that is held in memory, by chunk id (the gate, tests, a chunk just computed)."""
 
     chunks: dict[bytes, ChunkKV]
 
@@ -158,11 +144,9 @@ class ChunkCache:
     Records are verified when they are read; :meth:`recheck` drops those that the store has replaced. An entry may be
     evicted at any time, so a caller whose GPU stream reads one keeps a reference until that is done.
 
-    Parameters
-    ----------
-    limit : bytes held at most; the least recently used chunk is evicted first, with all its layers.
-    mark : identifies the stored record of a chunk, level and layer; None if none is stored.
-    device : a GPU that holds entries as long as its memory suffices; None: they are held where they were decoded.
+    At most `limit` bytes are held; the least recently used chunk is evicted first, with all its layers. `mark`
+    identifies the stored record of a chunk, level and layer. `device`: a GPU that holds entries as long as its memory
+    suffices; None: they are held where they were decoded.
     """
 
     def __init__(
@@ -186,12 +170,11 @@ class ChunkCache:
         return self._bytes
 
     def holds(self, segment: Segment, layers: int) -> bool:
-        """Return True if all of so many layers of a segment are held."""
         with self._lock:
             return len(self._held.get(_key(segment), {})) == layers
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """Read one layer of several segments (KVSource): from memory, else from the inner source."""
+        """Read one layer of several segments from memory, else from the inner source."""
         with self._lock:
             found = [self._get(_key(segment), layer) for segment in segments]
         missing = [number for number, kv in enumerate(found) if kv is None]
@@ -273,11 +256,8 @@ class ChunkCache:
 
 
 class RecentChunks:
-    """The chunk ids that an LRU memory of `limit` bytes holds after the questions so far.
-
-    Ranking may depend on these: they are counted a question at a time, and so do not vary with the speed of loader
-    threads, as the contents of `ChunkCache` do.
-    """
+    """Chunk ids that an LRU memory of `limit` bytes holds after the questions so far. Ranking may depend on these:
+    unlike the contents of `ChunkCache` they do not vary with the speed of loader threads."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -287,7 +267,6 @@ class RecentChunks:
         return chunk_id in self._sizes
 
     def use(self, chunk_id: bytes, size: int) -> None:
-        """Note that a question has used a chunk of so many decoded bytes."""
         self._sizes[chunk_id] = size
         self._sizes.move_to_end(chunk_id)
         while sum(self._sizes.values()) > self._limit:
@@ -295,7 +274,6 @@ class RecentChunks:
 
 
 def held_on(decoder: Decoder) -> torch.device | None:
-    """Return the device that best holds a model's chunks: its GPU; None where it has none."""
     return torch.device(decoder.device) if decoder.device.startswith("cuda") else None
 
 

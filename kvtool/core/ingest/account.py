@@ -28,8 +28,6 @@ from kvtool.core.session.identity import StoreIdentity
 
 
 class Account:
-    """Report of a run in progress, and its events."""
-
     def __init__(self, options: IngestOptions, events: Events) -> None:
         self.report = IngestReport(dry_run=options.dry_run)
         self.events = events
@@ -44,12 +42,7 @@ class Account:
 
     @contextmanager
     def phase(self, name: str, reported: bool = True) -> Iterator[None]:
-        """Report and time a phase of the run (`report.PHASES`). A nested phase counts only for itself.
-
-        Parameters
-        ----------
-        reported : False if the code inside reports it in more detail.
-        """
+        """Time a phase of the run, and report it unless the code inside does; a nested phase counts only for itself."""
         if reported:
             self.events.status(PHASES[name])
         phases = self.report.phases
@@ -61,12 +54,10 @@ class Account:
             phases[name] = phases.get(name, 0.0) + time.perf_counter() - started - within
 
     def warn(self, text: str, hint: str = "") -> None:
-        """Report a warning."""
         self.report.warnings.append(text)
         self.events.warn(text, hint)
 
     def skip(self, skipped: Skipped) -> None:
-        """Count a skipped file; warn if the user named it."""
         self.report.skipped[skipped.kind.value] += 1
         if skipped.kind is Skip.UNSUPPORTED:
             self.report.unsupported[skipped.what] = self.report.unsupported.get(skipped.what, 0) + 1
@@ -78,16 +69,11 @@ class Account:
             self.events.skipped(skipped.path, skipped.reason)
 
     def fail(self, failure: Failure) -> None:
-        """Count a file that failed. One that failed in the same way before is only noted.
-
-        Raises
-        ------
-        KvtoolError : with `--fail-fast`.
-        """
+        """Count a file that failed; one that failed the same way before is only noted. `--fail-fast` raises."""
         row = {"path": failure.path, "error": failure.error}
-        self.report.not_read_again += not failure.read
+        self.report.not_retried += not failure.read
         if failure.known and not self._strict:
-            self.report.still_failing.append(row)
+            self.report.known_failures.append(row)
             self.events.skipped(failure.path, f"{failure.error}, as before")
             return
         if self._fail_fast:
@@ -99,7 +85,6 @@ class Account:
         self.events.failed(failure.path, failure.error)
 
     def begin(self, files: Sequence[FoundFile]) -> None:
-        """Begin to read files."""
         self._estimate = Estimate(files)
         if not self.report.dry_run:
             self.events.step("reading files", len(files), "files")
@@ -110,7 +95,6 @@ class Account:
             self._estimate.pass_by(name)
 
     def look_at(self, path: str) -> None:
-        """Count a file as read."""
         known = self._estimate.pass_by(path)
         if self._computes:
             self.events.expect(self.expected)
@@ -118,7 +102,6 @@ class Account:
             self.events.advance(1)
 
     def want(self, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
-        """Count the chunks of a file that have to be computed."""
         tokens = sum(len(chunk.ids) for chunk in new)
         self._estimate.learn(file.entry.path, file.entry.size, tokens)
         self.wanted += tokens
@@ -131,13 +114,11 @@ class Account:
         return self.wanted + self._estimate.tokens
 
     def begin_computing(self) -> None:
-        """Begin to count progress in tokens."""
         if not self._computes and not self.report.dry_run:
             self._computes, self._began = True, time.monotonic()
             self.events.step("computing KV", max(1, self.expected), "tokens")
 
     def computed(self, chunks: Sequence[ChunkSpec]) -> None:
-        """Count computed chunks."""
         tokens = sum(len(chunk.ids) for chunk in chunks)
         self._computed += tokens
         self._computed_at = time.monotonic()
@@ -162,11 +143,9 @@ class Account:
         }
 
     def unchanged(self, entry: FileEntry) -> None:
-        """Count an unchanged file."""
         self.report.documents.unchanged += len(entry.documents)
 
     def count_file(self, file: PreparedFile) -> None:
-        """Count a file's documents as added or changed."""
         if file.is_new:
             self.report.documents.added += len(file.documents)
         else:
@@ -174,7 +153,6 @@ class Account:
         self.events.took(file.entry.path, "added" if file.is_new else "changed", len(file.chunks))
 
     def removed(self, entry: FileEntry) -> None:
-        """Count a file whose documents are removed."""
         self.report.documents.removed += len(entry.documents)
         self.events.took(entry.path, "removed", 0)
 
@@ -207,14 +185,12 @@ class Estimate:
         return size is not None
 
     def learn(self, name: str, size: int, tokens: int) -> None:
-        """Note how many tokens of a file are new."""
         ending = ending_of(Path(name))
         self._read[ending] += size
         self._tokens[ending] += tokens
 
     @property
     def tokens(self) -> int:
-        """Return the estimated number of tokens to come."""
         return round(sum(size * self._per_byte(ending) for ending, size in self._left.items() if size > 0))
 
     def _per_byte(self, ending: str) -> float:
@@ -223,10 +199,7 @@ class Estimate:
 
 
 def kv_bytes_a_token(folder: Path, dtype: str) -> int:
-    """Return the approximate KV bytes of a token; 0 if config.json does not say.
-
-    The file is read as JSON: `transformers` would import torch in a run that computes nothing.
-    """
+    """Return the approximate KV bytes of a token; 0 if unknown. `transformers` would import torch."""
     try:
         config = parsed((folder / "config.json").read_bytes())
         config = config.get("text_config") or config
@@ -241,7 +214,7 @@ def kv_bytes_a_token(folder: Path, dtype: str) -> int:
 def forecast(
     tokens: int, per_token: int, store: Store | None, path: Path, fingerprint: str, options: IngestOptions
 ) -> Forecast:
-    """Forecast the cost of so many tokens; `path`: the store's folder, which may not exist yet."""
+    """Forecast the cost of so many tokens; the store's folder `path` may not exist yet."""
     speed = store.read_side(_SPEED, **_marks(fingerprint, options)).get("tokens_per_second") if store else None
     seconds = tokens / speed if isinstance(speed, float) and speed > 0 else None
     here = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())

@@ -24,14 +24,7 @@ _NO_LEAD_IN = "none"
 class Choices:
     """Choice of the model, the prompt's fixed parts, the lead-in and the split.
 
-    Parameters
-    ----------
-    once : context entered while a model is downloaded or unpacked.
-
-    Attributes
-    ----------
-    known : the store's identity before this run; None for a new store.
-    made_by : origin of that identity.
+    `once` is entered while a model is downloaded or unpacked. `known` is the store's identity before this run.
     """
 
     def __init__(self, store: Store | None, options: IngestOptions, once: Once = unnoticed) -> None:
@@ -41,27 +34,18 @@ class Choices:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """Return the model's files."""
         stored = self.known.model if self.known else DEFAULT_MODEL
         return resolve_named(self._options.model, stored, self.made_by, self._options.offline, self._once)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the model's tokenizer, loaded at first use."""
         from kvtool.core.checkpoint.load import load_tokenizer
 
         return load_tokenizer(self.files)
 
     @cached_property
     def identity(self) -> StoreIdentity:
-        """Return the store's identity with the changes of the options, or a new one.
-
-        Raises
-        ------
-        ModelError : the store was built with another model.
-        UsageError : the store has another number format; or it is of untrusted origin and has another instruction,
-            lead-in or split than the options.
-        """
+        """The store's identity with the changes of the options, or a new one. Raises ModelError or UsageError."""
         if self.known is not None and self.made_by.is_foreign:
             return self._agreed(self.known)
         split = self._options.splitting or (self.known.split if self.known else SplitSettings())
@@ -69,7 +53,9 @@ class Choices:
             return self._new_identity(split)
         check_same_model(self.files, self.known)
         self._check_format(self.known.dtype)
-        if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not self._reads_lead_in():
+        asked = self._options.lead_in
+        reads_file = asked is not None and is_lead_in_file(asked)  # whose text may have changed
+        if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not reads_file:
             return replace(self.known, split=split)
         return self._new_identity(split)
 
@@ -94,13 +80,7 @@ class Choices:
         if asked != kept:
             raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
-    def _reads_lead_in(self) -> bool:
-        """Return True if the lead-in is a file, whose text may have changed."""
-        asked = self._options.lead_in
-        return asked is not None and is_lead_in_file(asked)
-
     def _lead_in(self) -> tuple[str, str]:
-        """Decide on the lead-in's mode, and on the instruction."""
         known = self.known
         mode = self._options.lead_in or (known.lead_in.mode if known else "warm")
         if is_lead_in_file(mode):
@@ -136,12 +116,7 @@ class Choices:
         )
 
     def _lead_in_of_states(self, mode: str) -> str:
-        """Return the lead-in of a model that keeps states: none, or the one of an existing store.
-
-        Raises
-        ------
-        UsageError : the options name another one.
-        """
+        """Return the lead-in of a model that keeps states: none, or the one of an existing store. Raises UsageError."""
         kept = self.known.lead_in.mode if self.known else _NO_LEAD_IN
         if self._options.lead_in is not None and mode != kept:
             raise UsageError(
@@ -155,12 +130,7 @@ class Choices:
 def lead_in_change(
     store: Store, known: StoreIdentity, identity: StoreIdentity, read: set[str], gone: set[str]
 ) -> tuple[str, str]:
-    """Return a warning and its hint: files read now get the new lead-in, all other chunks keep theirs.
-
-    Parameters
-    ----------
-    read, gone : paths of the files that are read now, and of those that are removed.
-    """
+    """Return a warning and its hint: only the files `read` now get the new lead-in; `gone` files are removed."""
     kept, anew = _counted(store, read, gone)
     text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: {anew} chunks are made anew"
     if not kept:

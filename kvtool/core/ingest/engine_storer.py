@@ -55,7 +55,6 @@ def served(url: str) -> tuple[str, int]:
 
 
 def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> dict[str, Any]:
-    """Send a request, and return the answer. Raises KvtoolError."""
     data = None if body is None else json.dumps(body).encode()
     try:
         request = Request(url.removesuffix("/") + path, data, {"Content-Type": "application/json"})
@@ -71,7 +70,7 @@ def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> di
 
 
 def _read(answer: HTTPResponse, deadline: float) -> bytes:
-    """Read an answer. Raises ValueError: it has no end."""
+    """Read an answer. Raises ValueError if it does not end in time."""
     read = bytearray()
     while piece := answer.read1(1 << 16):
         read += piece
@@ -83,14 +82,7 @@ def _read(answer: HTTPResponse, deadline: float) -> bytes:
 class EngineStorer(Storer):
     """Storer that has vLLM compute batches, several at a time, and writes them in their order.
 
-    Parameters
-    ----------
-    decoder : the model, to compare some tokens with before anything is stored; None: nothing is compared.
-
-    Raises
-    ------
-    KvtoolError : none with the connector and this store answers.
-    ModelError : it serves another model, or computes otherwise than this one.
+    With a `decoder`, some tokens are compared before anything is stored. Raises KvtoolError or ModelError.
     """
 
     def __init__(
@@ -123,7 +115,6 @@ class EngineStorer(Storer):
             raise
 
     def _request(self, prompts: list[Ids], after: int = 0, other: Ids | None = None) -> None:
-        """Have prompts computed and saved."""
         params = {"kvtool": asdict(SaveWish(self._spool.name, after, other))}
         body = {"model": self._model, "prompt": prompts, "max_tokens": 1, "kv_transfer_params": params}
         _ask(self._url, "/v1/completions", body, _TIMEOUT_S)
@@ -164,18 +155,15 @@ class EngineStorer(Storer):
             raise ModelError(what, f"{_OTHER_MODEL}; --no-engine-check does not compare them")
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
-        """See Storer."""
         self._request([prefix.ids])
         self._put(encode(self._read(prefix), level_of(self._level).of_prefix))
 
     def finish(self) -> None:
-        """See Storer."""
         super().finish()
         while self._flight:
             self._store_next()
 
     def close(self) -> None:
-        """See Storer."""
         self._encoders.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self._spool.folder, ignore_errors=True)
 

@@ -53,17 +53,7 @@ def ingest(
 
     Only changed files are parsed, and a model is loaded only if a chunk has to be computed. Each file is committed as
     soon as its chunks are written: the next run continues an interrupted one.
-
-    Parameters
-    ----------
-    path : folder of the store; created if missing, except by a dry run.
-    kept : a loaded model, used if it is the store's; a model that is loaded here is left in it.
-
-    Raises
-    ------
-    UsageError : a path does not exist, or nothing at all could be read.
-    ModelError : the store was built with another model.
-    StoreLockedError, NoSpaceError, StoreFormatError : see `core/cache`.
+    A model that is loaded here is left in `kept`. Raises UsageError, ModelError, and the errors of `core/cache`.
     """
     check_level(options.level)
     if options.embedder is not None:
@@ -124,7 +114,6 @@ def create(path: Path, options: IngestOptions) -> None:
 
 
 def is_new(path: Path) -> bool:
-    """Return True if an ingest would create a store at this path."""
     try:
         Store.open(path).close()
     except StoreNotFoundError:
@@ -148,7 +137,6 @@ class _Job:
         self._session: Session | None = None  # once the model is needed
 
     def preview(self) -> IngestReport:
-        """Count what a run would do; nothing is computed or written."""
         report, new_chunks = self.account.report, NewChunks(self.stream.store)
         self.stream.begin()
         paths = set[str]()
@@ -169,7 +157,6 @@ class _Job:
         return report
 
     def run(self, store: Store, writer: Writer) -> IngestReport:
-        """Read, compute, commit; then forget, collect and index."""
         whole = False
         try:
             self.stream.begin()
@@ -232,7 +219,6 @@ class _Job:
     # ---- the files ----
 
     def _take_files(self, store: Store, writer: Writer) -> None:
-        """Store every changed file; the model is loaded for the first new chunk."""
         new_chunks, storer = NewChunks(store), None
         writer.needed = lambda: new_chunks.seen | {self.choices.identity.prefix_id}
         try:
@@ -245,7 +231,9 @@ class _Job:
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
                     self.stream.leave_known_out()
-                    self._say_forecast(store, self.account.expected)
+                    ahead = self.account.report.forecast = self._forecast(store, self.account.expected)
+                    if ahead is not None and ahead.is_noted:
+                        self.account.events.say(ahead.text(), ahead.advice())
                     storer = self._storer(store, writer, new)
                     self.account.begin_computing()
                 if storer is not None and not self._fits(file, new, storer.check_length):
@@ -267,20 +255,14 @@ class _Job:
                 storer.close()
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
-        """Return the forecast for so many tokens; None for 0 tokens, or if the cost is unknown."""
         if not tokens or self.choices.identity.keeps_states:
             return None
         identity = self.choices.identity
         per_token = kv_bytes_a_token(self.choices.files.folder, identity.dtype)
         return forecast(tokens, per_token, store, self._path, identity.fingerprint, self.options)
 
-    def _say_forecast(self, store: Store, tokens: int) -> None:
-        ahead = self.account.report.forecast = self._forecast(store, tokens)
-        if ahead is not None and ahead.is_noted:
-            self.account.events.say(ahead.text(), ahead.advice())
-
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
-        """Return True if the model can hold a file's new chunks. If not, only this file fails."""
+        """If the model cannot hold a file's new chunks, only this file fails."""
         try:
             check(new)
         except UsageError as error:
@@ -322,7 +304,6 @@ class _Job:
         return storer
 
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
-        """Load the model."""
         with self.account.phase("model_load", reported=False):
             from kvtool.core.ingest.storer import ChunkStorer
 
@@ -334,7 +315,6 @@ class _Job:
         return ChunkStorer(writer, self.account, decoder, lead_ins, level, profile)
 
     def _far_storer(self, store: Store, writer: Writer) -> Storer:
-        """Load models in Ray workers, none here."""
         from kvtool.core.ingest.ray_storer import ray_storer
 
         with self.account.phase("model_load", reported=False):
@@ -354,7 +334,6 @@ class _Job:
     # ---- the model ----
 
     def _open(self, store: Store) -> Session:
-        """Open the store with its model loaded."""
         from kvtool.core.session.session import Session
 
         identity, events, decoder = self.choices.identity, self.account.events, self._model.decoder
@@ -388,12 +367,7 @@ class _Job:
 
 
 def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) -> Collection[bytes]:
-    """Update the index, and return those of these chunks that documents refer to.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read.
-    """
+    """Update the index, and return those of these chunks that documents refer to. Raises DamagedError."""
     from kvtool.core.retrieval.index import index_of
 
     with account.phase("index"):
@@ -401,12 +375,7 @@ def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) ->
 
 
 def update_index(store: Store, account: Account, embedder: str | None, offline: bool) -> None:
-    """Update the index, and the vectors if the store has any or an embedder is given.
-
-    Raises
-    ------
-    ModelError : the given embedder cannot be used; an earlier one only causes a warning.
-    """
+    """Update the index, and the vectors if there are any or an embedder is given. Raises ModelError."""
     from kvtool.core.retrieval.embed import remembered
     from kvtool.core.retrieval.finder import Finder
 

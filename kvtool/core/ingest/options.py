@@ -26,12 +26,11 @@ _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
 
 def is_lead_in_file(value: str) -> bool:
-    """Return True if a lead-in names a file: it is no known name and no `sink:N` with N >= 1."""
+    """A lead-in names a file if it is no known name and no `sink:N` with N >= 1."""
     return value not in LEAD_INS and not re.fullmatch(r"sink:[1-9]\d*", value)
 
 
 def _check_lead_in(value: str) -> str:
-    """A known name, `sink:N` with N >= 1, or something that looks like a file."""
     if not is_lead_in_file(value):
         return ""
     if not value.startswith("sink:") and (set(value) & set("./\\") or os.path.exists(value)):
@@ -40,7 +39,6 @@ def _check_lead_in(value: str) -> str:
 
 
 def _engine_error(value: str) -> str:
-    """The address of a server, without a user or a path."""
     kind, _, place = value.partition("://")
     fits = kind in ("http", "https") and is_host(place.removesuffix("/"))
     return "" if fits else "is no address of a server, such as http://127.0.0.1:8000"
@@ -48,12 +46,7 @@ def _engine_error(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
-    """Options of what to ingest, and how; None means: as the store has it, else the default.
-
-    Attributes
-    ----------
-    log : written by this run, and so not read by it.
-    """
+    """Options of what to ingest, and how; None means: as the store has it, else the default."""
 
     paths: tuple[Path, ...] = option((), "Files and folders.", flag=None, setting=False)
     roots: tuple[Path, ...] = option(
@@ -222,7 +215,6 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     )
 
     def check(self) -> None:
-        """Refuse lengths of chunks that contradict each other, two commands for a format, and two kinds of workers."""
         super().check()
         if self.ray_workers and self.ray is None:
             raise UsageError("--ray-workers says how many workers of Ray, and none are asked for", "add --ray local")
@@ -238,7 +230,6 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
 
     @property
     def reading(self) -> Reading:
-        """The readers of a run."""
         from kvtool.core.corpus.reading import Bounds, Reading  # every command declares these options, and few read
 
         return Reading(commands_of(self.readers), Bounds(self.read_timeout, self.read_memory), self.encoding or "")
@@ -259,8 +250,6 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions(IngestOptions):
-    """Options of `kvtool watch`: those of an ingest, and its own."""
-
     ray: str | None = option(None, "Without one: the model stays loaded here.", flag=None, setting=False)
     ray_workers: int = option(0, "Without one.", flag=None, setting=False)
     debounce: float = option(

@@ -19,7 +19,7 @@ from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
-    """Changed file with its documents split; `chunks` in order, with repetitions."""
+    """Changed file, split; `chunks` in order, with repetitions."""
 
     entry: FileEntry
     documents: tuple[DocumentEntry, ...]
@@ -28,12 +28,10 @@ class PreparedFile:
 
     @property
     def chunk_ids(self) -> tuple[bytes, ...]:
-        """Return the ids of its chunks, in order."""
         return tuple(chunk.chunk_id for chunk in self.chunks)
 
 
 def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
-    """Split and tokenise one file's documents."""
     documents: list[DocumentEntry] = []
     chunks: list[ChunkSpec] = []
     for document in file.documents:
@@ -65,12 +63,7 @@ def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[D
 
 
 class NewChunks:
-    """Chunks that neither the store nor an earlier file of this run has.
-
-    Attributes
-    ----------
-    seen : ids of all chunks asked about. `reused`: number of them that the store had already.
-    """
+    """Chunks that neither the store nor an earlier file of this run has; `reused` counts those that the store has."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
@@ -86,17 +79,7 @@ class NewChunks:
         return new
 
     def orphaned(self, paths: Collection[str], keep: bytes) -> int:
-        """Count the stored chunks that nothing will refer to after this run.
-
-        Parameters
-        ----------
-        paths : of deleted or replaced files.
-        keep : the prompt's fixed beginning, which belongs to no document.
-
-        Raises
-        ------
-        DamagedError : a document cannot be read, so its chunks are unknown.
-        """
+        """Count the stored chunks that nothing but `keep` refers to once these files are gone. Raises DamagedError."""
         if self._store is None:
             return 0
         going = {source for entry in self._store.files() if entry.path in paths for source in entry.documents}

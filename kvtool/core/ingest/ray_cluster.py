@@ -24,8 +24,6 @@ _CORES = 8  # per worker without a GPU, if no number of workers is given
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Resources of a cluster that each worker takes."""
-
     workers: int
     cpus: int
     gpus: int
@@ -45,12 +43,7 @@ def share_of(resources: dict[str, float], workers: int, device: str) -> Share:
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address at which nothing listens. Ray itself would retry for a quarter of an hour.
-
-    Raises
-    ------
-    KvtoolError : nothing listens there, or Ray is not installed.
-    """
+    """Raise KvtoolError if nothing listens at an address: Ray itself would retry for a quarter of an hour."""
     _import_ray()
     if address in (LOCAL, AUTO):
         return

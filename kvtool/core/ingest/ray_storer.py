@@ -37,15 +37,7 @@ _INSTALL = "install this version, with the same extras, on all machines of the c
 
 
 def ray_storer(store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices) -> RayStorer:
-    """Start workers with the store's recipe, and report what they compute with.
-
-    Raises
-    ------
-    KvtoolError : Ray is not installed, or does not answer; its workers have no kvtool, or another version.
-    UsageError : the cluster has fewer resources than the options ask for.
-    ModelError : see `RemotePrefillWorker`.
-    DamagedError : the codec profile is lost.
-    """
+    """Start workers with the store's recipe, and report what they compute with. Raises KvtoolError."""
     identity, level = choices.identity, level_of(options.level)
     profile = ProfileCache(store).current() if level.nested else None
     account.events.status(f"loading {choices.files.ref} in Ray's workers")
@@ -68,13 +60,7 @@ def ray_storer(store: Store, writer: Writer, account: Account, options: IngestOp
 
 
 class Workers:
-    """Actors of Ray, each with the model. Ray restarts one that dies and repeats its tasks.
-
-    Attributes
-    ----------
-    pool : the actors, which take tasks.
-    states : of each worker.
-    """
+    """Actors of Ray, each with the model. Ray restarts one that dies and repeats its tasks."""
 
     def __init__(self, options: IngestOptions, recipe: Recipe) -> None:
         self._held = contextlib.ExitStack()
@@ -109,7 +95,6 @@ class Workers:
         return computed
 
     def close(self) -> None:
-        """End the workers."""
         self._held.close()
 
     def _states(self, actors: Sequence[Any]) -> list[WorkerState]:
@@ -137,8 +122,7 @@ def _cause_of(error: Any) -> KvtoolError:
 
 
 class RayStorer(Storer):
-    """Storer that sends batches to workers. Results come in any order; a file is committed once all its chunks are
-    written, so an interrupted run leaves complete files."""
+    """Storer that sends batches to workers. Results come in any order; files are committed once complete."""
 
     def __init__(self, writer: Writer, account: Account, workers: Workers) -> None:
         state = workers.states[0]
@@ -148,19 +132,16 @@ class RayStorer(Storer):
         self._sent = 0
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
-        """See Storer."""
         self._pool.submit(lambda actor, chunk: actor.prefix.remote(chunk), prefix)
         for records in self._workers.next().records:
             self._put(records)
 
     def finish(self) -> None:
-        """See Storer."""
         super().finish()
         while self._batches:
             self._take()
 
     def close(self) -> None:
-        """See Storer."""
         self._workers.close()
 
     def _compute(self, batch: Batch) -> None:
@@ -183,13 +164,7 @@ class RayStorer(Storer):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Model and settings by which a process makes the same records as the writer would.
-
-    Attributes
-    ----------
-    wanted : the model, by a name or path that is valid on every machine.
-    profile : bytes of the codec profile in use; empty: none.
-    """
+    """Model and settings to make the same records as the writer; `wanted` is valid on every machine."""
 
     identity: StoreIdentity
     wanted: ModelOptions
@@ -200,7 +175,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """State of a worker process: `version` of kvtool; `dtype` of its arithmetic; `context` and `lead_in` in tokens."""
+    """`dtype` of the arithmetic; `context` and `lead_in` in tokens."""
 
     version: str
     model: str
@@ -212,21 +187,13 @@ class WorkerState:
 
 
 class Computed(NamedTuple):
-    """Records of the batch with this number, and the seconds of compute."""
-
     number: int
     records: list[ChunkRecords]
     seconds: float
 
 
 class RemotePrefillWorker:
-    """Prefill worker in another process, with the model but no store. It loads the model at the first call, so that Ray
-    returns the error of loading it.
-
-    Parameters
-    ----------
-    threads : CPU threads for the process; 0: no limit.
-    """
+    """Prefill worker in another process. The model is loaded at the first call, so that Ray returns its error."""
 
     def __init__(self, recipe: Recipe, threads: int) -> None:
         self._recipe, self._threads = recipe, threads
@@ -247,7 +214,6 @@ class RemotePrefillWorker:
         return decoder, lead_ins_of(recipe.identity, decoder), profile
 
     def state(self) -> WorkerState:
-        """Return the state of this process. Raises as `Session` does."""
         decoder, lead_ins, _ = self._loaded
         loaded = decoder.loaded
         return WorkerState(
@@ -261,14 +227,12 @@ class RemotePrefillWorker:
         )
 
     def prefix(self, prefix: ChunkSpec) -> Computed:
-        """Compute the prompt's fixed beginning."""
         decoder, _, profile = self._loaded
         started = time.perf_counter()
         records = make(decoder, LeadIns.nothing(decoder), [prefix], self._recipe.prefix_level, profile)
         return Computed(0, records, time.perf_counter() - started)
 
     def chunks(self, number: int, chunks: Sequence[ChunkSpec]) -> Computed:
-        """Compute a batch."""
         started = time.perf_counter()
         records = make(*self._loaded[:2], chunks, self._recipe.level, self._loaded[2])
         return Computed(number, records, time.perf_counter() - started)

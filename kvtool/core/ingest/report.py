@@ -33,8 +33,6 @@ _MINUTE = 60.0
 
 @dataclass(slots=True)
 class Documents:
-    """Counts of documents by result."""
-
     added: int = 0
     changed: int = 0
     unchanged: int = 0
@@ -44,8 +42,6 @@ class Documents:
 
 @dataclass(slots=True)
 class Chunks:
-    """Counts of chunks by result; `reused` ones were in the store already."""
-
     computed: int = 0
     reused: int = 0
     removed: int = 0
@@ -53,30 +49,19 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of the cost of an ingest.
+    """Forecast of the cost of an ingest."""
 
-    Attributes
-    ----------
-    tokens : to be computed.
-    kv_bytes : of their KV, before any compression.
-    seconds : at the speed of the last ingest; None: unknown.
-    disk_free : bytes that the disk has left.
-    level : codec level that is stored.
-    """
-
-    tokens: int
-    kv_bytes: int
-    seconds: float | None
-    disk_free: int
-    level: str
+    tokens: int  # to be computed
+    kv_bytes: int  # of their KV, before any compression
+    seconds: float | None  # at the speed of the last ingest; None: unknown
+    disk_free: int  # bytes that the disk has left
+    level: str  # codec level that is stored
 
     @property
     def is_noted(self) -> bool:
-        """Return True if the KV is large enough to show a forecast."""
         return self.kv_bytes >= _NOTED_BYTES
 
     def text(self) -> str:
-        """Return the forecast in words."""
         before = "" if self.level == "raw" else " before compression"
         kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
         text = f"about {self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
@@ -85,7 +70,6 @@ class Forecast:
         return text
 
     def advice(self) -> str:
-        """Return a hint to store less, if the KV is large."""
         much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
         hint = (
             "`--level lossless` takes less and is exact; `kvtool compress --drop-raw` afterwards takes far less, "
@@ -100,19 +84,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class IngestReport:
-    """Result of an ingest (`kvtool help json`); `tokens` and `kv_bytes` count what this run computed.
-
-    Attributes
-    ----------
-    skipped : number of skipped files, by kind; they are no failures.
-    phases : seconds in addition to reading and prefill, by `PHASES`.
-    unsupported : of the skipped files, those without a reader: `image`, `archive`, `binary`, or their ending.
-    forecast : made before the first chunk; None: no chunk was to be computed.
-    failures : files that could not be read; with `strict` all of them.
-    still_failing : unchanged files that failed before, too; not among `failures`.
-    loss : loss of the new chunks' level in nats per token of the answer; None: not measured, or no new chunk.
-    not_read_again : number of files in both lists that were not read again.
-    """
+    """Result of an ingest (`kvtool help json`); `tokens` and `kv_bytes` count what this run computed."""
 
     documents: Documents = field(default_factory=Documents)
     chunks: Chunks = field(default_factory=Chunks)
@@ -120,36 +92,29 @@ class IngestReport:
     kv_bytes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
-    unsupported: dict[str, int] = field(default_factory=dict)
-    failures: list[dict[str, str]] = field(default_factory=list)
-    still_failing: list[dict[str, str]] = field(default_factory=list)
-    not_read_again: int = 0
-    loss: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds in addition to reading and prefill, by `PHASES`
+    skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})  # by kind
+    unsupported: dict[str, int] = field(default_factory=dict)  # by ending
+    failures: list[dict[str, str]] = field(default_factory=list)  # with `strict` all of them
+    known_failures: list[dict[str, str]] = field(default_factory=list)  # unchanged files; not among `failures`
+    not_retried: int = 0  # number of files in both lists that were not read again
+    loss: float | None = None  # of the new chunks' level, in nats per token of the answer; None: not measured
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] | None = None
-    forecast: Forecast | None = None
+    forecast: Forecast | None = None  # made before the first chunk; None: no chunk was to be computed
     dry_run: bool = False
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
-        """Return the speed of the prefill, in chunk tokens per second."""
         return self.tokens / self.prefill_seconds if self.prefill_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of `ingest --json`."""
         return asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
 
 
 class EventLog:
-    """Log of `--log`: one JSON event per line. Runs may share the file; each line has the process id.
-
-    Raises
-    ------
-    UsageError : the file cannot be written.
-    """
+    """Log of `--log`: one JSON event per line, with the process id, as runs may share the file. Raises UsageError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +129,6 @@ class EventLog:
             ) from error
 
     def event(self, type: Literal["status", "warning", "error", "summary"], **facts: Any) -> None:
-        """Append one line by one write."""
         if self.error:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -196,12 +160,11 @@ class EventLog:
         return replace(events, warn=warn, failed=failed, status=status, step=step)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as strict JSON allows it: NaN and infinity become null."""
+    """NaN and infinity become null in strict JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -27,14 +27,11 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16000}  # a power of two and what is betwee
 
 
 def batch_tokens(device: str) -> int:
-    """Return the number of tokens of a batch."""
     return BATCH_TOKENS.get(device.split(":")[0], BATCH_TOKENS["cpu"])
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """File that waits for so many chunks; `number`: its place in the order of files."""
-
     number: int
     file: PreparedFile
     chunks: int
@@ -49,13 +46,7 @@ class Batch:
 
 
 class Storer(ABC):
-    """Storer of files; holds those whose chunks wait for a full batch.
-
-    Parameters
-    ----------
-    device : where batches are computed; decides on their size.
-    context, lead_in : tokens that the model takes, and those of them before every chunk.
-    """
+    """Storer of files; holds those whose chunks wait for a full batch. `context` and `lead_in` are in tokens."""
 
     def __init__(self, writer: Writer, account: Account, device: str, context: int, lead_in: int) -> None:
         self._writer, self._account, self._max_tokens = writer, account, batch_tokens(device)
@@ -69,12 +60,10 @@ class Storer(ABC):
         """Compute and store the prompt's fixed beginning, which is exact in every prompt."""
 
     @abstractmethod
-    def _compute(self, batch: Batch) -> None:
-        """Compute and write a batch, then call `_complete`."""
+    def _compute(self, batch: Batch) -> None: ...
 
     @abstractmethod
-    def close(self) -> None:
-        """Drop unfinished work, and wait for the threads or processes of this run."""
+    def close(self) -> None: ...
 
     def check_length(self, chunks: Sequence[ChunkSpec]) -> None:
         """Refuse chunks that, with the lead-in, are longer than the model's context. Raises UsageError."""
@@ -99,7 +88,7 @@ class Storer(ABC):
             self._queue(chunk)
 
     def finish(self) -> None:
-        """Compute the rest, and wait until all is written. Raises the errors of that work."""
+        """Compute the rest, and wait until all is written."""
         self._hand_over()
 
     def _queue(self, chunk: ChunkSpec) -> None:
@@ -128,7 +117,6 @@ class Storer(ABC):
         report.chunks.computed += len(batch.chunks)
 
     def _put(self, records: ChunkRecords, made_here: bool = False) -> None:
-        """Put a chunk's records; `made_here`: this process has made their digests, which are not compared then."""
         self._account.report.kv_bytes += sum(map(len, records.layers))
         chunk = records.chunk_id, records.info, records.level, records.layers
         self._writer.put_chunk(*chunk, origin=HERE, made_here=made_here)
@@ -173,19 +161,16 @@ class ChunkStorer(Storer):
         self._pending: deque[Future[None]] = deque()
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
-        """See Storer."""
         with self._decoder.turns.turn():
             made = prefill(self._decoder, LeadIns.nothing(self._decoder), [prefix])
         self._write(made, level_of(self._level).of_prefix)
         self._settle(0)
 
     def finish(self) -> None:
-        """See Storer."""
         super().finish()
         self._settle(0)
 
     def close(self) -> None:
-        """Wait for the threads that write and encode."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         self._encoders.shutdown(wait=True)

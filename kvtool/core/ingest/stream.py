@@ -33,7 +33,6 @@ from kvtool.core.ingest.survey import (
 
 
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
-    """Find the files that an ingest with these options reads. `remembers`: returns True if a path may be missing."""
     leave_out = [options.log] if options.log is not None else []
     walked = find_files(
         options.paths,
@@ -49,13 +48,7 @@ def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
 
 
 class Stream:
-    """Iterator of changed files, which it reads and splits on demand.
-
-    Attributes
-    ----------
-    store : to compare files with; a new store may be set before the first file.
-    seen : marks of the files of this run.
-    """
+    """Iterator of changed files, which it reads and splits on demand; a new store may be set before the first file."""
 
     def __init__(
         self, store: Store | None, options: IngestOptions, choices: Choices, account: Account, reading: Reading
@@ -67,16 +60,10 @@ class Stream:
 
     @cached_property
     def walked(self) -> Walked:
-        """Return the files below the paths, found before a model may have to be downloaded."""
         return walk(self._options, self._remembers)
 
     def _remembers(self, path: Path) -> bool:
-        """Return True if a path may be missing: with `--sync`, if the store has documents of it or other paths exist.
-
-        Raises
-        ------
-        UsageError : the store has documents of it, and `--sync` was not given.
-        """
+        """With `--sync`, a path may be missing if the store has documents of it or other paths exist."""
         roots, sync = set(places(path)), self._options.sync
         count = (
             sum(len(entry.documents) for entry in self.store.files() if is_below(entry.path, roots))
@@ -92,12 +79,10 @@ class Stream:
 
     @cached_property
     def gone(self) -> list[FileEntry]:
-        """Return the files of the store that `--sync` removes."""
         return list(gone(*self._synced)) if self._synced else []
 
     @cached_property
     def abandoned(self) -> list[str]:
-        """Return the unfinished files that `--sync` removes."""
         return abandoned(*self._synced) if self._synced else []
 
     @cached_property
@@ -113,12 +98,7 @@ class Stream:
         return vanished(self._options.paths, self.store) if self._options.sync and self.store is not None else []
 
     def begin(self) -> None:
-        """Read up to the first file that can be ingested.
-
-        Raises
-        ------
-        UsageError : a path does not exist, or there is nothing to ingest or to remove.
-        """
+        """Read up to the first file that can be ingested. Raises UsageError if nothing is to ingest or to remove."""
         first = next(self._outcomes, None)
         self._outcomes = chain([first] if first is not None else [], self._outcomes)
 
@@ -176,7 +156,6 @@ class Stream:
         return self._options.shard is not None and not bad and not self.walked.bare
 
     def _prepared(self, changed: ChangedFile) -> PreparedFile | None:
-        """Split a changed file into chunks. An error fails only this file."""
         identity, tokenizer = self._choices.identity, self._choices.tokenizer  # their errors are no file's fault
         path, file = changed.found.name, None
         try:
@@ -188,12 +167,10 @@ class Stream:
         return file
 
     def fail(self, path: str, error: str) -> None:
-        """Count a file that failed after it was read."""
         self.seen.take_back(path)
         self._account.fail(self.seen.compared(self.store, Failure(path, error)))
 
     def _tell_paths(self) -> None:
-        """Warn of given paths that are missing, and of folders without files."""
         would = "would be" if self._options.dry_run else "is"
         for path in self.kept:
             self._account.warn(_is_kept(path), _forgets(path))
@@ -212,7 +189,6 @@ def _forgets(path: Path) -> str:
 
 
 def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
-    """Return the error of a run without any readable file."""
     reasons = [f"{failure.path}: {failure.error}" for failure in bad if isinstance(failure, Failure)]
     reasons += [f"{skipped.path}: {skipped.reason}" for skipped in bad if isinstance(skipped, Skipped)]
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""

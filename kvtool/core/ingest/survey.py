@@ -51,7 +51,6 @@ class ChangedFile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the notes of the file's readers."""
         return tuple(note for document in self.documents for note in document.notes)
 
 
@@ -60,12 +59,7 @@ Outcome = ChangedFile | FileEntry | Failure | Skipped
 
 
 def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading, seen: Seen) -> Outcome:
-    """Compare a file with the store, by a stat or by its bytes. An error fails only this file.
-
-    Parameters
-    ----------
-    settings : digest of what chunks depend on in addition to the text; other settings make every file changed.
-    """
+    """Compare a file with the store, by a stat or by its bytes; other `settings` make every file changed."""
     path = file.name
     known = store.file(path) if store is not None else None
     try:
@@ -83,7 +77,6 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
 
 
 def is_known(file: FoundFile, store: Store, settings: str, reading: Reading, seen: Seen) -> bool:
-    """Return True if a stat shows that a file will be surveyed as unchanged."""
     known = store.file(file.name)
     if known is None or not _was_read_so(known, file, settings, reading):
         return False
@@ -98,7 +91,6 @@ def _was_read_so(known: FileEntry, file: FoundFile, settings: str, reading: Read
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of a failure in words."""
     if isinstance(error, KvtoolError):
         return error.message
     if isinstance(error, OSError):
@@ -175,13 +167,11 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
 
 
 def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
-    """Find the files of the store below the given paths that no longer exist."""
     roots = _roots(paths)
     return (entry for entry in store.files() if _is_gone(entry.path, roots, present))
 
 
 def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
-    """List the paths of unfinished files below the given paths that no longer exist."""
     roots = _roots(paths)
     return [path for path in store.unfinished() if _is_gone(path, roots, present)]
 
@@ -202,7 +192,6 @@ def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
 
 
 def holds_anything(path: Path) -> bool:
-    """Return True for a file, a folder that is not empty, and an unreadable path."""
     try:
         with os.scandir(path) as entries:
             return any(True for _ in entries)
@@ -213,7 +202,6 @@ def holds_anything(path: Path) -> bool:
 
 
 def is_below(path: str, roots: set[Path]) -> bool:
-    """Return True if a file is one of these, or in one of these folders."""
     return not roots.isdisjoint((Path(path), *Path(path).parents))
 
 
@@ -266,12 +254,7 @@ class Seen:
         return self._whole and self.is_unchanged(store, path, digest)
 
     def failure(self, store: Store, path: str, means: str) -> UnreadableFile | None:
-        """Return the earlier error of an unchanged unreadable file; None: read it.
-
-        Parameters
-        ----------
-        means : its reader (`Reading.means`).
-        """
+        """Return the earlier error of an unchanged unreadable file; None: read it."""
         if self._retry:
             return None
         with suppress(OSError, KeyError, TypeError, AttributeError):  # a row may be of another kvtool
@@ -283,12 +266,7 @@ class Seen:
         return None
 
     def compared(self, store: Store | None, failure: Failure, means: str = "") -> Failure:
-        """Mark a failure as known if the unchanged file failed before with the same message; note it for the next run.
-
-        Parameters
-        ----------
-        means : its reader, if the file's bytes are at fault.
-        """
+        """Mark a failure as known if the unchanged file failed before with this message; note it otherwise."""
         with suppress(OSError):
             mark = _mark(failure.path, os.stat(failure.path), repr((__version__, means, failure.error))).hex()
             self._failed[mark] = {"path": failure.path, "message": failure.error}
@@ -302,23 +280,16 @@ class Seen:
             self._noted[path] = _mark(path, before, digest)
 
     def take_back(self, path: str) -> None:
-        """Forget a file that was read but not stored."""
         self._noted.pop(path, None)
         self._fine.discard(path)
 
     def note_failure(self, path: str, before: os.stat_result, means: str, error: UnreadableFile) -> None:
-        """Note that a file cannot be read, and why; see `note`, `failure`."""
         self._fine.discard(path)
         if _rests(before):
             self._failed[_mark(path, before, means).hex()] = error.to_row() | {"path": path}
 
     def keep(self, store: Store, whole: bool) -> None:
-        """Store the marks for the next run, with those of other files unless they are many more.
-
-        Parameters
-        ----------
-        whole : True if this run has covered all of its files.
-        """
+        """Store the marks for the next run, with those of other files unless a `whole` run found many fewer."""
         known, known_failures = self._of(store)
         now = self._now | {*self._noted.values()}
         failures = {mark: row for mark, row in known_failures.items() if self._may_fail(row)} | self._failed

@@ -31,15 +31,7 @@ class Watcher:
     Each round walks the whole selection and compares it with the walk before, so no event of the operating system has
     to be interpreted. Documents of a missing or empty named folder stay, since an unmounted disk looks the same;
     documents of a missing named file, or of a missing file in a folder, are removed.
-
-    Parameters
-    ----------
-    place : folder of the store; created if missing.
-
-    Raises
-    ------
-    UsageError : a path does not exist.
-    KvtoolError : the operating system watches no more folders.
+    Raises UsageError if a path does not exist, KvtoolError if the operating system watches no more folders.
     """
 
     def __init__(self, place: Path, options: WatchOptions) -> None:
@@ -57,22 +49,14 @@ class Watcher:
         self._changes = self._listening()
 
     def close(self) -> None:
-        """Stop watching."""
         self._changes.close()
 
     def wait(self) -> None:
-        """Wait until a file may have changed."""
         while not self._changes.wait(_LOOK_S) and self._look() == self._roots and time.monotonic() < self._again_at:
             pass
 
     def round(self, events: Events) -> IngestReport | None:
-        """Update the store; return None if no selected file changed, or if the store cannot be written for now.
-
-        Raises
-        ------
-        KvtoolError : an error that later rounds would repeat, such as a model that cannot be loaded; in the first round
-            also if nothing could be read.
-        """
+        """Update the store; None without changes, or if it is busy. Raises errors that later rounds would repeat."""
         self._follow_roots(events)
         paths = tuple(path for path, state in self._roots.items() if state or path in self._forgotten)
         found = self._walked(paths)
@@ -125,7 +109,6 @@ class Watcher:
     # ---- the named paths ----
 
     def _follow_roots(self, events: Events) -> None:
-        """Update the states of the named paths, and watch the folders that exist."""
         before, self._roots = self._roots, self._look()
         for path, state in self._roots.items():
             was = before[path]
@@ -167,26 +150,11 @@ _LONGEST = 20  # times `quiet`, after which files that keep changing are read
 
 
 class Changes:
-    """Notification of changes below folders, in a thread: the main thread handles signals.
-
-    It does not name files: events can be lost, doubled and out of order.
-
-    Parameters
-    ----------
-    quiet : seconds without a change before earlier changes are reported.
-
-    Raises
-    ------
-    KvtoolError : the operating system watches no more folders.
-
-    Attributes
-    ----------
-    lost : True if one of the folders itself was removed or moved, and is no longer watched.
-    """
+    """Notification of changes below folders, after `quiet` seconds without one. Events can be lost, doubled or late."""
 
     def __init__(self, folders: Sequence[Path], quiet: float) -> None:
         self._folders, self._quiet = [os.path.realpath(folder) for folder in folders], quiet
-        self.lost = False
+        self.lost = False  # whether one of the folders was removed or moved, and is no longer watched
         self._error: Exception | None = None
         self._ready, self._happened, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="kvtool-watch", daemon=True)
@@ -196,13 +164,11 @@ class Changes:
         self._check()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a change for at most so long; return True if there was one."""
         happened = self._happened.wait(seconds)
         self._happened.clear()
         self._check()

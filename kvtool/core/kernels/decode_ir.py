@@ -1,9 +1,9 @@
 """Decoding as a program: a list of operations over buffers, which one compiled function runs from end to end.
 
 All threads run the same program. An operation divides its rows among them by their number; a barrier follows it where a
-later one reads what other threads wrote. What every thread computes for itself (a norm, whose sum is shorter than a
-barrier) is in memory of its own, `stride` bytes after that of the thread before. A step takes one token, or one of each
-of several sequences: a product takes those together and reads its weights once, other operations take them one by one.
+later one reads what other threads wrote. What every thread computes for itself (a norm) is in its own memory, `stride`
+bytes after that of the thread before. A step takes one token of each of some sequences: only products take them
+together.
 
 An operation is 16 words of 8 bytes: the address of its code, whether a barrier follows, then its fields.
 """
@@ -74,33 +74,22 @@ CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barri
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation of a program.
-
-    Attributes
-    ----------
-    code : name of the compiled function. `kind`: whose fields it takes, one of FIELDS.
-    barrier : whether the threads wait for each other after it.
-    values : by field; pointers as addresses.
-    """
-
-    code: str
-    kind: str
-    values: Mapping[str, int | float]
-    barrier: bool = False
+    code: str  # name of the compiled function
+    kind: str  # whose fields it takes, one of FIELDS
+    values: Mapping[str, int | float]  # by field; pointers as addresses
+    barrier: bool = False  # the threads wait for each other after it
 
 
 def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.ndarray:
-    """Write a program as int64 `[operations, WORDS]`; `codes`: each compiled function by its name."""
     program = np.zeros((len(operations), WORDS), np.int64)
     for row, operation in zip(program, operations, strict=True):
         row[0], row[1] = codes[operation.code].address, operation.barrier
-        fields = FIELDS[operation.kind].row(operation.values)
+        fields = FIELDS[operation.kind].pack(**operation.values)
         row[2 : 2 + len(fields)] = fields
     return program
 
 
 def word(kind: str, field: str) -> int:
-    """Return the place of a field among its operation's words."""
     return 2 + FIELDS[kind].places[field]
 
 
@@ -131,7 +120,6 @@ def share(k: FunctionBuilder, count: Value, unit: int = 1) -> tuple[Value, Value
 
 
 def tiles(count: int, most: int) -> Sequence[range]:
-    """`count` things, at most so many at a time."""
     return [range(start, min(start + most, count)) for start in range(0, count, most)]
 
 
@@ -140,26 +128,14 @@ Write = Callable[[Value, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes and formats that the code of heads is made for.
-
-    Attributes
-    ----------
-    dim : numbers of a head; `group`: query heads that share a head of keys.
-    normed : whether queries and keys are normed head by head.
-    cache : "float32" or "bfloat16": how keys and values are kept.
-    """
-
-    dim: int
-    group: int
-    normed: bool
-    cache: str
+    dim: int  # numbers of a head
+    group: int  # query heads that share a head of keys
+    normed: bool  # whether queries and keys are normed head by head
+    cache: str  # "float32" or "bfloat16": how keys and values are kept
 
 
 def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """Return the operation `queries_ROTARY`: this thread's query heads, scaled for the softmax.
-
-    rotary : how many numbers of a head, from the first, are rotated, in halves; even.
-    """
+    """Write `queries_ROTARY`: this thread's query heads, scaled for the softmax, `rotary` numbers rotated in halves."""
     k, have = operation(isa, "queries", f"queries_{rotary}")
     normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
@@ -175,7 +151,7 @@ def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
 
 
 def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """Return the operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
+    """Write `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
     k, have = operation(isa, "keys", f"keys_{rotary}")
     normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
@@ -209,24 +185,19 @@ def _place_head(have: Fields, heads: Heads, rotary: int, normed: Value | None, s
 
 
 def _rotated(have: Fields, half: int, lanes: int, source: Value, start: int) -> Value:
-    """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
     other = source.load(start + half if start < half else start - half, lanes)
     turned = (-other if start < half else other) * have.sin.load(start, lanes)
     return fma(source.load(start, lanes), have.cos.load(start, lanes), turned)
 
 
 def multiply_name(kind: str, height: int) -> str:
-    """Return the name of an operation that `multiply` makes."""
     return f"multiply_{kind}" if height == 1 else f"multiply_{kind}_{height}"
 
 
 def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
-    """Return the operation `multiply_KIND`, this thread's rows of a product, and what it calls.
+    """Write `multiply_KIND`, this thread's rows of a product with `height` inputs, and what it calls.
 
-    Parameters
-    ----------
-    kind : of the weights; with `INT8` at its end their inputs are rounded to 8-bit integers.
-    height : the number of inputs.
+    With `INT8` at the end of the kind inputs are rounded to 8-bit integers.
     """
     rounds = multiplies_int8(isa) if kind.endswith(INT8) else None
     assert rounds is not None or not kind.endswith(INT8), f"{isa} multiplies no 8-bit integers"
@@ -240,14 +211,12 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
 
 
 def norm(isa: Isa) -> FunctionBuilder:
-    """Return the operation `norm`: root mean square layer normalisation, float32."""
     k, have = operation(isa, "norm")
     simd.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
     return k
 
 
 def axpby(isa: Isa) -> FunctionBuilder:
-    """Emit the operation `axpby`: y = a · y + b · x, of this thread's rows."""
     k, have = operation(isa, "axpby")
 
     def mix(lanes: int, index: Value) -> None:
@@ -260,7 +229,6 @@ def axpby(isa: Isa) -> FunctionBuilder:
 
 
 def gate(isa: Isa, activation: str) -> FunctionBuilder:
-    """Return the operation `gate`: y = act(y) · x, of this thread's rows."""
     k, have = operation(isa, "gate")
     first, count = share(k, have.count, UNIT)
     simd.gate(have.y, have.x, count, activation, first)
@@ -290,8 +258,6 @@ def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
 
 
 class _Block:
-    """Block of keys of one head."""
-
     def __init__(
         self, k: FunctionBuilder, heads: Heads, have: Fields, scores: Value, head: Value, block: Value
     ) -> None:
@@ -307,7 +273,6 @@ class _Block:
         self._parts = have.parts.at(first * self._slot).at(block * (HEADROOM + heads.dim))
 
     def emit(self) -> None:
-        """Emit scores, weights and sums of the block."""
         self._hide_the_rest()
         for tile in tiles(self._heads.group, _TOGETHER):
             self._score(tile)
@@ -325,7 +290,6 @@ class _Block:
             self._scores.at(head * _ROW).store(low, last)
 
     def _score(self, tile: range) -> None:
-        """Emit the scores of some query heads: every key is read once for all of them."""
         k, lanes, dim = self._k, self._lanes, self._heads.dim
         with k.loop(self._count) as index:
             key = self._keys.at(index * dim)
@@ -338,7 +302,7 @@ class _Block:
                 self._scores.at(head * _ROW).store(total(value), index)
 
     def _weigh(self) -> None:
-        """Scores to weights; the largest score and the sum of the weights go into the head's slot."""
+        """The largest score and the sum of the weights go into the head's slot."""
         k, width = self._k, self._k.width
         steps = (self._count + (width - 1)) // width
         with k.loop(self._heads.group) as head:
@@ -358,7 +322,6 @@ class _Block:
             slot.store(total(sums), 1)
 
     def _sum(self, tile: range, columns: range) -> None:
-        """Emit the weighted sum of some columns of the values, for some query heads."""
         k, lanes, dim = self._k, self._lanes, self._heads.dim
         places = [(head, column) for head in tile for column in columns]
         loop = k.loop(self._count, *[k.zeros(lanes)] * len(places))
@@ -376,7 +339,6 @@ class _Block:
 
 
 def combine(isa: Isa, heads: Heads) -> FunctionBuilder:
-    """Return the operation `combine`: the blocks of this thread's query heads together."""
     k, have = operation(isa, "combine")
     blocks, each = (have.seen + (BLOCK - 1)) // BLOCK, HEADROOM + heads.dim
     first, count = share(k, have.heads)
@@ -408,29 +370,19 @@ def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], V
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Shapes and kinds that the code of one model is made for.
-
-    Attributes
-    ----------
-    kinds : of its products (`multiply`).
-    rotaries : how many numbers of a head are rotated, of every layer that differs in that.
-    """
-
     heads: Heads
-    kinds: frozenset[str]
-    rotaries: frozenset[int]
+    kinds: frozenset[str]  # of its products (`multiply`)
+    rotaries: frozenset[int]  # how many numbers of a head are rotated, of every layer that differs in that
     activation: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the functions of the module."""
         kinds = [f"multiply_{kind}" for kind in sorted(self.kinds)]
         turns = [f"{what}_{rotary}" for rotary in sorted(self.rotaries) for what in ("queries", "keys")]
         return ("run_program", "norm", "axpby", "gate", "attend", "combine", *kinds, *turns)
 
 
 def module(isa: Isa, code: Code) -> str:
-    """Return the LLVM IR of all that a model's program for one sequence calls."""
     parts = [function for kind in sorted(code.kinds) for function in multiply(isa, kind)]
     parts += [norm(isa), axpby(isa), gate(isa, code.activation)]
     for rotary in sorted(code.rotaries):
@@ -440,12 +392,10 @@ def module(isa: Isa, code: Code) -> str:
 
 
 def products(isa: Isa, kind: str, height: int) -> str:
-    """Return the LLVM IR of `multiply_KIND_HEIGHT`, which a program for several sequences calls for its products."""
     return text_of(*multiply(isa, kind, height))
 
 
 def _run_program(isa: Isa) -> FunctionBuilder:
-    """Every operation in turn, by one of the threads, of which all have to come."""
     k = FunctionBuilder("run_program", isa, "i64* context")
     have = CONTEXT.load(k, k.args.context)
     thread = k.atomic_add(have.taken, 1)

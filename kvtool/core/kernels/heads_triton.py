@@ -1,7 +1,4 @@
-"""Norms of heads, rotation and the writing of keys and values into the prompt cache, in one Triton kernel.
-
-A program takes some rows of one head: of queries, keys or values. With `TRITON_INTERPRET=1` it runs on the CPU.
-"""
+"""Norms of heads, rotation and the writing of keys and values into the prompt cache, in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -38,15 +35,11 @@ def place(
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotate heads; write keys and values to the buffers; queries `[1, heads, rows, head_dim]` are returned.
+    """Norm and rotate heads; write keys and values to the buffers; return queries `[1, heads, rows, head_dim]`.
 
-    Parameters
-    ----------
-    queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
-    table : cos and sin of the rows, of which the second half is like the first; None: nothing is rotated.
-    at : int64 `[rows]`: indices of the rows in the buffers. Each is less than their capacity, which the caller has to
-        ensure: the kernel does not check.
-    key_buffer, value_buffer : `[1, kv_heads, capacity, head_dim]`, heads of adjacent numbers.
+    Queries, keys and values are `[rows, heads · head_dim]`, rows of adjacent numbers; buffers `[1, kv_heads, capacity,
+    head_dim]`. The second half of the table is like the first. `at`, int64 `[rows]`: indices of the rows in the
+    buffers, each less than their capacity, which the caller has to ensure: the kernel does not check.
     """
     kv_heads, head_dim = key_buffer.shape[1], key_buffer.shape[3]
     _check(queries, keys, values, table, at, key_buffer, value_buffer)
@@ -77,7 +70,6 @@ def _check(
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
 ) -> None:
-    """Everything that the kernel relies upon to stay inside its arrays, but the places themselves."""
     _, kv_heads, _, head_dim = key_buffer.shape
     if key_buffer.shape != value_buffer.shape or key_buffer.stride(3) != 1 or value_buffer.stride(3) != 1:
         raise ValueError("buffers are [1, kv_heads, capacity, head_dim], heads of adjacent numbers")
@@ -109,7 +101,6 @@ def _place(
     value_head_out: tl.tensor, value_row_out: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some rows of one head: those of queries first, then of keys, then of values."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     real = row < rows
@@ -145,7 +136,6 @@ def _turned(
     table_row: tl.tensor, real: tl.tensor, column: tl.tensor, DIM: tl.constexpr, ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the rows of a head, normed, rounded, and rotated, in float32."""
     number = tl.load(source + column[None, :], mask=real[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
     factor = number
     if NORMED:
@@ -159,7 +149,6 @@ def _turned(
 def _normed(
     number: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, column: tl.tensor, DIM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the rows of a head by their root mean square, and what they were multiplied by for that."""
     factor = tl.rsqrt(tl.sum(number * number, 1) / DIM + epsilon)[:, None]
     by = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
     return number * factor * by[None, :], factor
@@ -170,7 +159,6 @@ def _rotated(
     row: tl.tensor, table_row: tl.tensor, real: tl.tensor, column: tl.tensor, ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the rows of a head, each number rotated with its partner half a rotation further on; the rest stays."""
     turns = column < ROTARY
     half: tl.constexpr = ROTARY // 2
     partner = tl.where(column < half, column + half, tl.where(turns, column - half, column))

@@ -37,7 +37,7 @@ class CosSin:
         return CosSin(self.cos[:, rows], self.sin[:, rows])
 
     def inverse(self) -> CosSin:
-        """Return the angles that undo these exactly, RoPE's attention scaling and rounding included.
+        """The angles that undo these exactly, RoPE's attention scaling and rounding included.
 
         A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
         """
@@ -45,7 +45,6 @@ class CosSin:
         return CosSin(self.cos / norm, -self.sin / norm)
 
     def fits(self, rows: int) -> bool:
-        """Return True if machine code, which knows no bounds, may read so many rows."""
         cos, sin = self.cos, self.sin
         return (
             cos.dtype == sin.dtype == torch.float32
@@ -60,7 +59,6 @@ class CosSin:
         )
 
     def transposed(self) -> CosSin:
-        """Return the angles of the transposed rotation, which gradients take."""
         return CosSin(self.cos, -self.sin)
 
 
@@ -77,11 +75,9 @@ class RopeTables:
         return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
 
     def inverse(self) -> RopeTables:
-        """Return the table that undoes this one exactly."""
         return self._each(CosSin.inverse)
 
     def transposed(self) -> RopeTables:
-        """Return the table of the transposed rotations."""
         return self._each(CosSin.transposed)
 
     def _each(self, change: Callable[[CosSin], CosSin]) -> RopeTables:
@@ -90,12 +86,9 @@ class RopeTables:
 
 @dataclass(frozen=True, slots=True)
 class CopyWithRope:
-    """Numbers that go from one place to another, rotated on their way or as they are.
+    """Numbers `[heads, rows, head_dim]` that go from one place to another of the same or a wider format.
 
-    Attributes
-    ----------
-    to, numbers : `[heads, rows, head_dim]`; of the same format, or `to` is the wider one.
-    table : of the rows; the second half of a row is like the first. The rest of a head stays; None: all of it does.
+    The table's angles of a row rotate its first columns; its second half is like the first. None: all stays as it is.
     """
 
     to: torch.Tensor
@@ -104,12 +97,10 @@ class CopyWithRope:
 
     @property
     def formats(self) -> tuple[torch.dtype, torch.dtype]:
-        """From which number format to which."""
         return self.numbers.dtype, self.to.dtype
 
     @property
     def fits(self) -> bool:
-        """Return True if there is machine code for it, which knows no bounds."""
         to, numbers = self.to, self.numbers
         return (
             to.shape == numbers.shape
@@ -131,7 +122,6 @@ class CopyWithRope:
         return whole and width <= head_dim and self.table.fits(rows) and self.table.cos.shape[1] == rows
 
     def job(self) -> list[int]:
-        """Return the words of its job, in the order of the fields."""
         to, numbers = self.to, self.numbers
         heads, rows, head_dim = numbers.shape
         table, width = [0, 0, 0], 0
@@ -155,11 +145,8 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
     """Make all moves in one call, only in the calling thread and without Python's lock.
 
     In float32, each product and sum rounded as torch rounds them one by one, and the result once: the same bits as
-    x · cos + rotate_half(x) · sin. A move may be in place.
-
-    Returns
-    -------
-    False: there is no machine code for one of them, or they differ in formats; then nothing was moved.
+    x · cos + rotate_half(x) · sin. A move may be in place. Returns False: there is no machine code for one of them, or
+    they differ in formats; then nothing was moved.
     """
     if not moves:
         return True
@@ -174,12 +161,10 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
 
 @cache
 def _function(isa: Isa, stored: str, kept: str) -> Function:
-    """Return the machine code from one format to another, compiled at its first use (0.02 s)."""
     return compiled(rotation_module(stored, kept, isa), isa, "rotate")[0]
 
 
 def rotation_module(stored: str, kept: str, isa: Isa) -> str:
-    """LLVM IR of `void rotate(jobs, number)`: numbers stored in one format go to places of the same or a wider one."""
     k = FunctionBuilder("rotate", isa, JOBS)
     k.keeps_nan = True
     with _JOB.each(k) as job, k.loop(job.rows, may_be_empty=True) as row:
@@ -200,7 +185,6 @@ def rotation_module(stored: str, kept: str, isa: Isa) -> str:
 
 
 def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[Value, Value], half: Value) -> None:
-    """Emit both halves of a head's row, from one place to another: whole registers first, then what is left."""
     done: Value | int = 0
     for width in sorted({k.isa.width, _WIDTH}, reverse=True):
         with k.loop((half - done) // width, may_be_empty=True) as index:

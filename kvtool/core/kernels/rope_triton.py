@@ -1,10 +1,6 @@
 """Placing of a layer's keys and values in a prompt's buffers on a GPU, the keys rotated, in one launch.
 
-A table of addresses says where the numbers are, so that a layer of many segments takes a single launch. The entries of
-the table are checked here, on the host, before the kernel follows them.
-
-Nothing imports triton before the first launch. With `TRITON_INTERPRET=1` the same kernel runs on the CPU (bfloat16 is
-truncated there).
+A table of addresses says where the numbers are. Its entries are checked on the host, before the kernel follows them.
 """
 
 from __future__ import annotations
@@ -31,12 +27,7 @@ _MOST_BLOCKS = 65535  # of a grid's second dimension
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A segment's keys or values as stored on the device, `[kv_heads, tokens, head_dim]` with adjacent numbers.
-
-    Attributes
-    ----------
-    head, row : strides, in numbers.
-    """
+    """A segment's keys or values `[kv_heads, tokens, head_dim]` on the device; numbers adjacent, strides in numbers."""
 
     address: int
     head: int
@@ -44,14 +35,11 @@ class Side:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, address: int | None = None) -> Side:
-        """Describe a tensor, or its bytes at another address."""
         return cls(numbers.data_ptr() if address is None else address, numbers.stride(0), numbers.stride(1))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A segment: where its numbers are, and the prompt positions that they get."""
-
     keys: Side
     values: Side
     start: int
@@ -59,7 +47,6 @@ class Piece:
 
 
 def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return True if a `Side` can describe `[kv_heads, tokens, head_dim]` for this buffer."""
     return (
         numbers.ndim == 3
         and numbers.dtype == buffer.dtype
@@ -69,7 +56,6 @@ def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def described(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
-    """Return the table of a layer's segments, `[segments, FIELDS]`, to be brought to the device."""
     rows = [
         (*(number for side in (piece.keys, piece.values) for number in (side.address, side.head, side.row)),
          piece.start, piece.tokens)
@@ -86,22 +72,12 @@ def place(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    """Put a layer's segments into its buffers; queued on the current stream.
+    """Put a layer's segments into its buffers `[1, kv_heads, capacity, head_dim]`; queued on the current stream.
 
-    Rotated is by halves, in float32, each product and sum rounded, and the result once: the bits that torch makes of
-    x · cos + rotate_half(x) · sin.
-
-    Parameters
-    ----------
-    table : `described`; `there`: the same on the device, int64. That its addresses hold the numbers is the caller's to
-        know.
-    keys, values : buffers `[1, kv_heads, capacity, head_dim]`.
-    cos, sin : float32 `[tokens, rotary_dim]` by position, both halves alike; None: this layer does not rotate.
-
-    Raises
-    ------
-    ValueError : something does not fit; nothing was launched.
-    KvtoolError : there is no triton.
+    Rotated is by halves, in float32, each product and sum rounded, and the result once: the bits that torch makes of x
+    · cos + rotate_half(x) · sin. cos and sin are float32 `[tokens, rotary_dim]` by position, both halves alike; None:
+    this layer does not rotate. `there` is the table on the device; that its addresses hold the numbers is the caller's
+    to know. Raises ValueError: something does not fit; nothing was launched.
     """
     if not len(table):
         return
@@ -124,7 +100,6 @@ def _check(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    """Everything that the kernel relies upon to stay inside the buffers and the table of positions."""
     if keys.ndim != 4 or len(keys) != 1 or keys.shape != values.shape or keys.dtype != values.dtype:
         raise ValueError("buffers of keys and values are [1, kv_heads, capacity, head_dim], both of one dtype")
     if keys.stride() != values.stride() or keys.stride(3) != 1:
@@ -153,14 +128,12 @@ def _check_turns(cos: torch.Tensor, sin: torch.Tensor, stop: int, head_dim: int)
 
 
 def _aligned(table: npt.NDArray[np.int64], keys: torch.Tensor) -> bool:
-    """Return True if rows of all segments may be read 16 bytes at a time."""
     size = keys.element_size()
     strides = table[:, (1, 2, 4, 5)] * size
     return not (table[:, (0, 3)] % _VECTOR).any() and not (strides % _VECTOR).any()
 
 
 def constants(heads: int, head_dim: int, half: int, aligned: bool) -> dict[str, Any]:
-    """Return the constants that a kernel is compiled for."""
     return {
         "HEADS": heads,
         "DIM": head_dim,

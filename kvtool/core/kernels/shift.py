@@ -1,7 +1,6 @@
 """Shift of reused KV by the mean change of the recomputed rows (probes) of its chunk, in machine code.
 
-`keep` saves the probes before they are recomputed. Then `add` takes the positions off their changes and adds the mean
-to the other rows of the span, rotated to the positions of those; a row is read and written once.
+`keep` saves the probes before they are recomputed; `add` adds their mean change to the other rows of the span.
 """
 
 from __future__ import annotations
@@ -33,34 +32,23 @@ _ALONE = 2**16  # numbers; fewer are moved before a helper is there
 
 @dataclass(frozen=True, slots=True)
 class ShiftSpans:
-    """Spans of rows that do not overlap, each with probes among its rows.
+    """Spans of rows that do not overlap, each with probes among its rows."""
 
-    Attributes
-    ----------
-    spans : int64 `[spans, 2]`, the first row of each and the one after its last.
-    counts : int64 `[spans]`, probes of each, at least 1.
-    places : int64 `[probes]`, their rows, span by span.
-    factors : float32 `[rows]`, the share of its span's offset that each row takes; rows of 0 are not touched.
-    table : of the positions of all rows up to the last one of a span.
-    back : takes the positions off the probes.
-    """
-
-    spans: Whole
-    counts: Whole
-    places: torch.Tensor
-    factors: torch.Tensor
-    table: RopeTables
-    back: RopeTables
+    spans: Whole  # int64 `[spans, 2]`, the first row of each and the one after its last
+    counts: Whole  # int64 `[spans]`, probes of each, at least 1
+    places: torch.Tensor  # int64 `[probes]`, their rows, span by span
+    factors: torch.Tensor  # float32 `[rows]`, the share of its span's offset that each row takes; 0: the row stays
+    table: RopeTables  # of the positions of all rows up to the last one of a span
+    back: RopeTables  # takes the positions off the probes
 
     @property
     def widths(self) -> set[int]:
-        """Return how many numbers of a key its RoPEs rotate."""
         tables = self.table.by_name, self.back.by_name
         return {angles.cos.shape[2] for table in tables for angles in table.values()}
 
     @property
     def fits(self) -> bool:
-        """Return True if there is machine code for them, which knows no bounds."""
+        """Whether machine code, which checks no bounds, may take them."""
         rows, probes = len(self.factors), len(self.places)
         return (
             self.places.dtype == torch.int64
@@ -91,7 +79,7 @@ def _are_spans(spans: Whole, rows: int) -> bool:
 
 
 def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence[str | None]) -> ShiftKernel | None:
-    """Make a kernel for this machine, with the parameters of `ShiftKernel`; None where there is no machine code."""
+    """Make a `ShiftKernel` for this machine; None where there is no machine code."""
     isa = isa_here()
     try:
         return None if isa is None else ShiftKernel(spans, layers, isa, rotations)
@@ -102,15 +90,8 @@ def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence
 class ShiftKernel:
     """Moves the spans of one pass, layer by layer: `keep`, then `add` once the layer's rows are written.
 
-    Parameters
-    ----------
-    runs : spans that fit.
-    layers : keys and values of each layer, `[heads, rows, head_dim]`, all laid out alike; changed in place.
-    rotations : by which RoPE each layer's keys are rotated to their positions; None: by none.
-
-    Raises
-    ------
-    ValueError : there is no machine code for these.
+    Layers are keys and values `[heads, rows, head_dim]`, all laid out alike, and changed in place. `rotations`: by
+    which RoPE each layer's keys are rotated to their positions. Raises ValueError: there is no machine code for these.
     """
 
     def __init__(self, runs: ShiftSpans, layers: Sequence[Sides], isa: Isa, rotations: Sequence[str | None]) -> None:
@@ -142,19 +123,13 @@ class ShiftKernel:
         self._helped = like[:, : int(self._spans[:, 1].sum())].numel() > _ALONE
 
     def keep(self, layer: int) -> None:
-        """Remember what a layer holds in the places of the probes."""
         self._keep(self._addresses[layer])
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> Sides:
         """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
 
-        Parameters
-        ----------
-        factors : in place of those of the runs.
-
-        Returns
-        -------
-        Sums of the squares of values, float32 `[runs, heads]` each: of the probes' changes, and of the mean of these.
+        Returns the sums of the squares of values, float32 `[runs, heads]` each: of the probes' changes, and of the mean
+        of these. `factors` replace those of the runs.
         """
         factors = self._runs.factors if factors is None else factors
         if not _are_factors(factors, len(self._runs.factors)):
@@ -171,7 +146,6 @@ class ShiftKernel:
         return changes, offsets
 
     def _set_tables(self, prefix: str, row: str, tables: RopeTables) -> None:
-        """Set each layer's table; the code of a layer without rotation reads none."""
         default = next(iter(tables.by_name))
         own = [tables.by_name[default if name is None else name] for name in self._rotations]
         self._jobs.set(
@@ -198,14 +172,13 @@ def _is_known(rows: torch.Tensor, runs: ShiftSpans) -> bool:
 
 
 def _lanes(isa: Isa, head_dim: int, rotated: int) -> int:
-    """Return how many numbers are handled together; 0: the shape does not fit registers."""
+    """Count the numbers handled together; 0: the shape does not fit registers."""
     lanes = lanes_for(isa.width, rotated // 2, head_dim - rotated)
     return lanes if lanes >= _LEAST else 0
 
 
 @cache
 def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> tuple[Callable[[int], None], Function]:
-    """`keep` as the thread calls it that has Python's lock, and `add` without the lock, of one shape."""
     text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
     keep, add = compiled(text, isa, "keep", "add")
     # Little is copied: a thread that gave up Python's lock for it might wait longer to get it back.
@@ -231,12 +204,9 @@ _Row = dict[int, Value]  # a row's numbers, by first column
 
 
 def offsets_module(isa: Isa, stored: str, lanes: int, head_dim: int, half: int) -> str:
-    """Return LLVM IR of `void keep(job)` and `void add(job)`, the latter for any number of threads with the same job.
+    """Write `void keep(job)` and `void add(job)`, the latter for any number of threads with the same job.
 
-    Parameters
-    ----------
-    stored : the format of the rows.
-    half : of the numbers that are rotated; those after them are not.
+    `half` of the numbers are rotated with as many after them; the rest are not.
     """
     return module(_keep(isa, stored, head_dim), _Add(isa, stored, lanes, head_dim, half).function())
 
@@ -258,8 +228,6 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
 
 
 class _Add:
-    """Writes `add`: one head of one run after the other."""
-
     def __init__(self, isa: Isa, stored: str, lanes: int, head_dim: int, half: int) -> None:
         self._k = FunctionBuilder("add", isa, "ptr job")
         self._k.keeps_nan = True
@@ -286,7 +254,7 @@ class _Add:
     def _means(
         self, job: Fields, sides: list[Value], head: Value, first: Value, probes: Value
     ) -> tuple[_Row, _Row, Value]:
-        """Return the mean change of keys, positions taken off, and of values; the sum of the latter's squares."""
+        """Means of the changes of keys, positions taken off, and of values; squares of the latter."""
         k, starts = self._k, range(0, self._head_dim, self._lanes)
         loop = k.loop(probes, *[k.zeros(self._lanes)] * (2 * len(starts) + 1))
         *sums, squares = loop.values
@@ -314,7 +282,6 @@ class _Add:
         return onto
 
     def _rotated(self, numbers: _Row, table: list[Value]) -> _Row:
-        """Return a row's numbers, rotated by halves."""
         rotated = dict(numbers)
         for start in range(0, self._half, self._lanes):
             cos, sin = (side.load(start, self._lanes) for side in table)
@@ -323,7 +290,6 @@ class _Add:
         return rotated
 
     def _move(self, job: Fields, sides: list[Value], span: tuple[Value, Value], offsets: tuple[_Row, _Row]) -> None:
-        """Add its share of the offsets to each row that takes some."""
         k, (first, rows) = self._k, span
         with k.loop(rows, may_be_empty=True) as index:
             row = first + index

@@ -22,17 +22,10 @@ def _found(find: Callable[[str], Any]) -> bool:
 
 
 def jit(kernel: Callable[..., None], *parts: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
-    """Make a Triton kernel, of which triton makes one for each set of its constants. A caller keeps it.
+    """Make a Triton kernel of a function whose module has `tl` only for type checkers, and of the functions it calls.
 
-    Parameters
-    ----------
-    kernel : a function of a module whose `tl` is only for type checkers: the language is put there.
-    parts : functions of the same module that the kernel calls.
-    unspecialized : numbers for whose 1 and multiples of 16 no kernel of its own is made.
-
-    Raises
-    ------
-    KvtoolError : triton is missing.
+    Triton compiles one for each set of its constants; a caller keeps it. For 1 and multiples of 16 of `unspecialized`
+    numbers no separate kernel is made. Raises KvtoolError: triton is missing.
     """
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]

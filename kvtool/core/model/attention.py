@@ -26,24 +26,17 @@ ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
 class WatchedRows:
-    """Query rows whose attention may be watched.
-
-    Attributes
-    ----------
-    watch : called with every layer's queries and keys: (layer, query, key, params), as `attend` has them.
-    """
+    """`watch` is called with every layer's queries and keys: (layer, query, key, params), as `attend` has them."""
 
     __slots__ = ()
     watch: Watch | None
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Return the keys that each row sees through a window."""
         raise NotImplementedError
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend: row i sees the keys up to `places[i]`, or those of them that are within its window."""
         if self.watch is not None:
             self.watch(layer, query, key, params)
         return attend(query, key, value, params, self.seen(params.window))
@@ -51,22 +44,14 @@ class WatchedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRows(WatchedRows):
-    """The rows of a prompt that a pass computes, by their places in it, in ascending order.
+    """The rows of a prompt that a pass computes, by their places in it, in ascending order."""
 
-    Attributes
-    ----------
-    places : int64 tensor `[rows]` on the model's device.
-    order : the same places as Python ints, so that key limits need no device synchronisation.
-    dense : the rows are exactly 0 … n-1, so plain causal attention can be used.
-    exact_forward : the model's own forward computes the rows, so that what is stored of them stays the same to the bit.
-    position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
-    """
-
-    places: torch.Tensor
-    order: list[int] = field(repr=False)
-    dense: bool
+    places: torch.Tensor  # int64 `[rows]` on the model's device
+    order: list[int] = field(repr=False)  # the same, so that key limits need no device synchronisation
+    dense: bool  # the rows are exactly 0 … n-1, so plain causal attention can be used
     watch: Watch | None = None
-    exact_forward: bool = False
+    exact_forward: bool = False  # by the model's own forward, so that what is stored stays the same to the bit
+    # The position of every place of the prompt, ascending, where some are not their place.
     position_ids: Sequence[int] | None = field(default=None, repr=False)
     _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
 
@@ -74,7 +59,6 @@ class QueryRows(WatchedRows):
     def of(
         cls, places: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
     ) -> QueryRows:
-        """Make rows of `places` (int64 `[rows]`, ascending)."""
         order: list[int] = places.tolist()
         dense = order == list(range(len(order)))
         return cls(places.to(device, non_blocking=True), order, dense, position_ids=position_ids)
@@ -84,15 +68,14 @@ class QueryRows(WatchedRows):
 
     @property
     def pairs(self) -> int:
-        """Count the keys that all rows see without a window."""
+        """Number of keys that all rows see without a window."""
         return sum(self.order) + len(self.order)
 
     def last(self, count: int) -> QueryRows:
-        """Return the last `count` rows."""
         return replace(self, places=self.places[-count:], order=self.order[-count:], dense=False, _seen={})
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Return the keys that each row sees through a window; a pass asks for the same at every layer of a kind."""
+        """A pass asks for the same at every layer of a kind."""
         if window not in self._seen:
             self._seen[window] = self._through(window)
         return self._seen[window]
@@ -111,25 +94,19 @@ class QueryRows(WatchedRows):
 class PackedChunks:
     """Chunks packed into one row, each after the same lead-in; no chunk sees another.
 
-    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in.
-
-    Attributes
-    ----------
-    spans : start and stop of each chunk.
-    lead_in : rotated keys and values of the lead-in, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none.
-    watches : one for each of the first chunks, called with every layer's queries `[heads, rows, head_dim]` of it, the
-        keys before and in it `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
+    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in. Each of the first chunks may
+    have a watch, which is called with every layer's queries `[heads, rows, head_dim]` of it, the keys before and in it
+    `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    lead_in: Sequence[KV]
+    spans: tuple[tuple[int, int], ...]  # start and stop of each chunk
+    lead_in: Sequence[KV]  # rotated, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none
     _rows: Spans
     watches: Sequence[ChunkWatch] = ()
     _windows: dict[int | None, Spans] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lengths: Sequence[int], lead_in: Sequence[KV], watches: Sequence[ChunkWatch] = ()) -> PackedChunks:
-        """Place chunks of these lengths one after another."""
         stops = list(accumulate(lengths))
         starts = [0, *stops[:-1]]
         leads = lead_in[0][0].shape[2] if lead_in else 0
@@ -140,7 +117,6 @@ class PackedChunks:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend: `[1, heads, rows, head_dim]`, as `query` is, over the chunks' own `[1, kv_heads, rows, head_dim]`."""
         lead_in = self.lead_in[layer] if self.lead_in else None
         for watch, (start, stop) in zip(self.watches, self.spans, strict=False):
             own = key[:, :, start:stop]
@@ -156,16 +132,13 @@ class PackedChunks:
 
 
 class AttentionRows(Protocol):
-    """Protocol of query rows that know which keys each of them sees."""
-
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Compute attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
+    ) -> torch.Tensor: ...
 
 
 class PlacedRows(AttentionRows, Protocol):
-    """Protocol of query rows that also know their places in the prompt: int64 `[rows]` on the model's device."""
+    """`places`: in the prompt, int64 `[rows]` on the model's device."""
 
     @property
     def places(self) -> torch.Tensor: ...
@@ -196,18 +169,11 @@ def rows_attention(
     rows: AttentionRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for `transformers`' attention interface: `rows` decide what is seen.
+    """Compute attention for `transformers`' attention interface, `[batch, rows, heads, head_dim]`.
 
-    Parameters
-    ----------
-    query : `[batch, heads, rows, head_dim]`.
-    key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (mla.py).
-    rows : the query rows. None: those of the pass that runs; without any, a plain causal prefill.
-    kwargs : `sliding_window`, `softcap` and `s_aux` (sinks), where a layer has them.
-
-    Returns
-    -------
-    `[batch, rows, heads, head_dim]`, and None for the weights, which are never materialised.
+    Keys and values of a module that keeps latents are the single head's (mla.py). Without `rows`, those of the pass
+    that runs decide what is seen; without any, it is a plain causal prefill. `kwargs` has `sliding_window`, `softcap`
+    and `s_aux` (sinks), where a layer has them.
     """
     if kwargs.get("position_bias") is not None:
         needed = "that would need the bias made for chosen rows"

@@ -25,24 +25,16 @@ _MOST = 16  # kinds of work that are kept
 class CapturedWork(Generic[T]):
     """Work that is done as it is at first, then captured, and replayed from then on.
 
-    The capture is of this thread only: another thread may use the device meanwhile.
-
-    Parameters
-    ----------
-    others : its memory for what is only needed inside is also theirs; None: it has its own.
-    warm_up : runs before the capture: they make what libraries make at their first call, which a capture must not
-        contain.
-
-    Attributes
-    ----------
-    why : the reason, where it could not be captured; it is then always done as it is.
+    The capture is of this thread only: another thread may use the device meanwhile. The runs before it (`warm_up`) make
+    what libraries make at their first call, which a capture must not contain. Memory for what is only needed inside is
+    shared with `others`.
     """
 
     def __init__(self, device: str, others: CapturedWorks | None = None, warm_up: int = 1) -> None:
         self._device, self._others, self._left = torch.device(device), others, warm_up
         self._replay: Callable[[], None] | None = None
         self._out: T
-        self.why = ""
+        self.why = ""  # the reason, where it could not be captured; it is then always done as it is
 
     @torch.inference_mode()
     def run(self, work: Callable[[], T]) -> T:
@@ -56,7 +48,6 @@ class CapturedWork(Generic[T]):
         return self._out
 
     def _capture(self, work: Callable[[], T]) -> None:
-        """Record the kernels, of which none runs; where that fails, note the reason."""
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         pool = None if self._others is None else self._others.pool
         current = torch.cuda.current_stream(self._device)
@@ -76,20 +67,16 @@ class CapturedWork(Generic[T]):
 
 
 class CapturedWorks:
-    """The most recently used kinds of captured work of a model, which take turns: what one returns is to be copied
-    before another runs.
-    """
+    """The most recently used kinds of captured work; what one returns is to be copied before another runs."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Any] = OrderedDict()
 
     @cached_property
     def pool(self) -> Any:
-        """Return the name of the memory that their captures share."""
         return torch.cuda.graph_pool_handle()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the work of a key; make it where it is not known, or not any more."""
         if key not in self._known:
             self._known[key] = make()
         self._known.move_to_end(key)
@@ -100,12 +87,9 @@ class CapturedWorks:
 
 
 class StaticRows(WatchedRows):
-    """Rows whose places only the device knows; replaces `QueryRows` in a cache and in attention.
+    """Rows whose places only the device knows: int64 `[rows]`, ascending; a place may be there several times.
 
-    Attributes
-    ----------
-    places : int64 `[rows]`, ascending; a place may be there several times.
-    capacity : keys that attention reads.
+    They replace `QueryRows` in a cache and in attention, which reads `capacity` keys.
     """
 
     def __init__(self, places: torch.Tensor, capacity: int, watch: Watch | None = None) -> None:
@@ -116,7 +100,6 @@ class StaticRows(WatchedRows):
         return len(self.places)
 
     def last(self, count: int) -> StaticRows:
-        """Return the last `count` rows."""
         return StaticRows(self.places[-count:], self.capacity, self.watch)
 
     def seen(self, window: int | None) -> KeyRanges:
@@ -128,5 +111,4 @@ class StaticRows(WatchedRows):
 
 
 def memory_of(cache: PromptCache) -> list[torch.Tensor]:
-    """Return the tensors of a cache's buffers."""
     return [side for buffer in cache.buffers for side in (buffer.keys, buffer.values)]

@@ -26,12 +26,10 @@ INSTALL = "pip install 'kvtool[structured]'"
 
 
 def is_installed() -> bool:
-    """Return True if grammars can be used."""
     return find_spec("llguidance") is not None
 
 
 def check_grammar(grammar: str) -> None:
-    """Refuse a grammar in llguidance's Lark that is wrong, or takes too much. Raises UsageError."""
     if reason := _reason_against(grammar):
         raise UsageError(f"the answer cannot be held to this schema: {reason}", "simplify the schema")
 
@@ -49,7 +47,6 @@ def _reason_against(grammar: str) -> str:
 
 
 def main(seconds: int, memory: int) -> None:
-    """Compile the grammar on stdin, and write a line with the reason against it; in the process of its own."""
     from llguidance import LLMatcher, LLTokenizer
 
     limit_process(memory, seconds)
@@ -70,16 +67,7 @@ def main(seconds: int, memory: int) -> None:
 
 
 class Constraint:
-    """A grammar over the tokens of one answer.
-
-    Parameters
-    ----------
-    grammar : in llguidance's Lark, which includes JSON schemas.
-
-    Raises
-    ------
-    UsageError : llguidance is not installed.
-    """
+    """A grammar in llguidance's Lark, which includes JSON schemas, over the tokens of one answer."""
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
         if not is_installed():
@@ -88,11 +76,10 @@ class Constraint:
         self._matcher: Any = None
 
     def begin(self) -> None:
-        """Go back to the answer's beginning."""
         self._matcher = None
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `[vocabulary]` with -inf at tokens that cannot come next. Raises UsageError."""
+        """Return logits `[vocabulary]` with -inf at tokens that cannot come next."""
         import torch
 
         if self._matcher is None:
@@ -107,7 +94,6 @@ class Constraint:
         return logits.masked_fill(torch.from_numpy(~is_possible).to(logits.device), float("-inf"))
 
     def take(self, token: int) -> None:
-        """Go on by the chosen token. Raises UsageError."""
         self._matcher.consume_token(token)
         self._check()
 

@@ -34,31 +34,21 @@ _OTHERWISE = "the model keeps its state in a way of its own; that would need a l
 
 
 class Decoder(DecoderStack):
-    """The language model of a store, driven with chosen rows.
-
-    Attributes
-    ----------
-    state_forms : of a model that keeps states: dtype and shape that its forward gives, by layer and state.
-    unfused : why rows go through the model's own layers, and not through fused ones; "": they do; None: a CPU has not
-        tried it yet.
-    captured : passes that a GPU has as graphs.
-    """
-
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(loaded, kv_dtype)
         self._head = HeadRows()
         self.model.get_output_embeddings().register_forward_pre_hook(self._head)
-        self.unfused: str | None = None  # tried at the first pass
+        # Why rows go through the model's own layers; "": they go through fused ones. A CPU tries it at the first pass.
+        self.unfused: str | None = None
         self._fused: FusedForward | None = None  # of a model on a GPU
         self.captured = CapturedWorks()
-        self.state_forms: dict[int, StateForms] = {}
+        self.state_forms: dict[int, StateForms] = {}  # by layer and state
         if self.keeps_states:
             self._check_states()
         elif self.device.startswith("cuda"):
             self.unfused = self._try_fused()
 
     def _try_fused(self) -> str:
-        """Return why a GPU computes no fused passes, or a CPU no fused layers; "": it does."""
         if self.keeps_states:
             return "the model keeps states"
         try:
@@ -71,14 +61,11 @@ class Decoder(DecoderStack):
         return ""
 
     def _check_states(self) -> None:
-        """Compute two tokens and one more, and check that states are kept where they are expected.
-
-        Warnings of `transformers` about missing kernels are silenced here.
-        """
+        """Compute two tokens and one more, and check that states are kept where they are expected."""
         from kvtool.core.model.states import StateCache, StateLayer  # of transformers
 
         try:
-            with quiet():
+            with quiet():  # which warns of missing kernels
                 _, cache = self.prefill([0, 0], reserve=1)
                 self.extend([0], cache)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -94,22 +81,15 @@ class Decoder(DecoderStack):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Return what its layers compute.
-
-        Raises
-        ------
-        UnsupportedArchitecture : something that no fast path knows.
-        """
         return read_model_spec(self)
 
     @property
     def forward(self) -> str:
-        """Return how rows of a prompt are computed: "fused", or "torch" and why they are not."""
         return f"torch: {self.unfused}" if self.unfused else "fused"
 
     @property
     def fused_forward(self) -> FusedForward | None:
-        """Return the fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
+        """The fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
         return None if self._fused is None or self.hooked else self._fused
 
     @torch.inference_mode()
@@ -121,42 +101,30 @@ class Decoder(DecoderStack):
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute rows of a prompt over its cache.
+        """Compute rows of a prompt over its cache; return logits of the last `keep` rows, float32 `[keep, vocabulary]`.
 
-        Parameters
-        ----------
-        tokens : the token ids at `rows`; as int64 `[rows]` on the device nothing is read on the host.
-        keep : how many of the last rows go through the LM head.
-        position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
-
-        Returns
-        -------
-        Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
+        Of `tokens` as int64 `[rows]` on the device nothing is read on the host. `position_ids` are rotary positions
+        `[rows]` on the device, where they are not the rows' places.
         """
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         with out_of_memory_hint(len(ids)), self._head.only(keep):
             if (fused := self.fused_forward) is not None:
                 return fused.compute(ids, rows, cache, keep, position_ids)
             if self.shares:
-                out = self._run_sharing(ids, rows, cache, position_ids, min(keep, len(ids)))
+                keep = min(keep, len(ids))
+                # given a tensor of rows, the model does not cut its own inputs
+                wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
+                with prune_rows(self.layers[len(self.shapes) :], keep):
+                    out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
             else:
                 out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=keep)
             logits: torch.Tensor = out.logits[0].float()
             return logits
 
-    def _run_sharing(
-        self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
-    ) -> Any:
-        """Run a model whose last layers keep nothing; given a tensor of rows, it does not cut its own inputs."""
-        wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
-        with prune_rows(self.layers[len(self.shapes) :], keep):
-            return self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
-
     @torch.inference_mode()
     def fill_cache(
         self, tokens: Sequence[int], rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
     ) -> None:
-        """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (fused := self.fused_forward) is not None:
                 fused.hidden(self.device_ids(tokens), rows, cache, len(tokens), position_ids)
@@ -164,15 +132,8 @@ class Decoder(DecoderStack):
                 self._run(self.base, self.device_ids(tokens), rows, cache, position_ids)
 
     def _run(
-        self,
-        module: Any,
-        ids: torch.Tensor,
-        rows: PlacedRows,
-        cache: PromptCache,
-        position_ids: torch.Tensor | None = None,
-        **more: Any,
+        self, module: Any, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, at: torch.Tensor | None, **more: Any
     ) -> Any:
-        """Run the model's own forward."""
         if self.device == "cpu" and self.unfused is None:
             self.unfused = self._try_fused()
         cache.rows = rows
@@ -183,7 +144,7 @@ class Decoder(DecoderStack):
             with pool, attention.rows_of_pass(lambda: cache.rows), preemptible(self.layers):
                 return module(
                     input_ids=ids[None],
-                    position_ids=(rows.places if position_ids is None else position_ids)[None],
+                    position_ids=(rows.places if at is None else at)[None],
                     use_cache=True,
                     rows=rows,
                     **{cache_name(self.base): cache},
@@ -199,7 +160,7 @@ class Decoder(DecoderStack):
         cache.set_length(len(ids))
         rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), exact_forward=True)
         with out_of_memory_hint(len(ids)):
-            self._run(self.base, self.device_ids(ids), rows, cache)
+            self._run(self.base, self.device_ids(ids), rows, cache, None)
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
@@ -226,7 +187,6 @@ class Decoder(DecoderStack):
             self.fill_cache(piece, rows, cache, at)
 
     def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
-        """Return rows for `count` more tokens of a cache, and their positions where these are not their places."""
         start = cache.buffers[0].length
         cache.set_length(start + count)
         rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
@@ -259,7 +219,6 @@ class HeadRows:
 
     @contextmanager
     def only(self, keep: int) -> Iterator[None]:
-        """Give it the last `keep` rows inside."""
         before, self._keep = self._keep, keep
         try:
             yield
@@ -273,7 +232,6 @@ class HeadRows:
 
 @contextmanager
 def out_of_memory_hint(rows: int) -> Iterator[None]:
-    """Turn an allocation failure into an error that says what to do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

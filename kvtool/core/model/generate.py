@@ -15,7 +15,6 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.constraint import Constraint
 from kvtool.core.model.decode import decode_backend, step_along, step_together
-from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
@@ -31,47 +30,34 @@ _COLD = 1e-6  # chances of less are those of the largest logit, or no numbers
 class Sampling:
     """The choice of an answer's tokens: greedy at temperature 0, else by seeded sampling.
 
-    Attributes
-    ----------
-    stop : texts that end the answer, and are no part of it.
-    stop_repeats : end it where it repeats itself (`Repeats`), too.
-    top_p, frequency_penalty, presence_penalty, logit_bias : as in OpenAI's API (`likely`, `adjusted`); biases by token
-        id.
-    top_k, min_p : sample from this number of tokens, and from those with this share of the best one's chance; 0: all.
-    repetition_penalty, repeat_last_n : divisor of the logits of the answer's last tokens; -1: all of them.
-    min_tokens, ends : tokens before which the answer cannot end, and the token ids that end it.
-    draw : where its random numbers come from: each answer of a batch has its own.
-    top_logprobs : how many of the most likely tokens to note with each token; None: nothing is noted.
-    said : the tokens chosen so far.
-    noted : each token chosen so far with its log-probability, and those of the most likely ones; biases, penalties and
-        the temperature do not change them.
-    constraint : rules out tokens; None: none.
+    Names of OpenAI's API have their meaning there. Biases, penalties and the temperature do not change what is noted.
     """
 
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
-    stop_repeats: bool = False
+    stop_repeats: bool = False  # end the answer where it repeats itself (`Repeats`)
     top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    top_k: int = 0  # sample from this number of tokens; 0: all
+    min_p: float = 0.0  # sample from tokens with this share of the best one's chance
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    repeat_last_n: int = -1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
+    repetition_penalty: float = 1.0  # divides the logits of the answer's last tokens
+    repeat_last_n: int = -1  # how many those are; -1: all
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
+    min_tokens: int = 0  # before which none of `ends` can come
     ends: tuple[int, ...] = ()
-    top_logprobs: int | None = None
+    top_logprobs: int | None = None  # how many of the most likely tokens to note with each token; None: note nothing
+    # Each answer of a batch has its own random numbers.
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
-    said: list[int] = field(default_factory=list, repr=False, compare=False)
+    said: list[int] = field(default_factory=list, repr=False, compare=False)  # the tokens chosen so far
+    # Each of them with its log-probability, and those of the most likely ones.
     noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
     constraint: Constraint | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_greedy(self) -> bool:
-        """Return True if every token is the model's most likely one."""
         penalty = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         changed = self.temperature or penalty or self.logit_bias or self.min_tokens
         return not changed and self.constraint is None
@@ -79,44 +65,26 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """An answer.
-
-    Attributes
-    ----------
-    ids : its token ids, without the end token, and without those of a repetition that ended it.
-    end : the end token; None where the answer was cut off at its longest, or ended by a text.
-    stop : the text that ended it; None where none did. `finish`: what did; a text or the caller's end is a stop, too.
-    milliseconds : time after the first token.
-    steps : tokens computed in that time. `stepper`: the backend, with the reason where it is not machine code.
-    """
-
     text: str
-    ids: Ids
-    end: int | None
-    milliseconds: float
-    steps: int = 0
-    stepper: str = ""
-    stop: str | None = None
-    finish: Finish = "stop"
+    ids: Ids  # without the end token, and without those of a repetition that ended it
+    end: int | None  # the end token; None where the answer was cut off at its longest, or ended by a text
+    milliseconds: float  # after the first token
+    steps: int = 0  # tokens computed in that time
+    stepper: str = ""  # the backend, with the reason where it is not machine code
+    stop: str | None = None  # the text that ended it
+    finish: Finish = "stop"  # a text or the caller's end is a stop, too
 
     @property
     def script(self) -> Ids:
-        """Return the ids, and after them the end token if there is one."""
         return self.ids if self.end is None else (*self.ids, self.end)
 
 
 def stop_ids(decoder: Decoder) -> set[int]:
-    """Return the token ids that end an answer."""
     config = decoder.model.generation_config
     stated = config.eos_token_id if config is not None else None
     ids = set(stated) if isinstance(stated, list) else {stated}
     ids.add(getattr(decoder.loaded.tokenizer, "eos_token_id", None))
     return {token for token in ids if isinstance(token, int)}
-
-
-def prepare_decoding(decoder: Decoder) -> None:
-    """Start to compile what `generate` decodes with, in a thread of its own."""
-    prepare_compiled_model(decoder)
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
@@ -131,13 +99,7 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
-    """Choose a token from logits `[vocabulary]`.
-
-    Raises
-    ------
-    ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
-    UsageError : a bias is of no token of the model.
-    """
+    """Choose a token from logits `[vocabulary]`, which have -inf at tokens that a model rules out."""
     possible = logits if sampling.constraint is None else sampling.constraint.masked(logits)
     token = _chosen(adjusted(possible, sampling), sampling)
     if sampling.constraint is not None:
@@ -165,10 +127,8 @@ def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         for token, count in Counter(sampling.said).items():
             added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
     if sampling.repetition_penalty != 1 and sampling.said:
-        last = len(sampling.said) if sampling.repeat_last_n < 0 else sampling.repeat_last_n
-        recent = torch.tensor(
-            sampling.said[len(sampling.said) - min(last, len(sampling.said)) :], dtype=torch.long, device=logits.device
-        )
+        start = 0 if sampling.repeat_last_n < 0 else max(0, len(sampling.said) - sampling.repeat_last_n)
+        recent = torch.tensor(sampling.said[start:], dtype=torch.long, device=logits.device)
         logits, penalty = logits.float().clone(), sampling.repetition_penalty
         logits[recent] = torch.where(logits[recent] > 0, logits[recent] / penalty, logits[recent] * penalty)
     if len(sampling.said) < sampling.min_tokens:
@@ -204,7 +164,7 @@ def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def _chosen(logits: torch.Tensor, sampling: Sampling) -> int:
     best = int(logits.argmax())
-    if not math.isfinite(most := float(logits[best])):
+    if not math.isfinite(most := float(logits[best])):  # the prompt's cache has overflowed
         raise ModelError(
             "the model gives no finite numbers over this prompt, so there is no answer",
             "--fusion full asks without what is stored; numbers that overflow there, too, need --dtype float32",
@@ -224,14 +184,10 @@ def generate(
     more: Sequence[int] = (),
     going: Callable[[], bool] = lambda: True,
 ) -> Generated:
-    """Continue a prompt whose cache is full and whose first answer token is known.
+    """Continue a prompt whose first answer token is known, and `more` after it (`greedy_prefix`).
 
-    Parameters
-    ----------
-    cache : holds exactly the prompt's rows, and those of the tokens that are known but the last.
-    on_text : called with each new piece of answer text.
-    more : tokens after the first that are known, too (`greedy_prefix`).
-    going : asked before each further token; False ends the answer there.
+    The cache holds exactly the rows of the prompt and of the known tokens but the last. `going` is asked before each
+    further token; False ends the answer there.
     """
     sequence = AnswerSequence(decoder, cache, [first, *more], sampling, on_text)
     while not sequence.done and going():
@@ -240,20 +196,10 @@ def generate(
 
 
 class AnswerSequence:
-    """An answer that is being generated.
+    """An answer that is being generated, of which at least one token is known.
 
-    Its logits come from its own backend (`generate`), or from a step of several (`ContinuousBatch`).
-
-    Parameters
-    ----------
-    cache : holds exactly the prompt's rows, and those of the known tokens but the last.
-    known : the first tokens, at least one.
-    on_text : called with each new piece of answer text.
-
-    Attributes
-    ----------
-    backend : appends tokens to the cache.
-    token : the last one, which is not in the cache yet.
+    Its logits come from its own backend (`generate`), or from a step of several (`ContinuousBatch`). The cache holds
+    exactly the rows of the prompt and of the known tokens but the last, which is `token`.
     """
 
     def __init__(
@@ -276,7 +222,6 @@ class AnswerSequence:
 
     @property
     def done(self) -> bool:
-        """Return True if it has ended, is at its maximum length, or cannot continue."""
         return self._is_full or self._text.ended or self._error is not None
 
     @property
@@ -284,13 +229,11 @@ class AnswerSequence:
         return self._known + self._steps >= self._sampling.max_tokens
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token from the logits after the last, `[vocabulary]`."""
         self.token = next_token(logits, self._sampling)
         self._steps += 1
         self._text.add(self.token)
 
     def fail(self, error: Exception) -> None:
-        """Stop: `end` raises the error."""
         self._error = error
 
     def end(self) -> Generated:
@@ -321,12 +264,7 @@ class ContinuousBatch:
     all run in one step, which reads the model's weights once for all of them, and every logit is the same to the last
     bit; elsewhere they run one by one.
 
-    Each has its own cache, sampling and listener. One thread steps; where others use the model meanwhile, it holds the
-    session's lock for a step, not for an answer.
-
-    Attributes
-    ----------
-    sequences : those that are still being generated, the oldest first.
+    One thread steps; where others use the model meanwhile, it holds the session's lock for a step, not for an answer.
     """
 
     def __init__(self) -> None:
@@ -337,7 +275,6 @@ class ContinuousBatch:
         self.sequences.append(sequence)
 
     def remove(self, sequence: AnswerSequence) -> None:
-        """Drop an answer that no caller waits for any more."""
         self.sequences.remove(sequence)
 
     def step(self) -> list[AnswerSequence]:
@@ -374,10 +311,7 @@ class GreedyPrefix:
 def greedy_prefix(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int) -> GreedyPrefix:
     """Compute the first greedy tokens of an answer, at most `most`; `generate` continues from them.
 
-    Parameters
-    ----------
-    cache : holds exactly the prompt's rows, and grows by all tokens but the last.
-    logits : of the prompt's last token, `[vocabulary]`.
+    The cache holds exactly the prompt's rows, and grows by all tokens but the last.
     """
     backend, stops = decode_backend(decoder, cache), stop_ids(decoder)
     ids: list[int] = []
@@ -395,16 +329,8 @@ def follow(
 ) -> list[int]:
     """Choose tokens as `generate` would, as long as they are those of `script`; `generate` continues from them.
 
-    The rows are those of single steps, bit by bit (`step_along`), so what follows is the same answer, too.
-
-    Parameters
-    ----------
-    cache : holds exactly the prompt's rows, and grows by all tokens that are returned but the last.
-    logits : of the prompt's last token, `[vocabulary]`.
-
-    Returns
-    -------
-    Those that agree, and after them the first other one, if there is one.
+    The rows are those of single steps, bit by bit (`step_along`), so what follows is the same answer, too. Returned are
+    those that agree, and after them the first other one, if there is one; the cache grows by all of them but the last.
     """
     start, ids = cache.buffers[0].length, [first_token(logits, sampling)]
     rows = step_along(decode_backend(decoder, cache), script[:-1])

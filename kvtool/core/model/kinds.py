@@ -27,10 +27,7 @@ _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # len
 class KVShape:
     """The shape of a layer's keys and values: `[heads, tokens, key_dim]` and `[heads, tokens, value_dim]`.
 
-    Attributes
-    ----------
-    joint : keys and values share one row of the prompt's buffers, values first; attention takes the whole row as the
-        key (latents, mla.py).
+    Joint ones share one row of the prompt's buffers, values first; attention takes the whole row as the key (mla.py).
     """
 
     heads: int
@@ -40,22 +37,18 @@ class KVShape:
 
     @property
     def numbers(self) -> int:
-        """Return the number of elements of one token, keys and values together."""
         return self.heads * (self.key_dim + self.value_dim)
 
     @property
     def channels(self) -> int:
-        """Return the number of elements of the wider of a token's key and value."""
         return self.heads * max(self.key_dim, self.value_dim)
 
     @property
     def attended(self) -> int:
-        """Return the width of a key as attention takes it."""
         return self.key_dim + (self.value_dim if self.joint else 0)
 
     @property
     def is_plain(self) -> bool:
-        """Return True if keys are as wide as values and separate from them, as fast paths expect."""
         return self.key_dim == self.value_dim and not self.joint
 
     def empty(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,31 +60,16 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """The attention of one layer.
-
-    Attributes
-    ----------
-    rotation : under which name the model's rotary module knows this layer's RoPE, "" where it has one for all; None:
-        keys are not rotated.
-    window : how many positions a row sees, its own the last; None: all before it.
-    softcap : see `AttentionParams`.
-    sinks : whether each head has a score without a key.
-    tempered : whether queries grow with their position (Ministral 3, Llama 4).
-    shape : of the keys and values that it attends to.
-    source : number of the layer whose keys and values it attends to; None: its own.
-    """
-
-    rotation: str | None
-    window: int | None
+    rotation: str | None  # the RoPE's name in the model's rotary module, "" of a single one; None: keys are not rotated
+    window: int | None  # how many positions a row sees, its own the last; None: all before it
     softcap: float | None
-    sinks: bool
-    tempered: bool
+    sinks: bool  # each head has a score without a key
+    tempered: bool  # queries grow with their position (Ministral 3, Llama 4)
     shape: KVShape
-    source: int | None = None
+    source: int | None = None  # number of the layer whose keys and values it attends to; None: its own
 
     @property
     def is_plain(self) -> bool:
-        """Return True if rows see all keys before them, and weights are the softmax of scaled products."""
         return self.window is None and self.softcap is None and not self.sinks and not self.tempered
 
 
@@ -108,14 +86,7 @@ def kinds_of(
 ) -> tuple[tuple[LayerKind, ...], dict[int, Sample]]:
     """Ask the layers of a model, one of each kind; return all kinds, and by the number of each asked layer its sample.
 
-    Parameters
-    ----------
-    base : the decoder without its LM head, whose attention is kvtool's.
-    attentions : its attention modules by layer, in order; layers that only keep a state have none.
-
-    Raises
-    ------
-    ModelError : a layer's attention is none that is known here, or not what the configuration says.
+    `base` is the decoder without its LM head; of layers that only keep a state it has no attention module.
     """
     if not attentions:
         raise ModelError("no layer of the model attends as others do; that would need another way to ask it", HINT)
@@ -146,7 +117,6 @@ def kinds_of(
 
 
 def rotary_of(base: Any) -> Any:
-    """Find the module that knows a decoder's RoPE, whatever its name; None: it has none."""
     modules = [child for child in base.children() if any("inv_freq" in name for name, _ in child.named_buffers())]
     return getattr(base, "rotary_emb", None) or next((one for one in modules if not one._modules), None)
 
@@ -162,17 +132,13 @@ def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
 
 
 def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Compute what the model's own layers are given to rotate by."""
     return rotary(like, positions[None], name) if name else rotary(like, position_ids=positions[None])
 
 
 def angles_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a RoPE's cos and sin `[1, positions, rotary_dim]` in the dtype of `like`, as the model does.
-
-    Complex numbers (DeepSeek V2) belong to pairs of neighbours, and are repeated.
-    """
+    """Compute a RoPE's cos and sin `[1, positions, rotary_dim]` in the dtype of `like`, as the model does."""
     tables = tables_of(rotary, name, like, positions)
-    if isinstance(tables, torch.Tensor):
+    if isinstance(tables, torch.Tensor):  # complex numbers of pairs of neighbours (DeepSeek V2)
         return tables.real.repeat_interleave(2, -1), tables.imag.repeat_interleave(2, -1)
     cos, sin = tables
     return cos, sin
@@ -186,29 +152,24 @@ class _Shared:
     layers: dict[str, int]
 
     def note(self, layer: int) -> None:
-        """Note that what has been added since is this layer's."""
         for name in self.states:
             self.layers.setdefault(name, layer)
 
     def source_of(self, key: torch.Tensor) -> int | None:
-        """Return the layer whose keys these are."""
         return next((self.layers[name] for name, (keys, _) in self.states.items() if keys is key), None)
 
     def taken_by(self, attention: Any) -> dict[str, Any]:
-        """Return the argument by which a module takes it, if it does."""
         takes = "shared_kv_states" in inspect.signature(type(attention).forward).parameters
         return {"shared_kv_states": self.states} if takes else {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probed:
-    """The arguments of a layer's attention; `kept`: the keys and values that it keeps; `source`: see `LayerKind`."""
-
     query: torch.Tensor
     key: torch.Tensor
     params: AttentionParams
-    kept: KV
-    source: int | None
+    kept: KV  # the keys and values that the layer keeps
+    source: int | None  # see `LayerKind`
 
 
 @torch.inference_mode()
@@ -270,7 +231,6 @@ def _kind(probed: _Probed, name: str | None) -> LayerKind:
 
 
 def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
-    """Return what attention modules of a model differ by: their class, RoPE, plain settings and parts."""
     plain = {
         key: value
         for key, value in vars(attention).items()
@@ -284,17 +244,7 @@ def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
 
 
 def check_window(base: Any, config: Any, layer: int, window: int | None) -> None:
-    """Refuse a layer whose window is none, or another one than its configuration says and its model masks by.
-
-    Parameters
-    ----------
-    base : the decoder without its LM head.
-    window : what the layer asks attention for; None: it sees all tokens before it.
-
-    Raises
-    ------
-    ModelError
-    """
+    """Refuse a layer whose window is none, or another one than its configuration says and its model masks by."""
     if window is not None and window < 1:
         nothing = "so that its rows see nothing; that would need a window of at least their own token"
         raise ModelError(f"layer {layer} has a window of {window} tokens, {nothing}", HINT)
@@ -315,7 +265,6 @@ def _window_text(window: int | None) -> str:
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """Return the sliding window of a layer by the configuration, or None."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not window or (types and not _slides(config, layer)):
@@ -324,18 +273,12 @@ def _stated_window(config: Any, layer: int) -> int | None:
 
 
 def _slides(config: Any, layer: int) -> bool:
-    """Return True if a configuration that types its layers says that this one has a window."""
     types = getattr(config, "layer_types", None) or ()
     return layer < len(types) and types[layer] == "sliding_attention"
 
 
 def _masks(base: Any, config: Any, layer: int) -> bool:
-    """Return True if the model's own forward masks what is before the window that its configuration states.
-
-    A configuration may state a window that its family does not know (Llama). So the model is asked for the mask of four
-    tokens, under a window of two.
-    """
-
+    """Ask the model for the mask of four tokens under a window of two: its family may not know windows (Llama)."""
     masks: list[torch.Tensor | None] = []
 
     def stop(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from kvtool.core.kernels import COMPUTED
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
-from kvtool.core.kernels.linear.modules import SmallBatchLinear
+from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import Swapped, cache_name, own_class, swap, swapped_by
@@ -44,13 +44,11 @@ class FusedDecoderLayer:
         norms = [norm.module for norm in spec.norms if norm.is_rms]
         called = [norm.module for norm in spec.norms if not norm.is_rms]
         called += [spec.module.mlp] if spec.mlp is None else []
-        called_parts = {spec.module} | {part for module in called for part in module.modules()}
-        inside = [
-            one for one in spec.module.modules() if one not in called_parts and not isinstance(one, torch.nn.Linear)
-        ]
-        return cls(
-            spec, kernels, AttentionParams(spec.scale, spec.kind.window), tuple(inside), tuple(norms), _weighed(norms)
-        )
+        called_parts = {spec.module, *(part for module in called for part in module.modules())}
+        parts = (part for part in spec.module.modules() if not isinstance(part, torch.nn.Linear))
+        inside = tuple(part for part in parts if part not in called_parts)
+        params = AttentionParams(spec.scale, spec.kind.window)
+        return cls(spec, kernels, params, inside, tuple(norms), _weighed(norms))
 
     def serves(self, hidden: torch.Tensor, cache: Any, tables: Any, rows: Any, more: dict[str, Any]) -> bool:
         """Return True for rows of a prompt over its cache, if no hook listens to what is inside the layer."""
@@ -72,21 +70,11 @@ class FusedDecoderLayer:
     def compute(
         self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
-        """Compute `[1, rows, hidden]` of the same.
-
-        Parameters
-        ----------
-        tables : cos and sin of the rows' positions, as the layer's own forward takes them.
-        """
         spec = self.spec
         (before, between), (after, last) = spec.before, spec.after
         attended = self._normed_by(after, self._attended(self._normed_by(before, hidden), tables, cache, rows))
         hidden, normed = self._added(hidden, attended, between)
         return self._added(hidden, self._normed_by(last, self._mlp(normed)), None)[0]
-
-    def products(self) -> list[torch.nn.Module]:
-        """Return the layers that multiply: one for all products that are fused."""
-        return list(dict.fromkeys(one.module for one in self.spec.projections))
 
     def _normed_by(self, norm: NormSpec | None, rows: torch.Tensor) -> torch.Tensor:
         if norm is None:
@@ -138,8 +126,6 @@ class FusedDecoderLayer:
 
 
 class _FusedModule(Swapped):
-    """A decoder layer that computes rows fused, and everything else by its own forward."""
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -150,7 +136,6 @@ class _FusedModule(Swapped):
         rows: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Compute `[1, rows, hidden]` of the same, as the model's decoder calls its layers."""
         fused: FusedDecoderLayer = self._swapped_by
         name = cache_name(self)
         cache = more.pop(name, None)
@@ -171,7 +156,6 @@ class _FusedModule(Swapped):
 
 
 def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Compute several products of the same rows, as views of one where they are fused."""
     if parts[0].module is parts[-1].module:
         return torch.split(_product(parts[0].module, rows), [part.rows for part in parts], -1)
     return [_product(part.module, rows) for part in parts]
@@ -179,31 +163,24 @@ def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
     """Multiply by a linear layer, in the way that is fast for few rows where its weight is kept for that."""
-    by_rows = isinstance(linear, SmallBatchLinear) and not _is_touched(linear)
+    by_rows = isinstance(linear, PackedLinear) and not _is_touched(linear)
     out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out
 
 
 def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
-    """Return True if all of a layer's products of so many rows are machine code of our own, which a pool computes.
-
-    Parameters
-    ----------
-    layer : of a stack.
-    """
+    """Return True if all of a layer's products of so many rows are machine code of our own, which a pool computes."""
     fused = swapped_by(layer)
-    if (
-        not isinstance(fused, FusedDecoderLayer)
-        or fused.spec.mlp is None
-        or not isinstance(rows, QueryRows)
-        or rows.exact_forward
-    ):
+    if not isinstance(fused, FusedDecoderLayer) or fused.spec.mlp is None:
         return False
-    return all(_is_in_team(product, count, fused.kernels.dtype) for product in fused.products())
+    if not isinstance(rows, QueryRows) or rows.exact_forward:
+        return False
+    linears = {projection.module for projection in fused.spec.projections}
+    return all(_is_in_team(linear, count, fused.kernels.dtype) for linear in linears)
 
 
 def _is_in_team(linear: Any, count: int, dtype: torch.dtype) -> bool:
-    return isinstance(linear, SmallBatchLinear) and "forward" not in vars(linear) and linear.in_team(count, dtype)
+    return isinstance(linear, PackedLinear) and "forward" not in vars(linear) and linear.in_team(count, dtype)
 
 
 def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -213,22 +190,21 @@ def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _is_touched(module: torch.nn.Module) -> bool:
-    """Return True if a hook listens to a module, or it has been given another forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def install_fused_layers(stack: DecoderStack, spec: ModelSpec) -> None:
-    """Let a model's layers compute rows fused.
-
-    Raises
-    ------
-    UnsupportedArchitecture : they compute something else.
-    """
     with _installing:
         try:
             kernels = _kernels_for(stack, spec)
             layers = [FusedDecoderLayer.of(layer, kernels) for layer in spec.layers]
-            _try_each_kind(stack, layers)
+            tried = set()
+            for number, layer in enumerate(layers):
+                module = layer.spec.module
+                kind = own_class(module), own_class(module.self_attn), own_class(module.mlp), layer.spec.rotary
+                if kind not in tried:
+                    tried.add(kind)
+                    _try(stack, number, layer)
         except (AttributeError, ValueError, RuntimeError, TypeError) as error:
             raise UnsupportedArchitecture(str(error)) from error
         for layer in layers:
@@ -249,19 +225,8 @@ def _kernels_for(stack: DecoderStack, spec: ModelSpec) -> LayerKernels:
     return layer_kernels(isa, stack.dtype, spec.activation, rounding)
 
 
-def _try_each_kind(stack: DecoderStack, layers: Sequence[FusedDecoderLayer]) -> None:
-    tried = set()
-    for number, layer in enumerate(layers):
-        module = layer.spec.module
-        kind = (own_class(module), own_class(module.self_attn), own_class(module.mlp), layer.spec.rotary)
-        if kind not in tried:
-            tried.add(kind)
-            _try(stack, number, layer)
-
-
 @torch.inference_mode()
 def _try(stack: DecoderStack, number: int, layer: FusedDecoderLayer) -> None:
-    """Compute a few rows by the model's own layer and by the fused one."""
     module = layer.spec.module
     rows = QueryRows.of(torch.arange(_TRIED), stack.device)
     draw = torch.Generator().manual_seed(0)

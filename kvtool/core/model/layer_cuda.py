@@ -35,16 +35,13 @@ from kvtool.core.model.stack import DecoderStack
 _TRIED = 8  # tokens
 Map = Callable[[torch.Tensor], torch.Tensor]
 HeadNorms = tuple[HeadNorm, HeadNorm]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values, `[rows, heads · head_dim]` each, before norms of heads and rotation."""
 Prefill = Callable[[Sequence[int]], tuple[torch.Tensor, PromptCache]]
 
 
 class FusedForward:
-    """Computes rows of a prompt over its cache, as `Decoder.compute` and `fill_cache` do.
-
-    Raises
-    ------
-    UnsupportedArchitecture : the model computes something that is not known here.
-    """
+    """Computes rows of a prompt over its cache, as `Decoder.compute` and `fill_cache` do."""
 
     def __init__(self, stack: DecoderStack, spec: ModelSpec) -> None:
         self._stack, self._spec = stack, spec
@@ -57,12 +54,7 @@ class FusedForward:
 
     @classmethod
     def tried(cls, stack: DecoderStack, spec: ModelSpec, prefill: Prefill) -> FusedForward:
-        """Make one, and compare a short prefill with that by the model's own forward.
-
-        Raises
-        ------
-        UnsupportedArchitecture : the model computes something else.
-        """
+        """Make one, and compare a short prefill with that by the model's own forward."""
         if stack.dtype not in TOLERANCE:
             raise UnsupportedArchitecture(f"{stack.dtype} on {stack.device}")
         try:
@@ -91,13 +83,6 @@ class FusedForward:
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute logits of the last `keep` rows, float32 `[keep, vocabulary]`.
-
-        Parameters
-        ----------
-        ids : int64 `[rows]` on the device.
-        position_ids : see `Decoder.compute`.
-        """
         hidden = self.hidden(ids, rows, cache, keep, position_ids)
         logits: torch.Tensor = self._stack.model.get_output_embeddings()(self._norm(hidden))
         return logits.float() if self._spec.logits == 1 else logits.float() * self._spec.logits
@@ -105,17 +90,16 @@ class FusedForward:
     def hidden(
         self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute what the last layer gives for the last `keep` rows, `[keep, hidden]`."""
         hidden: torch.Tensor = self._stack.base.embed_tokens(ids)
         if self._spec.embedding != 1:
             hidden = hidden * self._spec.embedding
         table = self._stack.rotary.table(rows.places if position_ids is None else position_ids)
         last = len(self._layers) - 1
         for number, layer in enumerate(self._layers):
-            queries, keys, values = layer.heads(hidden)
+            heads = layer.heads(hidden)
             if cache.before_update is not None:
                 cache.before_update(number, len(ids))
-            queries = self._placed(layer, queries, keys, values, table, rows.places, cache.buffers[number])
+            queries = self._placed(layer, heads, table, rows.places, cache.buffers[number])
             if cache.after_update is not None:
                 cache.after_update(number)
             if number == last and keep < len(ids):  # no later layer needs the others
@@ -125,34 +109,17 @@ class FusedForward:
         return hidden
 
     def _placed(
-        self,
-        layer: FusedCudaLayer,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: RopeTables,
-        at: torch.Tensor,
-        buffer: BufferLayer,
+        self, layer: FusedCudaLayer, heads: Heads, table: RopeTables, at: torch.Tensor, buffer: BufferLayer
     ) -> torch.Tensor:
         """Norm and rotate heads, and write keys and values to a layer's buffers: by one kernel where there is Triton.
 
-        Rotation is computed in float32 and rounded once, as that of stored keys is (`Rotary`).
-
-        Parameters
-        ----------
-        queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
-        table : of the rows' positions; `at`: their places in the buffers, int64 `[rows]`.
-
-        Returns
-        -------
-        The queries, `[1, heads, rows, head_dim]`.
+        Rotation is computed in float32 and rounded once, as that of stored keys is (`Rotary`). The queries come back as
+        `[1, heads, rows, head_dim]`. `at`: places in the buffers, int64 `[rows]`.
         """
         angles = table.by_name[self._stack.rotary.names[0]] if layer.rotates else None
         if self._by_kernel:
-            return place(queries, keys, values, layer.head_norms, angles, at, buffer.keys, buffer.values)
-        query, key, value = (
-            side.view(1, len(at), -1, self._spec.head_dim).transpose(1, 2) for side in (queries, keys, values)
-        )
+            return place(*heads, layer.head_norms, angles, at, buffer.keys, buffer.values)
+        query, key, value = (side.view(1, len(at), -1, self._spec.head_dim).transpose(1, 2) for side in heads)
         if layer.head_norms is not None:
             query, key = (
                 F.rms_norm(side, norm.weight.shape, norm.weight, norm.epsilon)
@@ -166,36 +133,21 @@ class FusedForward:
 
 @dataclass(frozen=True, slots=True)
 class FusedCudaLayer:
-    """A decoder layer as functions of tensors; norms of other kinds, and an MLP of experts, are called as modules.
+    """A decoder layer as functions of tensors; norms of other kinds, and an MLP of experts, are called as modules."""
 
-    Attributes
-    ----------
-    project : rows `[rows, hidden]`, normed, to queries, keys and values `[rows, heads · head_dim]` each.
-    flat_norms : of all heads' queries and keys together (OLMo 2).
-    head_norms : of each head's (Qwen3).
-    before, after : norms before attention and MLP, and after them; of a place without a norm the identity.
-    residual : what the outputs of attention and MLP are multiplied by.
-    """
-
-    project: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    project: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # of normed rows, to `[rows, heads · head_dim]` each
     out: Map
     mlp: Map
-    before: tuple[Map, Map]
+    before: tuple[Map, Map]  # norms of attention and MLP; of a place without a norm the identity
     after: tuple[Map, Map]
-    flat_norms: tuple[Map, Map] | None
-    head_norms: HeadNorms | None
+    flat_norms: tuple[Map, Map] | None  # of all heads' queries and keys together (OLMo 2)
+    head_norms: HeadNorms | None  # of each head's (Qwen3)
     rotates: bool
     params: AttentionParams
-    residual: float
+    residual: float  # what the outputs of attention and MLP are multiplied by
 
     @classmethod
     def of(cls, spec: LayerSpec) -> FusedCudaLayer:
-        """Make a layer's functions.
-
-        Raises
-        ------
-        UnsupportedArchitecture : it has parts that were never tried on a GPU.
-        """
         if any(spec.before) and any(spec.after):
             raise UnsupportedArchitecture("norms before and after attention, which was not tried on a GPU")
         flat, by_head = _head_norms(spec)
@@ -212,15 +164,13 @@ class FusedCudaLayer:
             residual=spec.residual,
         )
 
-    def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute queries, keys and values, `[rows, heads · head_dim]` each, before norms of heads and rotation."""
+    def heads(self, hidden: torch.Tensor) -> Heads:
         queries, keys, values = self.project(self.before[0](hidden))
         if self.flat_norms is not None:
             queries, keys = self.flat_norms[0](queries), self.flat_norms[1](keys)
         return queries, keys, values
 
     def after_attention(self, mixed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the next layer's `[rows, hidden]` of what attention gives, `[rows, heads · head_dim]`."""
         hidden = torch.add(hidden, self.after[0](self.out(mixed)), alpha=self.residual)
         output = self.after[1](self.mlp(self.before[1](hidden)))
         return torch.add(hidden, output, alpha=self.residual)
@@ -238,7 +188,6 @@ def _norm(norm: NormSpec | None) -> Map:
 
 
 def _head_norms(spec: LayerSpec) -> tuple[tuple[Map, Map] | None, HeadNorms | None]:
-    """Return norms of queries and keys: over all heads together, or head by head."""
     if spec.head_norms is None:
         return None, None
     query, key = spec.head_norms
@@ -251,7 +200,6 @@ def _head_norms(spec: LayerSpec) -> tuple[tuple[Map, Map] | None, HeadNorms | No
 
 
 def _products(parts: Sequence[Projection]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Return several products of the same rows: one that is cut, where they are fused."""
     if parts[0].module is parts[-1].module:
         whole, sizes = _linear(parts[0].module), [part.rows for part in parts]
         return lambda rows: whole(rows).split(sizes, -1)

@@ -27,17 +27,7 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", 
 
 
 class Latents:
-    """The sizes and weights by which one attention module attends over a cache that holds latents.
-
-    Parameters
-    ----------
-    attention : the module.
-    implementation : name of the attention under which latents are attended; under another nothing changes.
-
-    Raises
-    ------
-    ModelError : its product has a bias, or a size is unknown.
-    """
+    """How one attention module attends over a cache of latents, wherever `implementation` computes its attention."""
 
     def __init__(self, attention: Any, implementation: str) -> None:
         self.attention, self._implementation = attention, implementation
@@ -52,7 +42,6 @@ class Latents:
 
     @property
     def serves(self) -> bool:
-        """Return True if latents are attended now."""
         return bool(self.attention.config._attn_implementation == self._implementation)
 
     def should_expand(self, rows: int, keys: int, pairs: int) -> bool:
@@ -60,11 +49,7 @@ class Latents:
         brought to the latents: the case where many rows see many keys.
 
         On one core of an AMD EPYC (samples/results/speed.md), a layer of DeepSeek-V2-Lite in float32 over 4,096
-        keys, ms: 32 rows 236 and 24, all rows 649 and 1,655.
-
-        Parameters
-        ----------
-        pairs : of a row and a key that it sees.
+        keys, ms: 32 rows 236 and 24, all rows 649 and 1,655. `pairs`: of a row and a key that it sees.
         """
         both = self.rank * (self.plain + self.value)  # of a key's expansion, or a row's ways there and back
         narrow, wide = self.plain + self.rotary + self.value, 2 * self.rank + self.rotary
@@ -88,7 +73,7 @@ class Latents:
 
     @property
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of keys `[heads, plain, rank]` and of values `[heads, rank, value]`."""
+        """Those of keys `[heads, plain, rank]` and of values `[heads, rank, value]`."""
         product = self.attention.kv_b_proj
         if type(product) is torch.nn.Linear and "forward" not in vars(product):
             return self._cut(product.weight)
@@ -96,7 +81,7 @@ class Latents:
 
     @cached_property
     def _unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of a product with a layout of its own: what it makes of the unit vectors."""
+        """The weights of a product with a layout of its own: what it makes of the unit vectors."""
         product = self.attention.kv_b_proj
         like = self.attention.kv_a_layernorm.weight
         with torch.inference_mode(False), torch.no_grad():
@@ -109,8 +94,6 @@ class Latents:
 
 
 class _LatentModule(Swapped):
-    """An attention module that attends to latents, where they serve."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name = cache_name(self)
         if self._swapped_by.serves and kwargs.get(name) is not None:
@@ -118,13 +101,7 @@ class _LatentModule(Swapped):
         return super().forward(*args, **kwargs)
 
     def expand_kv(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key and value of the single head.
-
-        Parameters
-        ----------
-        latents : `[1, 1, keys, rank]`.
-        keys : rotary keys `[1, 1, keys, rotary]`, or with the latents before them already.
-        """
+        """Return key and value of the single head; `keys` may have the latents before them already."""
         if not self._swapped_by.serves:
             own: Any = super()
             made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(latents, keys)
@@ -143,7 +120,6 @@ def _latents_first(cache: Any) -> CacheProxy:
 
 
 def joined(latents: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Join latents `[…, rank]` and rotary keys, unless they are joined already."""
     width = latents.shape[-1]
     is_joined = keys.shape[-1] > width and keys.data_ptr() == latents.data_ptr()
     return keys if is_joined else torch.cat([latents, keys], -1)

@@ -29,12 +29,6 @@ def base_of(model: Any) -> Any:
 
 
 def layers_of(base: Any) -> list[Any]:
-    """Return the decoder layers of a model without its LM head.
-
-    Raises
-    ------
-    ModelError : it has none under that name.
-    """
     layers = getattr(base, "layers", None)
     if layers is None:
         raise ModelError(
@@ -47,23 +41,18 @@ def layers_of(base: Any) -> list[Any]:
 def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     """Find the attention modules of layers, by layer: the part of each that lets others compute its attention.
 
-    Parameters
-    ----------
-    in_some : there may be layers without any.
-
-    Raises
-    ------
-    ModelError : a layer has several, or none: it attends by code of its own, which takes no rows of ours.
+    `in_some`: there may be layers without any.
     """
-    found = {
-        number: [child for child in layer.children() if _is_attention(child)] for number, layer in enumerate(layers)
-    }
-    for number, those in found.items():
-        if len(those) > 1 or not (those or in_some):
+    found: dict[int, Any] = {}
+    for number, layer in enumerate(layers):
+        modules = [child for child in layer.children() if _is_attention(child)]
+        if len(modules) > 1 or not (modules or in_some):
             several = "several attentions in a layer; that would need keys and values stored for each"
             own = "attention of its own, which takes no rows of others; that would need our rows and masks given to it"
-            raise ModelError(f"{type(layers[number]).__name__} has {several if those else own}", HINT)
-    return {number: those[0] for number, those in found.items() if those}
+            raise ModelError(f"{type(layer).__name__} has {several if modules else own}", HINT)
+        if modules:
+            found[number] = modules[0]
+    return found
 
 
 def disable_query_scaling(attentions: Sequence[Any]) -> None:
@@ -78,13 +67,11 @@ def disable_query_scaling(attentions: Sequence[Any]) -> None:
 
 
 def _is_attention(module: Any) -> bool:
-    """Return True if a module's own forward calls the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
 
 def cache_name(module: Any) -> str:
-    """Return the name by which a module's forward takes the cache."""
     return _cache_name(type(module).forward)
 
 
@@ -99,11 +86,8 @@ class ForwardEnded(Exception):
 
 
 class CacheProxy:
-    """A cache without rows: a function takes a layer's new keys and values, and returns those to attend to.
-
-    Parameters
-    ----------
-    update : called with keys and values, `[batch, kv_heads, rows, head_dim]`, and the layer's number.
+    """A cache without rows: `update` takes a layer's new keys and values, `[batch, kv_heads, rows, head_dim]`, and its
+    number, and returns those to attend to.
     """
 
     def __init__(self, update: Callable[[torch.Tensor, torch.Tensor, int], KV]) -> None:
@@ -131,30 +115,21 @@ class CacheProxy:
 
 
 class LayerProbe:
-    """A run of one layer up to its cache, or up to its attention.
-
-    Attributes
-    ----------
-    cache : to be given to the layer.
-    kv : the keys and values that it writes to its cache; None: it writes none.
-    attention : query, key, value and params as its attention takes them; None: the run did not reach it.
-    """
+    """A run of one layer up to its cache, or up to its attention, of which it takes the place as `AttentionRows`."""
 
     def __init__(self, until: Literal["cache", "attention"]) -> None:
         self._until = until
-        self.cache = CacheProxy(self._written)
-        self.kv: KV | None = None
+        self.cache = CacheProxy(self._written)  # to be given to the layer
+        self.kv: KV | None = None  # what it writes to its cache
         self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a layer, or its attention, until the wanted arguments are recorded."""
         with suppress(ForwardEnded):
             forward(*args, **kwargs)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Record the arguments, and end the forward: a probe takes the place of a pass's `AttentionRows`."""
         self.attention = query, key, value, params
         raise ForwardEnded
 
@@ -170,10 +145,6 @@ class Swapped(torch.nn.Module):
 
     The module keeps its name and parts. A copy of it, in this process or by pickle in another, is of its own class:
     machine code stays here.
-
-    Attributes
-    ----------
-    _swapped_by : what it computes with.
     """
 
     _swapped_by: Any
@@ -201,7 +172,6 @@ def swapped_by(module: torch.nn.Module) -> Any:
 
 
 def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class that a module was built as."""
     kind = type(module)
     return kind.__bases__[1] if issubclass(kind, Swapped) else kind
 
@@ -245,5 +215,4 @@ def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
 
 
 def tables_of_rows(tables: Any, some: Some) -> Any:
-    """Take some of the rows that layers rotate by: cos and sin, or complex numbers."""
     return tables[:, some] if isinstance(tables, torch.Tensor) else tuple(side[:, some] for side in tables)

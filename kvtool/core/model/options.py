@@ -23,15 +23,11 @@ _MOST_BYTES = 1 << 16  # of a file with an instruction
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions(Options):
-    """The option of staying offline."""
-
     offline: bool = option(False, "Never use the network.", group=MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(NetworkOptions):
-    """Options of loading a model; without a name the model that the store was built with."""
-
     model: str | None = option(
         None,
         "The language model; smollm2 is small, for trials.",
@@ -70,12 +66,6 @@ def system_option(group: str, *, instead: str = "the store's own") -> str | None
 
 
 def system_text(given: str) -> str:
-    """Return the instruction given by a flag, a variable or a file of settings.
-
-    Raises
-    ------
-    UsageError : its file cannot be read, or a file is named without `@`.
-    """
     if given.startswith("@"):
         if not given[1:].strip():
             raise UsageError("--system: @ names no file", "--system @FILE reads a file")
@@ -107,7 +97,6 @@ def _file_text(path: Path) -> str:
 
 
 def embedder_option(group: str) -> str | None:
-    """Declare the embedding model, of an ingest, which computes vectors, and of a query, which searches them."""
     return option(
         None,
         "The embedding model for search by meaning.",

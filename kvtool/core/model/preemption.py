@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 def between_layers(work: Callable[[], None] | None) -> Iterator[None]:
     """Call `work` before each layer of all passes inside, in their thread; an error that it raises ends the pass.
 
-    It may run the model over other caches: the layers of those passes are not interrupted.
+    It may run the model over other caches: the layers of those passes are not interrupted. None: no passes are.
     """
     token = _pending.set(work)
     try:
@@ -32,14 +32,8 @@ def between_layers(work: Callable[[], None] | None) -> Iterator[None]:
         _pending.reset(token)
 
 
-def uninterrupted() -> AbstractContextManager[None]:
-    """Keep passes inside from being interrupted between their layers: they are timed."""
-    return between_layers(None)
-
-
 @contextmanager
 def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let a pass inside stop before each of these layers, and run what is pending."""
     if _pending.get() is None:
         yield
         return

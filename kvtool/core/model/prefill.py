@@ -34,12 +34,8 @@ class PrefillItem:
 class ChunkKV:
     """Keys (un-rotated) and values of a chunk: for each layer `[kv_heads, tokens, head_dim]` on the CPU.
 
-    They may be views into the memory of their batch. Layers may differ in heads and head_dim.
-
-    Attributes
-    ----------
-    rooms : for each layer the memory of its keys and then its values, with `MARGINS` around them; none where they lie
-        elsewhere.
+    They may be views into the memory of their batch, each layer's keys and then its values with `MARGINS` around them:
+    `rooms`. Layers may differ in heads and head_dim.
     """
 
     keys: Sequence[torch.Tensor]
@@ -48,12 +44,10 @@ class ChunkKV:
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys and values of each layer."""
         return list(zip(self.keys, self.values, strict=True))
 
     @property
     def tokens(self) -> int:
-        """Count its tokens."""
         return self.keys[0].shape[1]
 
     @property
@@ -93,20 +87,14 @@ def prefill_chunks(
 ) -> list[ChunkKV]:
     """Prefill chunks packed into one row, each as if only it came after the lead-in.
 
-    Of the last layer only keys and values are computed, and the LM head does not run.
+    Returned is one `ChunkKV` an item, without the rows of the lead-in and of `item.before`. Of the last layer only keys
+    and values are computed, and the LM head does not run.
     What a chunk gives does not depend on its batch: bit for bit on the CPU, so that a resumed ingest ends with the
     bytes of an undisturbed one.
     Keys lose their position here: rotated by the model at lead-in length onwards, un-rotated in float32, rounded once.
 
-    Parameters
-    ----------
-    layers : how many of the first layers to compute; None: all.
-    going : asked at every layer; False raises `PrefillStopped`.
-    watches : one an item, or none: called with every layer's queries and keys but the last one's (`PackedChunks`).
-
-    Returns
-    -------
-    One `ChunkKV` an item, without the rows of the lead-in and of `item.before`: views into the batch's memory.
+    `layers`: how many of the first layers to compute. `going` is asked at every layer; False raises `PrefillStopped`.
+    Each item has a watch, or none has: it is called at every layer but the last (`PackedChunks`).
     """
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
@@ -116,7 +104,6 @@ def prefill_chunks(
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
     wanted = decoder.stored_layers if layers is None else min(layers, decoder.stored_layers)
-    on_gpu = decoder.device.startswith("cuda")
     spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
     brought = _Brought(decoder, wanted, spans)
 
@@ -141,7 +128,7 @@ def prefill_chunks(
             rows=rows,
             **{cache_name(decoder.base): CacheProxy(collect)},
         )
-    if on_gpu:
+    if decoder.device.startswith("cuda"):
         torch.cuda.current_stream(decoder.device).synchronize()
     return [brought.chunk(number) for number in range(len(items))]
 
@@ -166,7 +153,7 @@ class _Brought:
     def _laid(
         self, decoder: Decoder, blocks: Sequence[tuple[KVShape, int]]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Allocate memory for blocks of so many tokens each; returns all of it, and each block's with its margins."""
+        """Allocate memory for blocks of so many tokens each, and cut it into those, with their margins."""
         places, end, (before, behind) = [], 0, MARGINS
         for shape, count in blocks:
             start = end + self._gap(shape)
@@ -176,7 +163,7 @@ class _Brought:
         return memory, tuple(memory[place] for place in places)
 
     def _gap(self, shape: KVShape) -> int:
-        """Return the bytes between two blocks: whole rows, so that one copy may fill blocks and gaps."""
+        """Bytes between two blocks: whole rows, so that one copy may fill blocks and gaps."""
         row = shape.key_dim * self._dtype.itemsize
         return -(-sum(MARGINS) // row) * row
 
@@ -210,7 +197,6 @@ class _Brought:
         return keys.view(*rows, shape.key_dim), values.view(*rows, shape.value_dim)
 
     def chunk(self, number: int) -> ChunkKV:
-        """Return a chunk of the batch."""
         layers = range(len(self._shapes))
         rooms = [self._rooms[layer][number].numpy().data for layer in layers]
         return ChunkKV(*zip(*(self._sides(layer, number) for layer in layers), strict=True), rooms=rooms)

@@ -36,25 +36,12 @@ _TURNS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The token ids around the chunks and the question.
-
-    Attributes
-    ----------
-    prefix : ids before the first chunk: BOS, instruction, the user turn's header.
-    answer_header : ids after the question: the user turn's end, the assistant turn's header.
-    """
-
-    prefix: Ids
-    answer_header: Ids
+    prefix: Ids  # BOS, instruction, the user turn's header
+    answer_header: Ids  # the user turn's end, the assistant turn's header
 
 
 def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
-    """Cut the model's own chat template at the places of chunks and question.
-
-    Raises
-    ------
-    ModelError : the template fails, or changes the user's text.
-    """
+    """Cut the model's own chat template at the places of chunks and question."""
     before, between, after = "", _SEPARATOR, "\nAnswer:"  # of a base model
     if tokenizer.chat_template:
         before, between, after = _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
@@ -77,10 +64,7 @@ def question_tokens(tokenizer: Any, question: str, parts: PromptParts, prefill: 
 
 
 def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:
-    """Return an instruction that also describes the tools.
-
-    It is as the model's chat template writes it, if that writes tools beside the instruction, else in Hermes's form.
-    """
+    """Describe tools in an instruction, as the model's chat template does if it can, else in Hermes's form."""
     if tokenizer.chat_template:
         said = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
         (plain,), (told,) = render(tokenizer, [said]), render(tokenizer, [said], tools)
@@ -101,11 +85,8 @@ def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:
 def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
     """Tokenise a client's messages by the model's chat template, with the header of the next answer.
 
-    A template that knows no system role gets the instruction in the first turn.
-
-    Returns
-    -------
-    None : there is no template, or it does not show each message once and in order.
+    A template that knows no system role gets the instruction in the first turn. None: there is no template, or it does
+    not show each message once and in order.
     """
     if not tokenizer.chat_template:
         return None
@@ -129,8 +110,7 @@ def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
 
 
 def _around(tokenizer: Any, roles: Sequence[str]) -> list[str] | None:
-    """Return what a template writes before each message, and after the last; None unless it shows each of them once
-    and in order.
+    """Return what a template writes before each message, and after the last; None unless it shows each once, in order.
 
     Rendering starts a process, so a conversation's next turns are rendered with it, whose messages will be the same
     but for two more.
@@ -156,12 +136,7 @@ def stop_texts(tokenizer: Any) -> tuple[str, ...]:
 
 
 def turn_header(tokenizer: Any) -> Ids:
-    """Tokenise what separates an answer from the user's next turn: the assistant turn's end, the user turn's header.
-
-    Raises
-    ------
-    ModelError : the model's chat template knows no second turn.
-    """
+    """Tokenise what separates an answer from the user's next turn: the assistant turn's end, the user turn's header."""
     between = _SEPARATOR
     if tokenizer.chat_template:
         turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
@@ -195,8 +170,7 @@ def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[s
 
 
 def _cut_turn(text: str) -> str | None:
-    """Return the text between the sentinels of an answer and of a next question; None: the template changes more, as
-    one that moves the instruction into the last turn."""
+    """Return the text between an answer and a next question; None: the template moves the instruction there."""
     if any(text.count(word) != 1 for word in (_ANSWER, _NEXT)):
         return None
     before, _, after = text.partition(_ANSWER)
@@ -205,8 +179,7 @@ def _cut_turn(text: str) -> str | None:
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:
-    """Cut a rendered template before and after the instruction, and after the question; None unless each occurs once
-    and in order."""
+    """Return what is before and after the instruction, and after the question; None unless each occurs once."""
     if any(text.count(word) != 1 for word in (_SYSTEM, _PASSAGES + _QUESTION)):
         return None
     head, after = text.split(_PASSAGES + _QUESTION)
@@ -242,12 +215,7 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
 
 
 def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
-    """Return the ids that every chunk is prefilled after (`kvtool help concepts`; `sink:N` is EPIC's LegoLink-0).
-
-    Raises
-    ------
-    UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
-    """
+    """Return the ids that every chunk is prefilled after (`kvtool help concepts`; `sink:N` is EPIC's LegoLink-0)."""
     if mode == "warm":
         return parts.prefix + lead_in_passage(tokenizer)
     if mode in ("prefix", "neighbour"):

@@ -18,20 +18,11 @@ from kvtool.core.model.kinds import KVShape
 
 _STEP = 1024  # rows: adjacent buffers come in so few sizes
 
-Observer = Callable[[int, int], None]
-
 
 class BufferLayer:
-    """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
+    """Rotated keys, and values, `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
 
-    Attributes
-    ----------
-    keys, values : what records hold, keys rotated; of a joint shape both are views of `joint`.
-    joint : `[1, kv_heads, capacity, value_dim + key_dim]`, or None.
-
-    Parameters
-    ----------
-    memory : for all of them, flat; None: it is allocated.
+    Of a joint shape both are views of `joint`, `[1, kv_heads, capacity, value_dim + key_dim]`.
     """
 
     is_sliding = is_compileable = False
@@ -60,22 +51,11 @@ class BufferLayer:
         else:
             self.keys, self.values = sides
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the buffers exist from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refuse: rows know their places (`PromptCache.update`)."""
-        raise NotImplementedError("rows are written to a prompt cache with their positions")
-
     def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write rows at prompt positions `rows`."""
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention takes as keys and as values."""
         keys = self.keys if self.joint is None else self.joint
         return keys[:, :, : self.length], self.values[:, :, : self.length]
 
@@ -91,9 +71,6 @@ class BufferLayer:
 
     def get_seq_length(self) -> int:
         return self.length
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> list[BufferLayer]:
@@ -113,59 +90,44 @@ class PromptCache:
 
     During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
     cache is extended.
-
-    Parameters
-    ----------
-    buffers : of each layer.
-
-    Attributes
-    ----------
-    before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
-    after_update : called with the layer when they are there, before anything attends to them.
-    position_ids : the position of each place, where some differ from it since tokens of the prompt have no row here;
-        None: none does.
     """
 
     def __init__(self, buffers: Sequence[BufferLayer]) -> None:
         self.buffers = self.layers = list(buffers)
         self.rows: PlacedRows | None = None
-        self.before_update: Observer | None = None
-        self.after_update: Callable[[int], None] | None = None
+        # Called with a layer and the number of its rows before they are scattered: waits for the loader.
+        self.before_update: Callable[[int, int], None] | None = None
+        self.after_update: Callable[[int], None] | None = None  # before anything attends to them
+        # The position of each place, where some differ from it since tokens of the prompt have no row here.
         self.position_ids: list[int] | None = None
 
     is_compileable = False
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Return False for each layer: the cache does not handle windows."""
         return [False] * len(self.buffers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of rows, as models ask for it (`Cache`)."""
         return self.buffers[layer_idx].length
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys that a mask covers, and the first one's place (`Cache`)."""
         return self.buffers[layer_idx].get_mask_sizes(query_length)
 
     def unhook(self) -> None:
-        """Call no observer any more."""
         self.before_update = self.after_update = None
 
     @property
     def dropped(self) -> int:
-        """Return by how much the position of a row that is appended is larger than its place."""
+        """By how much the position of a row that is appended is larger than its place."""
         return self.position_ids[-1] + 1 - len(self.position_ids) if self.position_ids else 0
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes, those for further rows included."""
         return sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in self.buffers)
 
     def reserve(self, length: int) -> None:
-        """Grow to `length` rows, if there are fewer."""
         for buffer in self.buffers:
             buffer.reserve(length)
 
@@ -180,7 +142,6 @@ class PromptCache:
 
     @contextmanager
     def filled(self, length: int) -> Iterator[None]:
-        """Declare the first `length` rows of every layer filled inside, and as many as before after it."""
         before = self.buffers[0].length
         for buffer in self.buffers:
             buffer.length = length

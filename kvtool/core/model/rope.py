@@ -12,17 +12,11 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.rope import (
-    CopyWithRope,
-    CosSin,
-    RopeTables,
-    copy_with_rope,
-    rotate_halves_torch,
-)
+from kvtool.core.kernels.rope import CopyWithRope, CosSin, RopeTables, copy_with_rope, rotate_halves_torch
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
-from kvtool.core.native.isa import Isa, isa_here
+from kvtool.core.native.isa import isa_here
 
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model
@@ -33,19 +27,7 @@ RopeJob: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to
 
 class Rotary:
     """Rotates keys `[batch, kv_heads, tokens, head_dim]` with the model's own function, so that interleaved and
-    partial rotations come out as the model does them.
-
-    Parameters
-    ----------
-    base : the model without its LM head, which holds what knows its RoPE.
-    attentions : its attention modules, in layer order.
-    kinds : what each of them is; `samples`: what they gave for one row at several positions, by the layers' numbers.
-    dtype : the dtype in which the model computes; its cos and sin are rounded to it.
-    device : where keys are; packed weights do not show it.
-
-    Attributes
-    ----------
-    names : of the RoPEs that some layer rotates by.
+    partial rotations come out as the model does them. Its cos and sin are rounded to `dtype`, in which it computes.
     """
 
     def __init__(
@@ -63,7 +45,7 @@ class Rotary:
         self.names = sorted({kind.rotation for kind in kinds if kind.rotation is not None})
         self._dtype = dtype
         self._isa = isa_here()
-        self._device = device
+        self._device = device  # packed weights do not show it
         self._apply: Apply = self._found(attentions, samples)
         self._check(samples)
 
@@ -86,7 +68,6 @@ class Rotary:
         )
 
     def _moves(self, apply: Apply, layer: int, sample: Sample) -> bool:
-        """Return True if a function makes a row's keys at one position of those at another."""
         name = self._kinds[layer].rotation
         if name is None:
             return True
@@ -100,12 +81,10 @@ class Rotary:
         return bool((moved - second).norm() <= 8 * torch.finfo(self._dtype).eps * second.norm())
 
     def _at(self, name: str, positions: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a RoPE's cos and sin as the model rounds them."""
         like = torch.empty(0, dtype=dtype, device=self._device)
         return angles_of(self._emb, name, like, torch.tensor(positions, device=self._device))
 
     def table(self, positions: torch.Tensor) -> RopeTables:
-        """Compute cos and sin at `positions` (int64 `[tokens]`)."""
         if not len(positions):  # a RoPE that depends on the prompt's length fails without one
             return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
@@ -133,7 +112,6 @@ class Rotary:
 
     @property
     def is_single(self) -> bool:
-        """Return True if all layers that rotate do so by one RoPE, and keys and values have one shape."""
         shapes = {kind.shape for kind in self._kinds}
         return len(self.names) == len(shapes) == 1 and self._kinds[0].shape.is_plain
 
@@ -150,22 +128,13 @@ class Rotary:
         if keys.requires_grad:
             return self._by_model(keys, angles)
         out = torch.empty_like(keys)
-        self.rotate_into(out, keys, table, layer)
-        return out
-
-    def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
-        """Write rotated keys to `out`, on a CPU without a copy in between."""
         self.place([(out, keys, table)], [], layer)
+        return out
 
     def place(self, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
         """Rotate keys to their places, and copy other tensors as they are: on a CPU in one call of machine code.
 
         Copies by torch would wake its other threads, which a pass computes with meanwhile.
-
-        Parameters
-        ----------
-        jobs : output, keys, and the table of their positions, for each tensor of keys.
-        copies : output and source of each tensor that is copied.
         """
         turned = [(out, keys, self.angles(table, layer)) for out, keys, table in jobs]
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
@@ -182,9 +151,7 @@ class Rotary:
     def by_halves(self) -> dict[str, Any] | None:
         """Describe a RoPE that rotates all layers' keys by halves; None: the model has another one.
 
-        Returns
-        -------
-        `head_dim`; `frequencies`, radians a position, of each pair; `scaling`, the factor of rotated keys.
+        `frequencies`: radians a position, of each pair; `scaling`: the factor of rotated keys.
         """
         if not self.is_single or not all(map(self.rotates, range(len(self._kinds)))):
             return None
@@ -201,7 +168,6 @@ class Rotary:
         return {"head_dim": head_dim, "frequencies": frequencies.tolist(), "scaling": float(scaling)}
 
     def rotates(self, layer: int) -> bool:
-        """Return True if a layer's keys have positions at all."""
         return self._kinds[layer].rotation is not None
 
     @cached_property
@@ -232,7 +198,6 @@ class Rotary:
         return torch.cat([turned, wide[..., part:]], -1).to(keys.dtype)
 
     def _part(self, key_dim: int, cos: torch.Tensor) -> int | None:
-        """Return how many numbers of a head the model's function takes; None: all."""
         width = cos.shape[-1]
         if (key_dim, width) not in self._parts:
             whole = torch.zeros((1, 1, 1, key_dim), device=cos.device, dtype=torch.float32)
@@ -258,8 +223,7 @@ class Rotary:
     def _check(self, samples: Mapping[int, Sample]) -> None:
         """Refuse a model whose keys are not moved by rotating them back and on.
 
-        So it is where something comes between a key's rotation and its use that does not commute with it, such as a
-        norm with a weight for each number of a head (HunYuan).
+        HunYuan, for example, norms rotated keys with a weight for each number of a head.
         """
         self._check_sections()
         for layer, sample in samples.items():
@@ -283,15 +247,15 @@ class Rotary:
             return False
         tried = {(kind.rotation, kind.shape.key_dim) for kind in self._kinds if kind.rotation is not None}
         table = self.table(torch.tensor(_TRIED))
-        return all(self._has_halves(table.by_name[name], width, self._isa) for name, width in tried)
-
-    def _has_halves(self, angles: CosSin, key_dim: int, isa: Isa) -> bool:
-        keys = _drawn(key_dim)
-        out = torch.empty_like(keys)
-        alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
-        if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], isa):
-            return False
-        return torch.equal(out, self._by_model(keys, angles))
+        for name, key_dim in tried:
+            angles, keys = table.by_name[name], _drawn(key_dim)
+            out = torch.empty_like(keys)
+            alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
+            if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], self._isa):
+                return False
+            if not torch.equal(out, self._by_model(keys, angles)):
+                return False
+        return True
 
 
 def _drawn(key_dim: int) -> torch.Tensor:
@@ -302,20 +266,17 @@ def _drawn(key_dim: int) -> torch.Tensor:
 def _by_halves(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate number i with the one half a head further on."""
     return query, rotate_halves_torch(keys, CosSin(cos, sin))
 
 
 def _by_pairs(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate neighbours with each other."""
     turned = torch.stack([-keys[..., 1::2], keys[..., ::2]], -1).flatten(-2)
     return query, keys * cos[:, None] + turned * sin[:, None]
 
 
 def _model_function(attention: torch.nn.Module) -> Apply | None:
-    """Find the function by which a model rotates queries and keys; None: it has none of both."""
     apply: Apply | None = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None or [*inspect.signature(apply).parameters][:2] != ["q", "k"]:
         return None

@@ -36,27 +36,16 @@ _TRIED_POSITION = 37
 
 
 class UnsupportedArchitecture(Exception):
-    """Raised where a fast path does not compute what a model computes; the text says what, and is shown."""
+    """Raised where a fast path does not compute what a model computes; the text is shown."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the root mean square difference, divided by the spread of what is expected."""
     found, expected = found.float(), expected.float()
     spread = (expected - expected.mean()).square().mean().sqrt()
     return float((found - expected).square().mean().sqrt() / spread.clamp_min(1e-12))
 
 
 def check_trial(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, layers: int) -> None:
-    """Compare a fast path's numbers after so many layers with those of the model's own forward.
-
-    Parameters
-    ----------
-    dtype : what the model computes in.
-
-    Raises
-    ------
-    UnsupportedArchitecture : they differ by more than rounding explains, or are no numbers.
-    """
     error = relative_error(found, expected)
     if not error <= TOLERANCE[dtype] * math.sqrt(layers):
         raise UnsupportedArchitecture(f"the model's own forward differs by {error:.2g} of its spread")
@@ -73,22 +62,13 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormSpec:
-    """A norm.
-
-    Attributes
-    ----------
-    weight : float32: what a root mean square norm multiplies by; empty: another norm, which only its module computes.
-    epsilon : what is added to the mean square.
-    adds_one : whether its module keeps the weight less one (Gemma).
-    rounds_first : whether the normed number is rounded to the model's dtype before it is multiplied (Llama), or the
-        product only (Gemma, OLMo 2).
-    """
+    """A norm; of another one than a root mean square norm the weight is empty, and only its module computes it."""
 
     module: Any
-    weight: torch.Tensor
+    weight: torch.Tensor  # float32: the factor
     epsilon: float
-    adds_one: bool
-    rounds_first: bool
+    adds_one: bool  # its module keeps the factor less one (Gemma)
+    rounds_first: bool  # to the model's dtype before it multiplies (Llama), or the product only (Gemma, OLMo 2)
 
     @property
     def is_rms(self) -> bool:
@@ -108,34 +88,20 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """A decoder layer.
-
-    Attributes
-    ----------
-    kind : of its attention: RoPE, window.
-    before : norms before attention and MLP; `after`: after them, before the sum. None: no such norm.
-    head_norms : of queries and keys: over each head (Qwen3), or over all of them together (OLMo 2).
-    rotary : how many numbers of a head are rotated; 0: none. `by_halves`: number i with the one half of them further
-        on, as is usual.
-    scale : of the scores.
-    residual : what the outputs of attention and MLP are multiplied by.
-    mlp : None: something else, which only its module computes (experts).
-    """
-
     module: Any
     kind: LayerKind
-    before: tuple[NormSpec | None, NormSpec | None]
-    after: tuple[NormSpec | None, NormSpec | None]
+    before: tuple[NormSpec | None, NormSpec | None]  # norms before attention and MLP
+    after: tuple[NormSpec | None, NormSpec | None]  # norms after them, before the sum
     query: Projection
     key: Projection
     value: Projection
     out: Projection
-    head_norms: tuple[NormSpec, NormSpec] | None
-    rotary: int
-    by_halves: bool
-    scale: float
-    residual: float
-    mlp: GatedMLP | None
+    head_norms: tuple[NormSpec, NormSpec] | None  # over each head (Qwen3), or over all of them together (OLMo 2)
+    rotary: int  # how many numbers of a head are rotated
+    by_halves: bool  # number i with the one half of them further on, as is usual
+    scale: float  # of the scores
+    residual: float  # what the outputs of attention and MLP are multiplied by
+    mlp: GatedMLP | None  # None: something else, which only its module computes (experts)
 
     @property
     def norms(self) -> Iterator[NormSpec]:
@@ -143,16 +109,9 @@ class LayerSpec:
 
     @property
     def normed_by_head(self) -> bool:
-        """Return True where queries and keys are normed head by head."""
         return self.head_norms is not None and self.head_norms[0].weight.numel() == self.kind.shape.key_dim
 
     def gated_mlp(self) -> GatedMLP:
-        """Return its MLP.
-
-        Raises
-        ------
-        UnsupportedArchitecture : it has another one.
-        """
         if self.mlp is None:
             module = self.module.mlp
             raise UnsupportedArchitecture(_unknown(module, _MLP) or f"{type(module).__name__} has no gate")
@@ -160,21 +119,13 @@ class LayerSpec:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Return all its products that are known."""
         mlp = () if self.mlp is None else (self.mlp.gate, self.mlp.up, self.mlp.down)
         return (self.query, self.key, self.value, self.out, *mlp)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSpec:
-    """A whole model, all of whose layers have keys and values of one shape.
-
-    Attributes
-    ----------
-    embedding : what a token's embedding is multiplied by; `logits`: what the logits are.
-    rope_in_float32 : whether cos and sin are float32 whatever the model computes in (OLMo 2).
-    unknown : a module between embedding and head that is not known here, or "".
-    """
+    """A whole model, all of whose layers have keys and values of one shape."""
 
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
@@ -183,24 +134,17 @@ class ModelSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    embedding: float
-    logits: float
-    rope_in_float32: bool
-    unknown: str
+    embedding: float  # what a token's embedding is multiplied by
+    logits: float  # what the logits are multiplied by
+    rope_in_float32: bool  # cos and sin are float32 whatever the model computes in (OLMo 2)
+    unknown: str  # a module between embedding and head that is not known here, or ""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Return the LM head's product, and those of all layers."""
         return (self.head, *(one for layer in self.layers for one in layer.projections))
 
     @property
     def activation(self) -> str:
-        """Return the one function of all gated MLPs, "silu" if the model has none.
-
-        Raises
-        ------
-        UnsupportedArchitecture : they have several, or one that no machine code is made for.
-        """
         found = {layer.mlp.activation for layer in self.layers if layer.mlp is not None} or {"silu"}
         if len(found) != 1 or "" in found:
             raise UnsupportedArchitecture("an MLP has another activation")
@@ -213,12 +157,6 @@ class ModelSpec:
 
 
 def read_model_spec(stack: DecoderStack) -> ModelSpec:
-    """Read a model.
-
-    Raises
-    ------
-    UnsupportedArchitecture : its layers compute something that no fast path knows.
-    """
     try:
         return _Reader(stack).model()
     except (AttributeError, ValueError, RuntimeError, TypeError, ModelError) as error:  # modules that only look known
@@ -239,7 +177,9 @@ class _Reader:
     def model(self) -> ModelSpec:
         stack = self._stack
         base, config, shape = stack.base, stack.config, self._shape
-        table = stack.rotary.table(torch.tensor([_TRIED_POSITION], device=stack.device))
+        at = torch.tensor([_TRIED_POSITION], device=stack.device)
+        table = stack.rotary.table(at)
+        like = torch.empty(0, dtype=stack.dtype, device=stack.device)
         layers = tuple(self._layer(number, layer, table) for number, layer in enumerate(stack.layers))
         return ModelSpec(
             layers=layers,
@@ -251,15 +191,9 @@ class _Reader:
             head_dim=shape.key_dim,
             embedding=float(getattr(base, "embedding_multiplier", 1.0)),
             logits=1.0 / float(getattr(config, "logits_scaling", 1.0)),
-            rope_in_float32=self._angles().dtype == torch.float32,
+            rope_in_float32=angles_of(rotary_of(base), stack.rotary.names[0], like, at)[0].dtype == torch.float32,
             unknown=_unknown(base, _BASE),
         )
-
-    def _angles(self) -> torch.Tensor:
-        """Return a cosine as the model's own layers are given it."""
-        like = torch.empty(0, dtype=self._stack.dtype, device=self._stack.device)
-        at = torch.tensor([_TRIED_POSITION], device=self._stack.device)
-        return angles_of(rotary_of(self._stack.base), self._stack.rotary.names[0], like, at)[0]
 
     def _layer(self, number: int, layer: Any, table: RopeTables) -> LayerSpec:
         if unknown := _unknown(layer, _LAYER) or _unknown(layer.self_attn, _ATTENTION):
@@ -289,8 +223,6 @@ class _Reader:
     def _norms(
         self, layer: Any
     ) -> tuple[tuple[NormSpec | None, NormSpec | None], tuple[NormSpec | None, NormSpec | None]]:
-        """Read the norms before and after attention and MLP: most families have the first, OLMo 2 the second, Gemma 3
-        both."""
         first, second, third, last = (self._norm(getattr(layer, name, None)) for name in _NORMS)
         have = tuple(norm is not None for norm in (first, second, third, last))
         if have == (True, True, True, True):
@@ -341,7 +273,6 @@ class _Reader:
         return GatedMLP(gate, up, _whole(module.down_proj), self._functions[kind], function)
 
     def _rope(self, number: int, table: RopeTables) -> tuple[int, bool]:
-        """Try how many numbers of a head a layer rotates, and whether it does so in halves."""
         rotary = self._stack.rotary
         angles = rotary.angles(table, number)
         if angles is None:
@@ -354,14 +285,13 @@ class _Reader:
 
 
 def _unknown(module: Any, known: set[str]) -> str:
-    """Name a part of a module that is not among those known here; "": all are known."""
+    """Name a part of a module that is not known; "": all are known."""
     own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     strange = sorted({name for name, _ in own} - known)
     return f"{type(module).__name__} has {strange[0]}" if strange else ""
 
 
 def _check_attention(stack: DecoderStack) -> None:
-    """Take only layers whose scores are plain ones, and whose keys and values have one shape."""
     if any(kind.softcap is not None or kind.sinks for kind in stack.kinds):
         raise UnsupportedArchitecture("capped scores or sinks")
     if any(kind.tempered for kind in stack.kinds):
@@ -383,7 +313,6 @@ def _whole(module: Any) -> Projection:
 
 
 def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) -> list[Projection]:
-    """Read several products of one input: matrices of their own, or rows of one matrix."""
     if hasattr(module, fused):
         whole = _whole(getattr(module, fused))
         starts = [sum(sizes[:place]) for place in range(len(sizes))]

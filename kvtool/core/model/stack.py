@@ -26,7 +26,7 @@ from kvtool.core.model.rope import Rotary
 
 
 class Turns:
-    """A fair (first in, first out) lock: a thread that takes a plain lock again and again would keep it."""
+    """A fair (first in, first out) lock, for one turn at a time: a thread that retakes a plain lock would keep it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,7 +34,6 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the turn of this thread, which ends with the block. Do not call it again inside."""
         me = object()
         with self._changed:
             self._asked.append(me)
@@ -51,14 +50,7 @@ class Turns:
 class DecoderStack:
     """The decoder layers of a loaded model, whose attention is computed by kvtool from here on.
 
-    Attributes
-    ----------
-    base : the model without its LM head. `layers`: its decoder layers; `kinds`: what the attention of each is.
-    dtype, kv_dtype : what it computes in; what keys and values are stored in, the same unless a CPU is slow in that.
-    shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
-        what those keep, or all.
-    context : the longest prompt, in tokens, that the model takes.
-    turns : for threads that take turns in running it.
+    Some models' last layers keep no keys and values, and attend to those of earlier ones: `shapes` are of the latter.
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
@@ -71,13 +63,13 @@ class DecoderStack:
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
         self.model.generation_config = _special_ids_only(self.model.generation_config)
         self.config = self.model.config
-        self.base: Any = base_of(self.model)
+        self.base: Any = base_of(self.model)  # without its LM head
         self.layers: list[torch.nn.Module] = layers_of(self.base)
         self.keeps_states = keeps_states(self.config)
         self.dtype: torch.dtype = self.model.dtype
-        self.kv_dtype: torch.dtype = kv_dtype or self.dtype
+        self.kv_dtype: torch.dtype = kv_dtype or self.dtype  # stored; it differs where a CPU is slow in it
         self.device: str = loaded.device
-        self.context = context_limit(self.config)
+        self.context = context_limit(self.config)  # the longest prompt, in tokens
         dispatch.prepare(self.dtype, self.device)
         attentions = attentions_of(self.layers, in_some=self.keeps_states)
         modules = list(attentions.values())
@@ -92,12 +84,6 @@ class DecoderStack:
 
     @property
     def rotary(self) -> Rotary:
-        """Return what moves its keys.
-
-        Raises
-        ------
-        ModelError : it keeps states, and its keys cannot be moved.
-        """
         if self._rotary is None:
             needed = "that would need keys that are rotated by nothing but their positions"
             raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
@@ -105,12 +91,11 @@ class DecoderStack:
 
     @property
     def hooked(self) -> bool:
-        """Return True if any forward hook is registered: fast paths bypass modules, so hooks need its forward."""
+        """Fast paths bypass modules, so hooks need the model's own forward."""
         listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
         return next(listened, None) is not None
 
     def new_cache(self, capacity: int) -> PromptCache:
-        """Make an empty prompt cache for `capacity` tokens."""
         if self.keeps_states:
             from kvtool.core.model.states import StateCache  # of transformers
 
@@ -125,37 +110,28 @@ class DecoderStack:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.startswith("cuda"))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of the raw keys and values of `tokens` tokens over all layers."""
         return sum(shape.numbers for shape in self.shapes) * self.kv_dtype.itemsize * tokens
 
     @property
     def channels(self) -> int:
-        """Count the numbers of a token's keys, or of its values, in the layer that keeps most."""
         return max(shape.channels for shape in self.shapes)
 
     @property
     def plain_shape(self) -> KVShape | None:
-        """Return the shape that all layers have, keys as wide as values, as fast paths take it; None: they differ."""
+        """The shape that all layers have, keys as wide as values, as fast paths take it; None: they differ."""
         own = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
         return own if own is not None and own.is_plain else None
 
     @property
     def stored_layers(self) -> int:
-        """Count the layers that have records of a chunk."""
         return len(self.layers) if self.keeps_states else len(self.shapes)
 
     @property
     def shares(self) -> bool:
-        """Return True if some layers keep nothing, and attend to what others keep."""
         return len(self.shapes) < len(self.kinds)
 
     def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return token ids on the device, int64 `[tokens]`.
-
-        Raises
-        ------
-        DamagedError : the model has no such token. It may come from a store, and a GPU would not survive it.
-        """
+        """Return int64 `[tokens]`. An unknown token may come from a store, and a GPU would not survive it."""
         known = self.model.get_input_embeddings().num_embeddings
         if tokens and not 0 <= min(tokens) <= max(tokens) < known:
             wrong = next(token for token in tokens if not 0 <= token < known)
@@ -166,17 +142,12 @@ class DecoderStack:
         return torch.tensor(list(tokens)).to(self.device, non_blocking=True)
 
     def check_length(self, tokens: int, hint: str) -> None:
-        """Refuse a prompt that the model cannot hold."""
         if tokens > self.context:
             raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
 
 
 def _special_ids_only(config: Any) -> Any:
-    """Make a generation config that keeps the special ids only.
-
-    A checkpoint's habits would hold from the second answer token on and not for the first: Qwen2.5's repetition penalty
-    of 1.1, for example, works against words copied from the passages.
-    """
+    """Drop a checkpoint's habits: Qwen2.5's repetition penalty, for example, works against words of the passages."""
     from transformers.generation.configuration_utils import GenerationConfig
 
     names = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -30,14 +30,9 @@ StateForms = dict[tuple[str, int], tuple[torch.dtype, torch.Size]]  # of one lay
 
 
 class StateLayer(LinearAttentionLayer):
-    """A layer's state in a prompt cache; the model's own forward updates it.
+    """A layer's state in a prompt cache; the model's own forward updates it."""
 
-    Attributes
-    ----------
-    length : number of tokens that made the state.
-    """
-
-    length = 0
+    length = 0  # number of tokens that made the state
 
     def reserve(self, length: int) -> None:
         """Do nothing: a state has no rows."""
@@ -53,7 +48,6 @@ class StateLayer(LinearAttentionLayer):
 
     @torch.inference_mode()
     def take(self, states: States) -> None:
-        """Take over a state, copied."""
         for (name, number), tensor in states.items():
             if name == CONV:
                 self.has_previous_state[number] = False  # else it would be appended to what is there
@@ -69,26 +63,20 @@ class StateAndRowsLayer(StateLayer, BufferLayer):
         LinearAttentionLayer.__init__(self, number_of_states)
         BufferLayer.__init__(self, *rows)
 
-    lazy_initialization = StateLayer.lazy_initialization
-
     def reserve(self, length: int) -> None:
-        """Allocate `length` rows of keys and values."""
         BufferLayer.reserve(self, length)
 
 
 class NothingLayer(DummyLayer):
-    """A layer that keeps nothing of a prompt: an MLP that counts as a layer (Nemotron-H)."""
+    """A layer that keeps nothing: an MLP that counts as a layer (Nemotron-H)."""
 
     length = 0
 
-    def reserve(self, length: int) -> None:
-        """Do nothing."""
+    def reserve(self, length: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """All states of a prompt cache after its first `length` tokens."""
-
     length: int
     states: tuple[States, ...]
 
@@ -97,12 +85,7 @@ class StateCache(Cache, PromptCache):
     """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
 
     Rows are computed in order from the first on: the states hold all rows before the next one. They can be taken back
-    to where they were marked, nowhere else.
-
-    Parameters
-    ----------
-    config : the model's; `transformers` derives from it what each layer keeps.
-    rows : what `BufferLayer` is made with for a layer, by its number.
+    to where they were marked, nowhere else. `rows`: what `BufferLayer` is made with for a layer, by its number.
     """
 
     buffers: list[Any]
@@ -138,7 +121,6 @@ class StateCache(Cache, PromptCache):
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of rows, states, and marked states."""
         rows = sum(one.keys.nbytes + one.values.nbytes for one in self.buffers if isinstance(one, BufferLayer))
         held = [layer.states() for layer in self.state_layers]
         marked = () if self._marked is None else self._marked.states

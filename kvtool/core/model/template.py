@@ -29,7 +29,7 @@ _HOW = {"add_generation_prompt": True, "enable_thinking": False}
 
 
 class TemplateFailed(Exception):
-    """A template that raised an error, or took too much; its text is the reason."""
+    """A template that raised an error, or took too much."""
 
 
 def render(
@@ -55,7 +55,6 @@ def render(
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of what an error says, or its name."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -68,7 +67,6 @@ def _in_place(method: Any, conversation: Conversation, tools: Tools | None) -> s
 
 @lru_cache(maxsize=32)
 def _answer(request: str, day: str, seconds: int) -> list[dict[str, str]]:
-    """Return the process's answer to one request, an object for each conversation."""
     output = output_of(_PROGRAM, request.encode("ascii"), seconds, _MEMORY)
     rows = [json.loads(line) for line in output.splitlines() if line.endswith(b"}")]
     lost = {"error": f"it takes over {seconds} s, or {_MEMORY / 1e9:.0f} GB of memory"}

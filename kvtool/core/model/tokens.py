@@ -13,41 +13,34 @@ from itertools import pairwise
 from typing import Any
 
 OnText = Callable[[str], None]
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # has no UTF-8 and no token; one character stays one character
 _CONTROL_SHAPE = re.compile(r"<\S*>|\[\S*\]|\{\S*\}", re.DOTALL)
 _SWITCH = threading.Lock()  # whether special tokens are parsed is a switch on the shared tokenizer
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise ordinary text: nothing is added, no control token is recognised in it."""
+    """Nothing is added, and no control token is recognised."""
     return encode_batch(tokenizer, [text])[0]
 
 
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise several ordinary texts, each on its own (see `encode`)."""
     suspicious = any(mark in text for text in texts for mark in "<[{")
     control = _unsplit_controls(tokenizer) if suspicious else None
-    pieces = [_pieces(_printable(text), control) for text in texts]
+    pieces = [_pieces(_SURROGATE.sub("\ufffd", text), control) for text in texts]
     ids = iter(_run(tokenizer, [piece for parts in pieces for piece in parts], special=False))
     return [[i for _ in parts for i in next(ids)] for parts in pieces]
 
 
 def encode_control(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise a piece of chat template: control tokens are recognised, none is added."""
-    return _run(tokenizer, [_printable(text)], special=True)[0]
+    """Control tokens are recognised, none is added."""
+    return _run(tokenizer, [_SURROGATE.sub("\ufffd", text)], special=True)[0]
 
 
 def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
-    """Make a function from texts to their lengths in tokens, for the chunker."""
-
-    def count(texts: Sequence[str]) -> list[int]:
-        return [len(ids) for ids in encode_batch(tokenizer, texts)]
-
-    return count
+    return lambda texts: [len(ids) for ids in encode_batch(tokenizer, texts)]
 
 
 def holds_control(tokenizer: Any, text: str) -> bool:
-    """Return True if the text contains the spelling of a control token."""
     return any(token.content in text for token in tokenizer.added_tokens_decoder.values() if _is_control(token))
 
 
@@ -68,20 +61,12 @@ def _run(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _printable(text: str) -> str:
-    """Replace lone surrogates, which have no UTF-8 and no token; one character stays one character."""
-    return _SURROGATE.sub("\ufffd", text)
-
-
 def _is_control(token: Any) -> bool:
     return bool(token.special) or _CONTROL_SHAPE.fullmatch(token.content) is not None
 
 
 def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the control tokens that the library recognises even when asked not to.
-
-    These were added, but not marked as special (`<think>`).
-    """
+    """Return a pattern of added control tokens that are not marked as special (`<think>`), and so always recognised."""
     names = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()
@@ -106,16 +91,8 @@ _WINDOW, _OVERLAP = 48, 8
 class TextStream:
     """A stream of text made of token ids; a character is held back until all its bytes have arrived.
 
-    Parameters
-    ----------
-    ends : the tokens that end the answer.
-    stops : texts that end the answer: they are cut off, and a beginning of one is held back.
-    stop_repeats : end the answer at a repetition, in the same way; its tokens are no part of the answer.
-
-    Attributes
-    ----------
-    ended_by, stopped_by : the token, or the text, that ended it.
-    repeated : a repetition did.
+    Tokens of `ends` end the answer, and so do the texts of `stops`: those are cut off, and a beginning of one is held
+    back. With `stop_repeats` so is a repetition; its tokens are no part of the answer.
     """
 
     def __init__(
@@ -136,13 +113,12 @@ class TextStream:
         self._settled, self._start, self._known = "", 0, 0  # text that stays; tokens from here on; their text in it
         self.ids: list[int] = []
         self.text = ""
-        self.ended_by: int | None = None
-        self.stopped_by: str | None = None
+        self.ended_by: int | None = None  # token
+        self.stopped_by: str | None = None  # text
         self.repeated = False
 
     @property
     def ended(self) -> bool:
-        """Return True if the answer is complete."""
         return self.ended_by is not None or self.stopped_by is not None or self.repeated
 
     def add(self, token: int) -> None:
@@ -169,7 +145,6 @@ class TextStream:
         return text
 
     def _cut(self) -> None:
-        """Cut the text at the first stop text."""
         places = {stop: self.text.find(stop, self._shown) for stop in self._stops}
         found = [stop for stop, place in places.items() if place >= 0]
         if found:
@@ -183,14 +158,12 @@ class TextStream:
             del self.ids[bisect_right(self._lengths, len(self.text.rstrip())) :]
 
     def _begun(self) -> int:
-        """Return how much of the text's end may be the beginning of a stop text or of a repetition."""
         if self.ended:
             return 0
         repeated = 0 if self._repeats is None else len(self.text) - self._repeats.begin
         return max(repeated, *(_overlap(self.text, stop) for stop in self._stops), 0)
 
     def end(self) -> None:
-        """Show what is left, without the first bytes of a character that never came."""
         self.text = self.text.rstrip("\ufffd")
         self._show(len(self.text))
 
@@ -222,17 +195,12 @@ class Repeats:
     Two things are a repetition. Sentences of at least 20 letters that follow themselves, except in fenced code, which
     repeats lines for a reason. And anything of which three copies follow each other, the last two of at least 40
     letters. Numbers, rules and empty cells have no letters; lists and refrains have other words between.
-
-    Attributes
-    ----------
-    begin : where that end begins, in characters; the text's length where its end is new.
     """
 
     def __init__(self) -> None:
-        self.begin = 0
+        self.begin = 0  # where that end begins, in characters; the text's length where its end is new
 
     def found(self, text: str) -> bool:
-        """Look at the grown text; return True if it repeats itself from `begin` on."""
         seen = len(text[: self.begin].rstrip())
         for match in _START.finditer(text, seen):
             if match.end() >= self.begin and text.find(text[match.end() :]) < match.end():

@@ -19,13 +19,11 @@ _VECTOR = re.compile(r"<(\d+) x (\w+)>")
 
 
 def vector(lanes: int, element: str) -> str:
-    """Name the type of a vector; of no lanes: that of a number."""
     return f"<{lanes} x {element}>" if lanes else element
 
 
 @cache
 def _parts(kind: str) -> tuple[int, str]:
-    """Split a type into lanes and element; a number has no lanes."""
     match = _VECTOR.fullmatch(kind)
     return (int(match[1]), match[2]) if match else (0, kind)
 
@@ -52,12 +50,8 @@ def _comparison(whole: str, real: str) -> Callable[[Value, Operand], Value]:
 class Value:
     """A number, a vector or a pointer in a function; operators emit instructions.
 
-    Whole numbers are without a sign in `//`, `%`, `>>`, comparisons and `to`, unless a method says otherwise.
-
-    Attributes
-    ----------
-    k : of the function. type : LLVM's. name : how instructions name it.
-    target : what a pointer points to: an LLVM type, or one of `STORED`.
+    Whole numbers are without a sign in `//`, `%`, `>>`, comparisons and `to`, unless a method says otherwise. `target`
+    is what a pointer points to: an LLVM type, or one of `STORED`.
     """
 
     __slots__ = ("k", "name", "target", "type")
@@ -72,21 +66,17 @@ class Value:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a vector; 0: it is a number."""
         return _parts(self.type)[0]
 
     @property
     def element(self) -> str:
-        """Type of a lane."""
         return _parts(self.type)[1]
 
     @property
     def typed(self) -> str:
-        """Type and name, as instructions have it."""
         return f"{self.type} {self.name}"
 
     def like(self, other: Operand) -> Value:
-        """Check that a value has this one's type, or make a constant of that type."""
         if not isinstance(other, Value):
             return self.k.constant(self.type, other)
         if other.type != self.type:
@@ -124,12 +114,10 @@ class Value:
         return self.k.emit_value(self.type, f"fneg {self.typed}") if self.element in _REAL else 0 - self
 
     def compare(self, how: str, other: Operand) -> Value:
-        """Compare by a predicate of LLVM's `icmp` or `fcmp`, such as "slt" or "uno": a mask."""
         kind = "fcmp" if self.element in _REAL else "icmp"
         return self.k.emit_value(vector(self.lanes, "i1"), f"{kind} {how} {self.typed}, {self.like(other)}")
 
     def select(self, value: Value, otherwise: Operand) -> Value:
-        """Take `value` where this mask is set."""
         second = value.like(otherwise)
         return self.k.emit_value(value.type, f"select {self.typed}, {value.typed}, {second.typed}", value.target)
 
@@ -151,12 +139,10 @@ class Value:
         return self.k.emit_value(wanted, f"{how} {self.typed} to {wanted}")
 
     def bitcast(self, kind: str) -> Value:
-        """Take the same bits as another type, or each lane's as another element."""
         wanted = vector(self.lanes, kind) if self.lanes and not kind.startswith("<") else kind
         return self.k.emit_value(wanted, f"bitcast {self.typed} to {wanted}")
 
     def splat(self, lanes: int) -> Value:
-        """Make a vector with this number in every lane."""
         kind = vector(lanes, self.type)
         one = self.k.emit_value(kind, f"insertelement {kind} poison, {self.typed}, i32 0")
         return one.shuffle([0] * lanes)
@@ -171,19 +157,15 @@ class Value:
         return self.k.emit_value(kind, text)
 
     def lane(self, index: int) -> Value:
-        """Take a lane, as a number."""
         return self.k.emit_value(self.element, f"extractelement {self.typed}, i32 {index}")
 
     def with_lane(self, index: int, value: Value) -> Value:
-        """Replace the number in a lane."""
         return self.k.emit_value(self.type, f"insertelement {self.typed}, {value.typed}, i32 {index}")
 
     def of(self, target: str) -> Value:
-        """Take the same address as that of something else."""
         return Value(self.k, "ptr", self.name, target)
 
     def at(self, index: Value | int) -> Value:
-        """Return the address of the index-th element from this one on."""
         if self.type != "ptr" or not self.target:
             raise TypeError(f"no address after {self.type} {self.target}")
         if isinstance(index, Value) and index.type != "i64":
@@ -194,11 +176,9 @@ class Value:
         return self.k.emit_value("ptr", text, self.target)
 
     def skip(self, size: Value) -> Value:
-        """Return the address so many bytes after this one."""
         return self.of("i8").at(size).of(self.target)
 
     def load(self, index: Value | int = 0, lanes: int = 0, align: int = 0) -> Value:
-        """Load a number, or a vector that begins at the index-th element; of a stored format as float32."""
         element = STORED.get(self.target, self.target.removesuffix("*"))
         target, element = (element, "ptr") if self.target.endswith("*") else ("", element)
         kind = vector(lanes, element)
@@ -207,7 +187,6 @@ class Value:
         return widen(value, self.target) if self.target in STORED else value
 
     def store(self, value: Operand, index: Value | int = 0) -> None:
-        """Store a number, or a vector from the index-th element on; float32 rounded to a stored format."""
         element = STORED.get(self.target, "ptr" if self.target.endswith("*") else self.target)
         if not isinstance(value, Value):
             value = self.k.constant(element, value)
@@ -225,7 +204,6 @@ Operand: TypeAlias = Value | int | float
 
 
 def widen(value: Value, form: str) -> Value:
-    """Make float32 of numbers as a format stores them."""
     if form == "float32":
         return value
     if form == "bfloat16":
@@ -234,7 +212,6 @@ def widen(value: Value, form: str) -> Value:
 
 
 def narrow(value: Value, form: str) -> Value:
-    """Round float32 to a format as it is stored, to the nearest, ties to even."""
     if form == "float32":
         return value
     is_half = form == "float16"
@@ -254,13 +231,11 @@ def rounded(value: Value, form: str) -> Value:
 
 
 def _round_up(value: Value) -> Value:
-    """Make bits of which the upper half is the nearest bfloat16."""
     bits = value.bitcast("i32")
     return bits + (((bits >> 16) & 1) + 0x7FFF)
 
 
 def _widen_float16(bits: Value) -> Value:
-    """Widen by integers and one product, for CPUs whose float16 LLVM calls a library for."""
     size = bits & 0x7FFF
     finite = ((size << 13).bitcast("float") * 2.0**112).bitcast("i32")  # the exponents begin elsewhere
     value = (size >= 0x7C00).select(finite | 0x7F800000, finite)
@@ -280,8 +255,6 @@ def _narrow_float16(value: Value) -> Value:
 
 
 class Fields:
-    """Values by name, as attributes: of a job, or a function's arguments."""
-
     def __init__(self, values: dict[str, Value]) -> None:
         self._values, self.names = values, tuple(values)
 
@@ -298,15 +271,9 @@ class Fields:
 class FunctionBuilder:
     """Instructions of a function without a result.
 
-    Parameters
-    ----------
-    isa : instruction set of the code.
-    arguments : types and names, such as "i64* rows, i64 count": `TYPE*` is a pointer to such.
-    features : as `Isa.extra`, where the function takes more of the CPU than its instruction set.
-
-    Attributes
-    ----------
-    args : the arguments. keeps_nan : NaN stays NaN where numbers are rounded.
+    Arguments are types and names, such as "i64* rows, i64 count": `TYPE*` is a pointer to such. `features` are as
+    `Isa.extra`, where the function takes more of the CPU than its instruction set. With `keeps_nan` NaN stays NaN where
+    numbers are rounded.
     """
 
     def __init__(self, name: str, isa: Isa, arguments: str = "", *, internal: bool = False, features: str = ""):
@@ -320,48 +287,38 @@ class FunctionBuilder:
 
     @property
     def width(self) -> int:
-        """Float32 lanes of a register."""
         return self.isa.width
 
     def emit(self, statement: str) -> None:
-        """Emit an instruction without a value."""
         self._lines.append(f"  {statement}")
 
     def emit_value(self, kind: str, operation: str, target: str = "") -> Value:
-        """Emit an instruction and return its value."""
         self._values += 1
         self._lines.append(f"  %v{self._values} = {operation}")
         return Value(self, kind, f"%v{self._values}", target)
 
     def constant(self, kind: str, number: int | float = 0) -> Value:
-        """Make a constant; of a vector in every lane."""
         return Value(self, kind, "null" if kind == "ptr" else _literal(kind, number))
 
     def zeros(self, lanes: int, element: str = "float") -> Value:
-        """Make a vector of zeros; of no lanes a number."""
         return self.constant(vector(lanes, element))
 
     def lanes(self, element: str, numbers: Iterable[int]) -> Value:
-        """Make a constant vector."""
         texts = [f"{element} {number}" for number in numbers]
         return Value(self, vector(len(texts), element), f"<{', '.join(texts)}>")
 
     def poison(self, kind: str) -> Value:
-        """Make an undefined value, for one that is never read."""
         return Value(self, kind, "poison")
 
     def alloca(self, kind: str, count: Value | int = 1) -> Value:
-        """Allocate memory of the function's own, in lines of the cache."""
         size = "" if count == 1 else f" i64 {count},"
         return self.emit_value("ptr", f"alloca {kind},{size} align 64", kind)
 
     def call(self, name: str | Value, result: str, *operands: Value, flags: str = "") -> Value:
-        """Call a function: of LLVM's or of the module's by its name, or another by its address; its result."""
         text = self._call(name, result, operands)
         return self.emit_value(result, text if not flags else text.replace("call", f"call {flags}", 1))
 
     def call_void(self, name: str | Value, *operands: Value) -> None:
-        """Call a function that has no result."""
         self.emit(self._call(name, "void", operands))
 
     def _call(self, name: str | Value, result: str, operands: Sequence[Value]) -> str:
@@ -371,27 +328,22 @@ class FunctionBuilder:
         return f"call {result} {function}({', '.join(one.typed for one in operands)})"
 
     def minimum(self, first: Value, second: Value | int, signed: bool = False) -> Value:
-        """Return the smaller of two i64."""
         return self.call(f"llvm.{'s' if signed else 'u'}min.i64", "i64", first, first.like(second))
 
     def atomic_add(self, pointer: Value, number: Value | int, order: str = "monotonic") -> Value:
-        """Add to an i64 that other threads add to as well; returns what it was."""
         return self.emit_value("i64", f"atomicrmw add ptr {pointer}, i64 {number} {order}")
 
     # ---- blocks ----
 
     def new_block(self) -> str:
-        """Return a label that no block has."""
         self._blocks += 1
         return f"b{self._blocks}"
 
     def begin_block(self, block: str) -> None:
-        """Begin a block; the one before must have branched."""
         self._lines.append(f"{block}:")
         self.block = block
 
     def branch(self, block: str, condition: Value | None = None, otherwise: str = "") -> None:
-        """End a block."""
         target = f"label %{block}"
         self.emit(f"br {target}" if condition is None else f"br {condition.typed}, {target}, label %{otherwise}")
 
@@ -401,11 +353,9 @@ class FunctionBuilder:
         return self.emit_value(first.type, f"phi {first.type} {sources}", first.target)
 
     def loop(self, count: Value | int, *first: Value, may_be_empty: bool = False) -> Loop:
-        """Begin a loop that runs `count` times and carries values."""
         return Loop(self, count, first, may_be_empty)
 
     def when(self, condition: Value, *otherwise: Value) -> When:
-        """Begin what is only done where a condition holds, and changes values."""
         return When(self, condition, otherwise)
 
     def reserve(self) -> int:
@@ -414,11 +364,9 @@ class FunctionBuilder:
         return len(self._lines) - 1
 
     def fill(self, line: int, statement: str) -> None:
-        """Write the line that was reserved."""
         self._lines[line] = f"  {statement}"
 
     def text(self) -> str:
-        """Return the whole function, which ends here."""
         arguments = ", ".join(one.typed for one in self.args)
         features = f' "target-features"="{self._features}"' if self._features else ""
         head = f"define {'internal ' if self._internal else ''}void @{self.name}({arguments}){features} {{"
@@ -426,8 +374,6 @@ class FunctionBuilder:
 
 
 class Scope:
-    """Blocks that are closed by `close`, or at the end of a `with` statement."""
-
     close: Callable[..., object]
 
     def __enter__(self) -> object:
@@ -439,12 +385,7 @@ class Scope:
 
 
 class Loop(Scope):
-    """A loop that runs `count` times and carries values; at least once, unless it `may_be_empty`.
-
-    Attributes
-    ----------
-    index : the number of the round. values : those carried, in this round.
-    """
+    """Carries `values` from round to round, at least one unless it `may_be_empty`; `index` is the round's number."""
 
     def __init__(self, k: FunctionBuilder, count: Value | int, first: Sequence[Value], may_be_empty: bool):
         self._k, self._count = k, k.constant("i64", count) if isinstance(count, int) else count
@@ -487,7 +428,6 @@ class When(Scope):
         k.begin_block(then)
 
     def close(self, *values: Value) -> list[Value]:
-        """End it; returns these values where the condition held, else those that it began with."""
         k, last = self._k, self._k.block
         k.branch(self._after)
         k.begin_block(self._after)
@@ -496,6 +436,5 @@ class When(Scope):
 
 
 def module(*functions: FunctionBuilder, constants: str = "") -> str:
-    """Return the text of a module, with what its functions call of LLVM's."""
     declared = sorted(set[str]().union(*(one.declarations for one in functions)))
     return "\n".join([*declared, constants, *(one.text() for one in functions)])

@@ -1,8 +1,7 @@
 """Matrix products (GEMM) in float32: a tile of the result stays in registers while rows and columns stream by.
 
-The order of the sums depends only on the depth, so a row's result does not depend on the other rows of the product;
-in float32 it is the same bit for bit on every CPU that has fused multiply-add. One core; weights are laid out once
-(`panels`).
+The order of the sums depends only on the depth, so a row's result does not depend on the other rows of the product; it
+is the same bit for bit on every CPU that has fused multiply-add.
 """
 
 from __future__ import annotations
@@ -24,27 +23,19 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of sums that stays in registers: rows, and vectors of so many columns each.
-
-    Attributes
-    ----------
-    pairs : the factors are bfloat16, two neighbours along the depth in the place of a float32; sums are float32
-        (AVX-512 BF16).
-    """
+    """Tile of sums that stays in registers: rows, and vectors of `width` columns each."""
 
     rows: int
     vectors: int
     width: int
-    pairs: bool = False
+    pairs: bool = False  # two bfloat16 along the depth in place of a float32, summed in float32 (AVX-512 BF16)
 
     @property
     def columns(self) -> int:
-        """Columns of a panel of weights."""
         return self.vectors * self.width
 
     @property
     def features(self) -> str:
-        """Return the features that the CPU must have in addition to its instruction set."""
         return AVX512_BF16.extra if self.pairs else ""
 
 
@@ -54,7 +45,6 @@ PAIRS = Tile(8, 2, 16, pairs=True)
 
 
 def tile_of(isa: Isa) -> Tile:
-    """The tile of an instruction set."""
     return _TILES.get(isa, _PLAIN)
 
 
@@ -85,15 +75,11 @@ def _paired(weights: F32) -> F32:
 
 
 def gemm(isa: Isa, tile: Tile, pitch: int) -> FunctionBuilder:
-    """A function of a module, which computes `c = a @ weights`, summed in float32: `gemm(a, weights, c, blocks, panels,
-    steps)`.
+    """Make `gemm(a, weights, c, blocks, panels, steps)`: `c = a @ weights`, summed in float32.
 
-    Parameters
-    ----------
-    pitch : places of 32 bits from row to row of `a`, at least the steps.
-
-    Steps are the depth, or half of it where the tile takes pairs. `a` has `blocks * tile.rows` rows, `weights` are as
-    `panels` lays them out, and the rows of `c` hold `panels * tile.columns` numbers. All three counts are at least 1.
+    Steps are the depth, or half of it where the tile takes pairs. `a` has `blocks * tile.rows` rows, `pitch` places of
+    32 bits apart, `weights` are as `panels` lays them out, and the rows of `c` hold `panels * tile.columns` numbers.
+    All three counts are at least 1.
     """
     arguments = "float* a, float* weights, float* c, i64 blocks, i64 panels, i64 steps"
     k = FunctionBuilder("gemm", isa, arguments, internal=True, features=tile.features)
@@ -112,8 +98,6 @@ def gemm(isa: Isa, tile: Tile, pitch: int) -> FunctionBuilder:
 
 
 def _summed(tile: Tile, pitch: int, a: Value, panel: Value, steps: Value) -> list[Value]:
-    """Sum the tile over the depth: a step is a column of `a` times a row of weights."""
-
     def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
         column, weights = a.at(step), panel.at(step * tile.columns)
         loaded = [weights.load(number * tile.width, tile.width) for number in range(tile.vectors)]
@@ -130,14 +114,9 @@ def accumulate(
 ) -> list[Value]:
     """Add to sums, over some steps, the product of each of a step's first factors with each of its second ones.
 
-    Every matrix product keeps such a tile of sums in registers; the products differ in how factors are loaded.
-
-    Parameters
-    ----------
-    sums : what is added to, row by row of the tile: each first factor with all second ones.
-    factors : loads those of a step, by its number; the first ones one after the other, where registers are few.
-    pairs : factors are two bfloat16 in the place of a float32 (AVX-512 BF16).
-    unroll : steps in a round of the loop: their number is a multiple of it.
+    Every matrix product keeps such a tile of sums in registers; the products differ in how factors are loaded. Sums are
+    row by row of the tile: each first factor with all second ones; first ones are loaded one by one, where registers
+    are few. With `pairs` factors are two bfloat16 in the place of a float32. The steps are a multiple of `unroll`.
     """
     k, multiply = steps.k, dot_pairs if pairs else fma
     deep = k.loop(steps // unroll if unroll > 1 else steps, *sums)

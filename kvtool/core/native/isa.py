@@ -32,7 +32,7 @@ class Isa:
 
     @property
     def converts_float16(self) -> bool:
-        """Return whether the CPU has instructions for it: LLVM calls a library otherwise."""
+        """Whether the CPU has instructions for it: LLVM calls a library otherwise."""
         return not self.features.isdisjoint(("f16c", "neon"))
 
 
@@ -52,7 +52,7 @@ _FORBIDDEN = {"default": ("avx512", "avx2"), "avx2": ("avx512",)}  # by what tor
 
 @cache
 def llvm() -> Any:
-    """Return llvmlite.binding, ready to compile for this machine. Raises KvtoolError: it cannot be imported."""
+    """Prepare llvmlite.binding for this machine. Raises KvtoolError: it cannot be imported."""
     try:
         binding = importlib.import_module("llvmlite.binding")
     except (ImportError, OSError) as error:
@@ -81,7 +81,7 @@ def runnable() -> tuple[str, ...]:
 
 
 def best_isa() -> Isa:
-    """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`)."""
+    """The best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`)."""
     return _best(os.environ.get("ATEN_CPU_CAPABILITY", ""), runnable())
 
 
@@ -91,19 +91,18 @@ def _best(capability: str, names: tuple[str, ...]) -> Isa:
 
 
 def isa_here() -> Isa | None:
-    """Return the best instruction set with vectors, for kernels that without them would be slower than torch's; None
-    if the CPU has none."""
+    """For kernels that without vectors would be slower than torch's; None: the CPU has none."""
     isa = best_isa()
     return None if isa is SCALAR else isa
 
 
 def multiplies_bfloat16(isa: Isa | None) -> bool:
-    """Return whether the CPU multiplies pairs of bfloat16 by instructions on top of this set (`AVX512_BF16`)."""
+    """Whether the CPU multiplies pairs of bfloat16 by instructions on top of this set (`AVX512_BF16`)."""
     return isa is AVX512 and "avx512bf16" in cpu_features()
 
 
 def multiplies_int8(isa: Isa) -> Isa | None:
-    """Return the set whose instructions multiply 8-bit integers on top of this one; None: the CPU has none."""
+    """The set that multiplies 8-bit integers on top of this one; None: the CPU has none."""
     if isa is AVX512 and "avx512vnni" in cpu_features():
         return AVX512_VNNI
     if isa is NEON and "asimddp" in cpu_features():

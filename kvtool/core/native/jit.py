@@ -1,8 +1,7 @@
 """Just-in-time compilation of LLVM IR to machine code in this process, without a C compiler, and its cache on disk.
 
-LLVM takes a tenth of a second for what is read back in a millisecond. Code that is read here is run: so it is taken
-only from a folder of the user's own that nobody else can write to, and only if its digest, which covers its source, is
-right; any other file is ignored.
+Code that is read from the cache is run: so it is taken only from a folder of the user's own that nobody else can write
+to, and only if its digest, which covers its source, is right.
 """
 
 from __future__ import annotations
@@ -40,12 +39,7 @@ _FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which does not wai
 
 
 class Function:
-    """Machine code that is called with up to four addresses or whole numbers; the GIL is free meanwhile.
-
-    Attributes
-    ----------
-    address : by which other machine code calls it.
-    """
+    """Machine code that is called with up to four addresses or whole numbers; the GIL is free meanwhile."""
 
     __slots__ = ("_call", "address")
 
@@ -54,25 +48,20 @@ class Function:
         self._call = _CALLABLE(address)
 
     def __call__(self, first: int, second: int = 0, third: int = 0, fourth: int = 0) -> None:
-        """Call it in this thread; what it does not take it does not look at."""
         self._call(first, second, third, fourth)
 
 
 def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
-    """Compile functions of an LLVM IR module to machine code that lives as long as the process.
+    """Compile functions of an LLVM IR module; the code lives as long as the process, and on disk for the next one.
 
-    The code is kept on disk for the next process.
-
-    Raises
-    ------
-    RuntimeError : the text is not LLVM IR.
-    KvtoolError : llvmlite cannot be imported.
+    Raises RuntimeError: the text is not LLVM IR; KvtoolError: llvmlite cannot be imported.
     """
     binding = llvm()
     least = "x86-64" if platform.machine() in X86 else ""
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
-    key = key_of(*_compiler(binding), target.triple, isa.cpu or least, isa.extra, text)
+    versions = importlib.metadata.version("llvmlite"), ".".join(map(str, binding.llvm_version_info)), str(_OPTIMISATION)
+    key = key_of(*versions, target.triple, isa.cpu or least, isa.extra, text)
     code = kept_code(key)
     if code is None:
         code = machine.emit_object(binding.parse_assembly(text))
@@ -97,7 +86,6 @@ def compile_once(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def kernel(kind: Kind) -> Function:
-    """Return `function(jobs, number of jobs)` for the best instruction set here, compiled at its first use."""
     return kernel_for(best_isa(), kind)
 
 
@@ -106,17 +94,10 @@ def kernel_for(isa: Isa, kind: Kind) -> Function:
     return compiled(kind(isa), isa, "run")[0]
 
 
-def _compiler(binding: Any) -> tuple[str, ...]:
-    """Return the versions and options that change the code of a text."""
-    version = ".".join(map(str, binding.llvm_version_info))
-    return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
-
-
 # ---- kept on disk ------------------------------------------------------------------------------------------------
 
 
 def key_of(*parts: str) -> str:
-    """The name of code that is made of these texts: compiler, instruction set, source."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
@@ -124,7 +105,6 @@ def key_of(*parts: str) -> str:
 
 
 def kept_code(key: str) -> bytes | None:
-    """The code of that name, if it is kept and whole."""
     folder = _folder(make=False)
     if folder is None:
         return None
@@ -140,7 +120,6 @@ def kept_code(key: str) -> bytes | None:
 
 
 def keep_code(key: str, code: bytes) -> None:
-    """Keep code under a name; where that is not possible it is made anew next time."""
     folder = _folder(make=True)
     if folder is None or len(code) + _DIGEST > _MOST_BYTES:
         return
@@ -157,7 +136,7 @@ def keep_code(key: str, code: bytes) -> None:
 
 
 def _folder(make: bool) -> Path | None:
-    """Return the folder of kept code; None if it is missing or another user may write to it."""
+    """None: it is missing, or another user may write to it."""
     try:
         folder = cache_dir() / "native"
         if make:
@@ -169,7 +148,6 @@ def _folder(make: bool) -> Path | None:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Return True if it belongs to this user and no other can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

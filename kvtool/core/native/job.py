@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,12 +22,7 @@ Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 class Job:
-    """Arguments of machine code in memory: fields of 8 bytes each.
-
-    Parameters
-    ----------
-    fields : name to type: "i64", "float", "ptr", or `TYPE*` for a pointer to such.
-    """
+    """Arguments of machine code in memory, 8 bytes each: "i64", "float", "ptr", or `TYPE*`, a pointer to such."""
 
     def __init__(self, **fields: str) -> None:
         self.fields = fields
@@ -39,28 +34,18 @@ class Job:
         return len(self.fields)
 
     def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
-        """Load all fields; the first one is `first` words after the pointer."""
         words = job.of("i64")
         places = enumerate(self.fields.items(), first)
         return Fields({name: words.at(place).of(kind).load(align=_WORD) for place, (name, kind) in places})
 
     @contextlib.contextmanager
     def each(self, k: FunctionBuilder) -> Iterator[Fields]:
-        """Emit what is done for each job of a function of `JOBS`; at least one."""
+        """Loop over the jobs of a function of `JOBS`, of which there is at least one."""
         with k.loop(k.args.number) as index:
             yield self.load(k, k.args.jobs.at(index * len(self)))
 
-    def row(self, values: Mapping[str, int | float]) -> list[int]:
-        """The words of one job; raises as `pack` does."""
-        return list(self.pack(**values))
-
     def pack(self, **values: int | float) -> Packed:
-        """Write one job to memory.
-
-        Raises
-        ------
-        ValueError : a field is missing, or there is no such field.
-        """
+        """Write one job to memory. Raises ValueError: a field is missing, or there is no such field."""
         if values.keys() != self.fields.keys():
             raise ValueError(f"a job has {', '.join(self.fields)}")
         packed = self._memory()
@@ -69,12 +54,7 @@ class Job:
 
 
 class WorkQueue(Scope):
-    """Shares of a job's work, one after the other until none is left; any number of threads take from one job.
-
-    Attributes
-    ----------
-    first, last : of the share, the latter not in it.
-    """
+    """Shares of a job's work, from `first` to before `last`; any number of threads take from one job."""
 
     def __init__(self, k: FunctionBuilder, taken: Value, share: Value | int, stop: Value):
         self._k, self._take, some, self._end = k, k.new_block(), k.new_block(), k.new_block()
@@ -86,7 +66,6 @@ class WorkQueue(Scope):
         self.last = k.minimum(self.first + share, stop, signed=True)
 
     def close(self) -> None:
-        """End the share: the next one, or what comes after the work."""
         self._k.branch(self._take)
         self._k.begin_block(self._end)
 
@@ -102,22 +81,18 @@ class Jobs:
         self.words = np.zeros((count, len(job)), np.int64)
 
     def set(self, **values: Any) -> None:
-        """Set fields; a value is one for all jobs, or one for each."""
         for name, value in values.items():
             self.words[:, self._places[name]] = value
 
     def keep(self, some: npt.NDArray[np.bool_]) -> None:
-        """Leave out jobs, `[count]`."""
         self.words = np.ascontiguousarray(self.words[some])
 
     def run(self, kernel: Callable[[int, int], None]) -> None:
-        """Run all of them in one call, in which other threads have Python to themselves."""
         if len(self.words):
             kernel(address(self.words), len(self.words))
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """The address of an array's first number."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -130,8 +105,10 @@ def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return this thread's memory of that name, `[count]`, with any old content. To allocate it anew each time would
-    take as long as what is computed in it."""
+    """This thread's memory of that name, `[count]`, with any old content.
+
+    To allocate it anew each time would take as long as what is computed in it.
+    """
     wanted = np.dtype(dtype)
     held: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
     if held is None or held.nbytes < count * wanted.itemsize:

@@ -20,7 +20,6 @@ _GELU = (0.7978845608028654, 0.044715)  # √(2/π)
 
 
 def fma(left: Value, right: Value | float, onto: Value | float) -> Value:
-    """left · right + onto, lane by lane; rounded once for vectors, if the CPU can."""
     if left.lanes == 1:
         return left * right + onto
     kind = f"v{left.lanes}f32" if left.lanes else "f32"
@@ -34,7 +33,6 @@ def dot_pairs(left: Value, right: Value, onto: Value) -> Value:
 
 
 def total(*vectors: Value) -> Value:
-    """The sum of all lanes of some vectors; the order is the same at every call."""
     summed = list(vectors)
     while len(summed) > 1:
         odd = summed[-1:] if len(summed) % 2 else []
@@ -43,19 +41,17 @@ def total(*vectors: Value) -> Value:
 
 
 def total_onto(onto: Value | float, value: Value) -> Value:
-    """A number and the sum of a vector's lanes."""
     k, name = value.k, f"llvm.vector.reduce.fadd.v{value.lanes}f32"
     first = k.constant("float", onto) if isinstance(onto, float) else onto
     return k.call(name, "float", first, value, flags="reassoc")
 
 
 def largest(value: Value) -> Value:
-    """The largest of a vector's lanes."""
     return value.k.call(f"llvm.vector.reduce.fmax.v{value.lanes}f32", "float", value, flags="nnan")
 
 
 def larger(left: Value, right: Value | float) -> Value:
-    """The larger of two, lane by lane; `right` where one is no number."""
+    """The larger of two; `right` where one is NaN."""
     return (left > right).select(left, right)
 
 
@@ -76,12 +72,7 @@ def exp(value: Value) -> Value:
 
 
 def exp2(exponents: Value, polynomial: Sequence[float]) -> Value:
-    """Compute 2^x for x ≤ 0, lane by lane; exactly 0 below 2^-126, and for -∞.
-
-    Parameters
-    ----------
-    polynomial : `EXP2` or `EXP2_BFLOAT16`, of what is left of x beyond the nearest whole number.
-    """
+    """Compute 2^x for x ≤ 0; exactly 0 below 2^-126, and for -∞. The polynomial is `EXP2` or `EXP2_BFLOAT16`."""
     shifted = exponents + MAGIC
     rest = exponents - (shifted - MAGIC)
     value = rest.like(polynomial[-1])
@@ -92,26 +83,18 @@ def exp2(exponents: Value, polynomial: Sequence[float]) -> Value:
 
 
 def sigmoid(value: Value) -> Value:
-    """1 / (1 + e to the power of -x)."""
     return 1.0 / (exp(-value) + 1.0)
 
 
-def _silu(x: Value) -> Value:
-    return x * sigmoid(x)
-
-
-def _gelu_tanh(x: Value) -> Value:
-    """(1 + tanh z) / 2 is the sigmoid of 2z."""
-    return x * sigmoid(x * fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0]))
-
-
-ACTIVATIONS: dict[str, Callable[[Value], Value]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[Value], Value]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu_tanh": lambda x: x * sigmoid(x * fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0])),  # (1 + tanh z) / 2 = σ(2z)
+}
 
 
 def rotate(
     low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one
 ) -> tuple[Value, Value]:
-    """Both halves of a head rotated; `rounded` is done to each product."""
     first = rounded(low * cos) - rounded(high * sin)
     return first, rounded(high * cos) + rounded(low * sin)
 
@@ -131,7 +114,6 @@ def transpose(rows: Sequence[Value]) -> list[Value]:
 
 
 def totals(vectors: Sequence[Value]) -> Value:
-    """A vector whose lane i is the sum of the i-th vector's lanes. Two become one until one is left."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         orders = [range(odd, 2 * vectors[0].lanes, 2) for odd in range(2)]
@@ -141,17 +123,14 @@ def totals(vectors: Sequence[Value]) -> Value:
 
 
 def bits_of(mask: Value) -> Value:
-    """A mask as i64: its first lane is the lowest bit."""
     return mask.k.emit_value(f"i{mask.lanes}", f"bitcast {mask.typed} to i{mask.lanes}").to("i64")
 
 
 def count_bits(bits: Value) -> Value:
-    """Count the bits of an i64 that are set."""
     return bits.k.call("llvm.ctpop.i64", "i64", bits)
 
 
 def any_bits(value: Value) -> Value:
-    """The bits that any lane has."""
     return value.k.call(f"llvm.vector.reduce.or.v{value.lanes}i32", "i32", value)
 
 
@@ -170,7 +149,6 @@ def each_bit(bits: Value, number: Value, work: Callable[[Value, Value], None]) -
 
 
 def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:
-    """A constant `[256][8]` of lane numbers: what to permute eight lanes by, for every mask of eight."""
     texts = ("<8 x i8> <" + ", ".join(f"i8 {lane}" for lane in row) + ">" for row in rows)
     return f"@{name} = private constant [256 x <8 x i8>] [{', '.join(texts)}], align 64"
 
@@ -194,7 +172,6 @@ def permuted(name: str, bits: Value, lanes: Value) -> Value:
 
 
 def lanes_for(width: int, *counts: int) -> int:
-    """The most lanes, up to `width`, of which all the counts are multiples."""
     return next(lanes for lanes in (16, 8, 4, 2, 1) if lanes <= width and not any(count % lanes for count in counts))
 
 
@@ -205,8 +182,6 @@ Step: TypeAlias = Callable[[int, Value, Sequence[Value]], Sequence[Value]]
 
 
 class Split(NamedTuple):
-    """A count in whole steps of some width, and what is left."""
-
     whole: Value
     rest: Value | None
 
@@ -225,15 +200,9 @@ def along(
     single: Callable[[Sequence[Value]], Sequence[Value]] = lambda wide: (),
     first: Value | int = 0,
 ) -> list[Value]:
-    """Go along `count` numbers from `first` on, `width` at a time, then one by one.
+    """Go along `count` numbers from `first` on, `width` at a time, then one by one; returns what the last steps leave.
 
-    Parameters
-    ----------
-    wide : carried by the steps of `width`. single: makes what those of one number carry of what these leave.
-
-    Returns
-    -------
-    What the last steps leave.
+    `wide` is carried by the steps of `width`; `single` makes what those of one number carry of what these leave.
     """
     count = k.constant("i64", count) if isinstance(count, int) else count
     whole = count.whole if isinstance(count, Split) else count // width
@@ -267,7 +236,6 @@ def each(
 
 
 def inverse_rms(x: Value, count: Value | int, epsilon: Value) -> Value:
-    """1 / √(mean(x²) + ε) of `count` numbers."""
     k = x.k
     count = k.constant("i64", count) if isinstance(count, int) else count
 
@@ -283,7 +251,6 @@ def inverse_rms(x: Value, count: Value | int, epsilon: Value) -> Value:
 
 
 def rms_norm(x: Value, weight: Value, y: Value, count: Value, epsilon: Value, rounds_first: bool = True) -> None:
-    """y = x / √(mean(x²) + ε), `rounds_first`: rounded as x is stored, · weight."""
     factor = inverse_rms(x, count, epsilon)
 
     def scale(lanes: int, index: Value) -> None:
@@ -294,8 +261,6 @@ def rms_norm(x: Value, weight: Value, y: Value, count: Value, epsilon: Value, ro
 
 
 def gate(y: Value, x: Value, count: Value, activation: str, first: Value | int = 0) -> None:
-    """y = act(y), rounded as y is stored, · x."""
-
     def work(lanes: int, index: Value) -> None:
         value = rounded(ACTIVATIONS[activation](y.load(index, lanes)), y.target)
         y.store(value * x.load(index, lanes), index)

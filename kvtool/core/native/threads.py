@@ -1,8 +1,8 @@
 """A pool of threads for machine code, and torch's own OpenMP between products of torch.
 
-An OpenMP team ends when its last thread does: where a loader or another program has that core, each of a pass's 200
-jobs waits for the scheduler. In a pool the caller does all of a job that no helper takes. But after a product of torch
-its threads spin for a while on the cores that helpers would need: between such products OpenMP is faster.
+An OpenMP team ends when its last thread does: where another program has that core, each of a pass's 200 jobs waits for
+the scheduler. In a pool the caller does all of a job that no helper takes. But after a product of torch its threads
+spin for a while on the cores that helpers would need: between such products OpenMP is faster.
 """
 
 from __future__ import annotations
@@ -41,13 +41,7 @@ _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
 class ThreadPool:
     """Threads that help a caller with its jobs. They spin for a while after each job, then they sleep.
 
-    Parameters
-    ----------
-    helpers : so many threads in addition to the calling one, at least 1.
-
-    Raises
-    ------
-    RuntimeError : they cannot be started.
+    Raises RuntimeError: they cannot be started.
     """
 
     def __init__(self, helpers: int) -> None:
@@ -65,7 +59,7 @@ class ThreadPool:
             raise
 
     def _worker(self) -> None:
-        """Help until the pool ends; the thread keeps the control block alive, since no other thread joins it."""
+        """The thread keeps the control block alive, since no other thread joins it."""
         self._code["worker"](self._control_address)
 
     def run(self, function: Function, job: int, threads: int) -> None:
@@ -73,7 +67,6 @@ class ThreadPool:
         self._code["submit"](self._control_address, function.address, job, threads - 1)
 
     def end(self) -> None:
-        """Let the helpers go, without waiting for them either."""
         self._control[_AT["over"]] = 1
         self._code["submit"](self._control_address, self._code["nothing"].address, 0, 0)  # for those that sleep
 
@@ -85,7 +78,6 @@ os.register_at_fork(after_in_child=_idle.clear)  # threads stay with the parent
 
 
 def current() -> ThreadPool | None:
-    """The pool of the calling thread, if it has one just now."""
     pool: ThreadPool | None = getattr(_own, "pool", None)
     return pool
 
@@ -106,7 +98,6 @@ def use_pool(threads: int) -> Iterator[ThreadPool | None]:
 
 
 def _taken(helpers: int) -> ThreadPool | None:
-    """Take an unused pool; None if no thread can start: the caller works without help."""
     with contextlib.suppress(IndexError):
         while (pool := _idle.pop()).helpers != helpers:
             pool.end()
@@ -121,10 +112,6 @@ def launch(function: Function, job: Packed, threads: int = 1) -> None:
 
     There may be fewer of them: a function takes its share of the work from a counter in its job. The GIL is free
     meanwhile.
-
-    Parameters
-    ----------
-    job : as `Job.pack` makes it.
     """
     pool, team = current(), openmp() if threads > 1 else None
     if threads < 2:
@@ -136,7 +123,6 @@ def launch(function: Function, job: Packed, threads: int = 1) -> None:
 
 
 def launch_in_pool(function: Function, job: Packed, threads: int) -> None:
-    """Launch without OpenMP: for what no product of torch's is next to."""
     with use_pool(threads) as pool:
         if pool is None:
             function(addressof(job))
@@ -167,7 +153,6 @@ class Barrier:
 
     @property
     def address(self) -> int:
-        """The address of the memory."""
         return self._words.ctypes.data
 
 
@@ -208,7 +193,7 @@ def _system() -> dict[str, int]:
 
 
 def _new_semaphore(memory: int) -> int:
-    """Make a semaphore, for as long as the process lives; on Linux in this memory."""
+    """For as long as the process lives; on Linux in this memory."""
     library = ctypes.CDLL(None)
     if sys.platform == "darwin":
         library.dispatch_semaphore_create.restype = ctypes.c_void_p
@@ -228,7 +213,6 @@ def _code() -> dict[str, Function]:
 
 
 def pool_module(isa: Isa) -> str:
-    """The LLVM IR of a pool."""
     return module(_submit(isa), _worker(isa), FunctionBuilder("nothing", isa))
 
 
@@ -326,7 +310,6 @@ def _worker(isa: Isa) -> FunctionBuilder:
 
 
 def barrier(isa: Isa) -> FunctionBuilder:
-    """The function `barrier(memory, threads)`: returns when so many threads have called it."""
     k = FunctionBuilder("barrier", isa, "i64* memory, i64 threads")
     arrived, phase, yields = (k.args.memory.at(line * _WORDS) for line in range(3))
     looks = k.alloca("i64")
@@ -354,12 +337,7 @@ def _pause(k: FunctionBuilder) -> None:
 
 
 def _spin(k: FunctionBuilder, looks: Value, yields: Value, until: Callable[[], Value]) -> None:
-    """Wait until a condition holds; now and then let others run.
-
-    Parameters
-    ----------
-    looks : memory of the function's own, an i64.
-    """
+    """Wait until a condition holds; now and then let others run. `looks` is memory of the function's own, an i64."""
     look, more, rest, after = (k.new_block() for _ in range(4))
     looks.store(0)
     k.branch(look)

@@ -86,14 +86,8 @@ def option(
 class Option:
     """An option, as read from the field that declares it; see `option`.
 
-    Parameters
-    ----------
-    name : the field, and its name in Python.
-    kind : the type of a value, or of each of several.
-    optional : whether None is a value, too.
-    many : whether it holds several values; the flag is repeated then.
-    setting : its key in a configuration file and, in capitals, its variable; empty if it has none.
-    sections : the tables of a configuration file that also know it by its flag's name.
+    `optional`: None is a value, too. `setting`: its key in a configuration file and, in capitals, its variable; empty
+    if it has none. `sections`: the tables of a configuration file that also know it by its flag's name.
     """
 
     name: str
@@ -124,17 +118,14 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Return its key, unique among the options of a command: its setting, else its flag."""
         return self.setting or self.flag
 
     @property
     def is_keyword(self) -> bool:
-        """Return True if Python's signatures show it: a parameter is given in `set`."""
         return bool(self.flag) or not self.parameter
 
     @property
     def env(self) -> str:
-        """Its environment variable; empty where it has none."""
         return ENV_PREFIX + self.setting.upper() if self.setting else ""
 
     def parse(self, text: Any, where: str) -> Any:
@@ -148,7 +139,6 @@ class Option:
         return tuple(dict.fromkeys(values)) if self.choices else values
 
     def parse_one(self, text: str, where: str) -> Any:
-        """Read one text. Raises UsageError."""
         if self.optional and self.kind in (int, float) and text.strip().lower() == "none":
             return None  # what a lower layer gives is lifted
         if self.kind in (str, Path) or self.unit:
@@ -160,7 +150,6 @@ class Option:
         return self._accept_one(value, where)
 
     def accept(self, value: Any, where: str) -> Any:
-        """Check a value that has a type already, and return it in the option's own. Raises UsageError."""
         if value is None and self.optional:
             return None
         if not self.many:
@@ -214,7 +203,6 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """Return the default in words; empty where there is nothing to say."""
         if self.instead:
             return self.instead
         if self.unit == "percentage":
@@ -293,12 +281,7 @@ def _boolean(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a room's options: a frozen dataclass that checks its values when it is made.
-
-    Raises
-    ------
-    UsageError : a value is of the wrong type or out of range, or two contradict each other.
-    """
+    """Base of a room's options: a frozen dataclass that checks its values when it is made. Raises UsageError."""
 
     sections: ClassVar[tuple[str, ...]] = ()  # the tables of a configuration file that may hold its settings
     group: ClassVar[str] = ""  # the heading of the help that lists its options
@@ -320,12 +303,7 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return these options with the values of a call in Python.
-
-        Raises
-        ------
-        UsageError : a name is none of them, or a value is wrong.
-        """
+        """Return these options with the values of a call in Python. Raises UsageError."""
         known = options_of(cls)
         for name in values:
             if name not in known:
@@ -334,7 +312,6 @@ class Options:
 
     @classmethod
     def some(cls, *names: str) -> Part:
-        """Return some of them, for a command that does not take them all."""
         return Part(cls, names)
 
     @classmethod
@@ -345,8 +322,6 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some options of a class."""
-
     source: type[Options]
     names: tuple[str, ...]
 

@@ -51,29 +51,15 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Values from flags, variables and files, and the origin of each; both by `Option.key`.
-
-    Attributes
-    ----------
-    warnings : about variables that no option has, each with a hint.
-    """
+    """Values from flags, variables and files, and the origin of each; both by `Option.key`. `warnings`: of unknown
+    variables."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, Origin]
     warnings: Sequence[tuple[str, str]] = ()
 
     def get(self, source: type[O], *names: str, **others: Any) -> O:
-        """Return a room's options with the values in force.
-
-        Parameters
-        ----------
-        names : which of them are wanted, where not all are: the others are not looked at, and have their defaults.
-        others : values of further ones.
-
-        Raises
-        ------
-        UsageError : two values contradict each other, or a file that an option names cannot be read.
-        """
+        """Return a room's options with the values in force; `names`: only these are looked at. Raises UsageError."""
         wanted = options_of(source)
         if names:
             wanted = {name: wanted[name] for name in names}
@@ -84,12 +70,10 @@ class Resolved:
         return source(**values, **others)
 
     def origin(self, key: str) -> Origin:
-        """Return the origin of a key's value."""
         return self.origins.get(key, Origin("default"))
 
 
 def settings_of(sources: Iterable[type[Options]]) -> dict[str, Option]:
-    """Whatever a variable or a configuration file can give, by its name there."""
     return {o.setting: o for source in sources for o in options_of(source).values() if o.setting}
 
 
@@ -133,8 +117,6 @@ def resolve(
 
 
 class _Names:
-    """The names under which files and variables give options."""
-
     def __init__(self, sources: Iterable[type[Options]]) -> None:
         self.every: dict[str, Option] = {}
         self.tables: dict[str, dict[str, Option]] = {}
@@ -143,17 +125,14 @@ class _Names:
                 if not option.setting:
                     continue
                 self.every[option.setting] = option
-                flags = [_as_key(flag) for flag in (option.flag.partition("/")[0], *option.synonyms)]
+                words = (option.flag.partition("/")[0], *option.synonyms)
+                flags = [word.removeprefix("--").replace("-", "_") for word in words]
                 for section in option.sections:
                     self.tables.setdefault(section, {}).update(dict.fromkeys((option.setting, *flags), option))
 
     @property
     def variables(self) -> dict[str, Option]:
         return {ENV_PREFIX + name.upper(): option for name, option in self.every.items()}
-
-
-def _as_key(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _flag_layer(flags: Mapping[Option, Any]) -> Layer:

@@ -1,13 +1,11 @@
 """Container format of a pack: a zip whose members are stored uncompressed, KV as safetensors.
 
-Raw KV is stored as tensors that every reader of safetensors can open; other levels as the bytes of their records.
-"""
+Raw KV is stored as tensors that every reader of safetensors can open; other levels as the bytes of their records."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import secrets
 import struct
@@ -17,36 +15,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError, deserialize
+
 from kvtool.core.cache.layout import TEMPORARY, sync_folder
 from kvtool.core.cache.record import Bytes, KVHeader, decode_record, encode_record
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
-from kvtool.core.remote import validation
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BROKEN = (zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, ValueError, LookupError, EOFError)
 
-
 CATALOGUE = "catalogue"  # the member's name; other members have the names of a shared store's values, except KV
 
 
 def kv_member(key: str, level: str, mark: str) -> str:
-    """Return the name of the member with all layers of a chunk at a level."""
     return f"kv/{key}/{level}-{mark}.safetensors"
 
 
 @contextmanager
 def writing(path: Path, force: bool) -> Iterator[Callable[[str, bytes], None]]:
-    """Write a pack. The file appears at `path` when all of it is durable, or never.
-
-    Yields a function that adds a member with a name and bytes.
-
-    Raises
-    ------
-    UsageError : the path exists without `force`, or is no file; or its folder does not exist.
-    NoSpaceError : the disk is full.
-    """
+    """Write a pack. The file appears at `path` when all of it is durable, or never. Yields a function that adds a
+    member with a name and bytes. Raises UsageError for a path that cannot be written, NoSpaceError."""
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} is there already", "name another file, or replace it with --force")
     if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # of /dev/null nothing else is to be made
@@ -94,7 +84,6 @@ class PackReader:
     """Members of a pack by name. No name is ever a path: nothing is unpacked."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError where there is no such file, DamagedError where it is no pack."""
         self.path = path
         self._file = _opened(path)
         try:
@@ -106,11 +95,9 @@ class PackReader:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all members, in the order of the file."""
         return list(self._members)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a member; 0 if it does not exist."""
         member = self._members.get(name)
         return 0 if member is None else member.file_size
 
@@ -119,9 +106,7 @@ class PackReader:
         member = self._members.get(name)
         if member is None:
             return None
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            return b""
-        if member.file_size > most:
+        if member.compress_type != zipfile.ZIP_STORED or not member.file_size == member.compress_size <= most:
             return b""
         try:
             return self._zip.read(member) if self._has_its_header(member) else b""
@@ -131,13 +116,12 @@ class PackReader:
             raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def _has_its_header(self, member: zipfile.ZipInfo) -> bool:
-        """Return True if a member's header equals the one in the list at the end; zipfile compares only names."""
+        """Compare a member's header with the one in the list at the end; zipfile compares only names."""
         self._file.seek(member.header_offset)
         wanted = member.FileHeader()
         return self._file.read(len(wanted)) == wanted
 
     def close(self) -> None:
-        """Close the file."""
         self._zip.close()
         self._file.close()
 
@@ -158,16 +142,10 @@ Part = tuple[str, list[int], Bytes]  # dtype as safetensors names it, shape, byt
 MOST_HEADER = 2**24
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 
 
 def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> bytes:
-    """Write records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded.
-
-    Raises
-    ------
-    DamagedError : one is no record of this chunk.
-    """
+    """Write records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded."""
     parts: dict[str, Part] = {}
     for layer, record in enumerate(records):
         header, payload = decode_record(chunk_id, record)
@@ -177,24 +155,27 @@ def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> byt
             parts[f"layers.{layer}.v"] = (name, [*shape, header.head_dim_v], payload[header.k_bytes :])
         else:
             parts[f"layers.{layer}"] = ("U8", [len(record)], record)
-    return _written(parts, {"chunk": chunk_id.hex(), "level": level})
+    rows: dict[str, Any] = {"__metadata__": {"chunk": chunk_id.hex(), "level": level}}
+    at = 0
+    for name, (dtype, dims, data) in parts.items():
+        rows[name] = {"dtype": dtype, "shape": dims, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(data for _, _, data in parts.values())])
 
 
 def from_safetensors(chunk_id: bytes, level: str, layers: int, data: Bytes) -> list[bytes]:
-    """Inverse of :func:`to_safetensors`; what the records are worth their own digests say.
-
-    Raises
-    ------
-    DamagedError : it is no such file.
-    """
+    """Inverse of :func:`to_safetensors`; what the records are worth their own digests say. Raises DamagedError."""
     try:
-        parts = _read(memoryview(data))
+        tensors = deserialize(bytes(data))  # type: ignore[no-untyped-call]
+        parts = {name: (row["dtype"], row["shape"], row["data"]) for name, row in tensors}
         if not level_of(level).verbatim:
             return [bytes(parts[f"layers.{layer}"][2]) for layer in range(layers)]
         return [
             _raw(chunk_id, layer, parts[f"layers.{layer}.k"], parts[f"layers.{layer}.v"]) for layer in range(layers)
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:
         raise DamagedError(f"KV that cannot be read: {error!r}") from error
 
 
@@ -204,36 +185,3 @@ def _raw(chunk_id: bytes, layer: int, keys: Part, values: Part) -> bytes:
         raise ValueError("keys and values do not fit each other")
     header = KVHeader(_DTYPES[dtype], heads, tokens, dim_k, dim_v, RAW, layer)
     return encode_record(chunk_id, header, [k_bytes, v_bytes])
-
-
-# ---- the format (https://github.com/huggingface/safetensors) -----------------------------------------------------
-
-
-def _written(parts: dict[str, Part], about: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": about}
-    at = 0
-    for name, (dtype, shape, data) in parts.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(data for _, _, data in parts.values())])
-
-
-def _read(data: memoryview) -> dict[str, Part]:
-    size = int.from_bytes(data[:8], "little")
-    if not 0 < size <= min(MOST_HEADER, len(data) - 8):
-        raise ValueError("its header is cut off")
-    header, body = validation.object_of(validation.strict_json(data[8 : 8 + size])), data[8 + size :]
-    header.pop("__metadata__", None)
-    parts: dict[str, Part] = {}
-    for name, row in header.items():
-        facts = validation.object_of(row)
-        start, stop = (
-            validation.count_of(number, 0, len(body)) for number in validation.list_of(facts["data_offsets"], 2)
-        )
-        shape = [validation.count_of(number, 0, 2**32 - 1) for number in validation.list_of(facts["shape"])]
-        if stop - start != math.prod(shape) * _SIZES[facts["dtype"]]:
-            raise ValueError(f"{name} has not the bytes of its shape")
-        parts[name] = (facts["dtype"], shape, body[start:stop])
-    return parts

@@ -25,25 +25,19 @@ from kvtool.core.upkeep.selectors import named_documents
 
 @dataclass(slots=True)
 class ExportReport:
-    """Report of an export: the contents of a pack.
-
-    Attributes
-    ----------
-    chunks : at a level each. `stretches` : of answered prompts. `bytes` : of the file.
-    damaged : entries that the store could not read, and why; they were left out.
-    """
+    """What a pack holds: chunks at a level each, `checkpoints` of answered prompts, `bytes` of its file. Entries the
+    store could not read are `damaged`: they were left out."""
 
     path: str
     documents: int = 0
     files: int = 0
     chunks: int = 0
-    stretches: int = 0
+    checkpoints: int = 0
     bytes: int = 0
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, as `--json` shows it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -68,9 +62,7 @@ def export(
 
     Raises
     ------
-    StoreNotFoundError : nothing was ever ingested.
     UsageError : a word of `only` means nothing, or the file is there already or is in the store.
-    NoSpaceError : the disk is full.
     """
     started, report = time.perf_counter(), ExportReport(str(pack))
     with Store.open(path) as store:
@@ -79,19 +71,14 @@ def export(
             raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
         if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
             raise UsageError(f"{pack} is inside the store's own folder", "name a file outside of it")
-        entries = _chosen(store, only)
+        entries = list(store.files())
+        if only:
+            sources = {*named_documents(store, only)}
+            entries = [entry for entry in entries if sources & {entry.path, *entry.documents}]
         with writing(pack, force) as write:
             _Export(store, identity, write, levels, report, events or Events(), key).run(entries)
     report.bytes, report.seconds = pack.stat().st_size, time.perf_counter() - started
     return report
-
-
-def _chosen(store: Store, only: Sequence[str]) -> list[FileEntry]:
-    entries = list(store.files())
-    if not only:
-        return entries
-    sources = set(named_documents(store, only))
-    return [entry for entry in entries if sources & {entry.path, *entry.documents}]
 
 
 @dataclass(slots=True)
@@ -120,13 +107,11 @@ class _Export:
         self.write(HEAD, seal_head(Head(digest_of(packed))))
 
     def _add(self, name: str, value: bytes) -> str:
-        """Write a value under its name, into which its digest is put. Returns the digest."""
         mark = digest_of(value)
         self.write(name.format(mark), value)
         return mark
 
     def _files(self, entries: Iterable[FileEntry]) -> tuple[dict[str, File], list[bytes]]:
-        """Write every file. Returns them, and the chunks that their documents need, each once."""
         files: dict[str, File] = {}
         wanted: dict[bytes, None] = {}
         for entry in entries:
@@ -160,31 +145,29 @@ class _Export:
         """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
         for stretch, info in sorted(self.store.stretches().items()):
             if info.own and chunks.issuperset(info.chunks):
-                with self._noting(f"stretch {stretch.hex()}"):
+                with self._noting(f"state checkpoint {stretch.hex()}"):
                     sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
                     self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
                     for name, value in sealed:
                         self.write(f"stretch/{stretch.hex()}/{name}", value)
-                    self.report.stretches += 1
+                    self.report.checkpoints += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
-        """Write the profiles that records or new records need. Returns their digests."""
         named = {level.maker for chunk in chunks.values() for level in chunk.levels.values()}
         named.add(str(self.store.codec_state().get("profile", "")))
         sound: list[str] = []
         for digest in (profile.hex() for profile in self.store.profile_digests()):
             if digest in named:
                 with self._noting(f"profile {digest}"):
-                    self.write(f"profile/{digest}", values.profile_value(self.store, digest))
+                    self.write(f"profile/{digest}", values.value_of(self.store, f"profile/{digest}") or b"")
                     sound.append(digest)
         return tuple(sound)
 
     def _note(self, what: str, why: str) -> None:
-        self.report.damaged.append({"what": what, "reason": why})
+        self.report.damaged.append({"subject": what, "reason": why})
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """Leave out what is damaged in the store, and note it in the report."""
         try:
             yield
         except DamagedError as error:

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.identity import HERE, ID_BYTES
@@ -33,21 +34,27 @@ _STRETCH = re.compile(rf"stretch/([0-9a-f]{{{2 * ID_BYTES}}})")
 _MOST_INFO = 2**24
 
 
-def import_sources(
+def import_sources(path: Path, sources: Sequence[Path], **options: Any) -> list[TransferReport]:
+    """Import packs and other stores, as :func:`take` does; nothing is imported if one of them cannot be a source."""
+    for source in sources:
+        _check(path, source)
+    return [take(path, source, **options) for source in sources]
+
+
+def take(
     path: Path,
-    sources: Sequence[Path],
+    place: Path,
     *,
     trust: Trust | None = None,
     lock_wait: float = 0.0,
     max_size: int | None = None,
     events: Events | None = None,
-) -> list[TransferReport]:
-    """Import packs and other stores into a store, which is created if it is missing. Run again to resume.
+) -> TransferReport:
+    """Import a pack or another store into a store, which is created if it is missing. Run again to resume.
 
-    KV becomes durable in batches, then every document in a transaction of its own. Sources stay as they are, and may be
-    written to meanwhile. Of a file that two have in two versions the one changed last stays, whichever comes first,
-    unless the store has it of another origin: then it stays as it is. Damaged parts of a source are left out, and named
-    in its report.
+    KV becomes durable in batches, then every document in a transaction of its own. The source stays as it is, and may
+    be written to meanwhile. Of a file in two versions the one changed last stays, unless the store has it of another
+    origin: then it stays as it is. Damaged parts of a source are left out, and named in the report.
 
     Parameters
     ----------
@@ -56,57 +63,13 @@ def import_sources(
 
     Raises
     ------
-    UsageError : a source is the store itself, is inside or around it, or is neither a store nor a pack; nothing was
-        written then.
-    StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
+    UsageError, StoreNotFoundError : it can be no source: it is empty, or inside or around the store.
     UntrustedError : a signature is required, and no trusted key has signed.
-    DamagedError : a pack's index, or what it says of its model, is damaged: nothing of it was written.
-    StoreFormatError : a source was made with another model or other settings, or a pack has another format; the
-        sources before it were imported.
+    DamagedError, StoreFormatError : a pack cannot be read, or the source was made with other settings.
     NoSpaceError, StoreLockedError : what came stays.
     """
-    for source in sources:
-        _check(path, source)
-    return [_import(path, source, trust or Trust(), lock_wait, max_size, events) for source in sources]
-
-
-def take(
-    path: Path,
-    source: Path,
-    *,
-    trust: Trust | None = None,
-    lock_wait: float = 0.0,
-    max_size: int | None = None,
-    events: Events | None = None,
-) -> TransferReport:
-    """Import one pack, or one store. Raises as :func:`import_sources` does."""
-    return import_sources(path, [source], trust=trust, lock_wait=lock_wait, max_size=max_size, events=events)[0]
-
-
-def _check(path: Path, source: Path) -> None:
-    if not source.is_dir():
-        if not source.is_file():
-            raise UsageError(f"there is no store and no pack at {source}", _SOURCES)
-        return
-    here, there = (Path(os.path.realpath(place)) for place in (path, source))
-    if here == there:
-        raise UsageError(f"{source} is the store to import into", "name others, or another --store")
-    if here.is_relative_to(there):
-        raise UsageError(f"the store to import into would be inside of {source}", "name another --store, next to it")
-    if there.is_relative_to(here):
-        raise UsageError(f"{source} is inside of the store to import into", "name another --store, next to it")
-    try:
-        opened = Store.open(source)
-    except StoreNotFoundError as error:  # its own hint is for the store of --store
-        raise StoreNotFoundError(error.message, _SOURCES) from None
-    with opened as store:
-        if not store.manifest():
-            raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
-
-
-def _import(
-    path: Path, place: Path, trust: Trust, lock_wait: float, max_size: int | None, events: Events | None
-) -> TransferReport:
+    _check(path, place)
+    trust = trust or Trust()
     with _opened(place) as source:
         origin = trust.origin(source.proof, os.path.realpath(place) if place.is_dir() else place.name)
         if isinstance(source, PackBlobs):
@@ -125,6 +88,27 @@ def _import(
             return report
 
 
+def _check(path: Path, source: Path) -> None:
+    if source.is_file():
+        return
+    if not source.is_dir():
+        raise UsageError(f"there is no store and no pack at {source}", _SOURCES)
+    here, there = (Path(os.path.realpath(place)) for place in (path, source))
+    if here == there:
+        raise UsageError(f"{source} is the store to import into", "name others, or another --store")
+    if here.is_relative_to(there):
+        raise UsageError(f"the store to import into would be inside of {source}", "name another --store, next to it")
+    if there.is_relative_to(here):
+        raise UsageError(f"{source} is inside of the store to import into", "name another --store, next to it")
+    try:
+        opened = Store.open(source)
+    except StoreNotFoundError as error:  # its own hint is for the store of --store
+        raise StoreNotFoundError(error.message, _SOURCES) from None
+    with opened as store:
+        if not store.manifest():
+            raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
+
+
 @contextmanager
 def _opened(place: Path) -> Iterator[PackBlobs | StoreBlobs]:
     if place.is_dir():
@@ -139,7 +123,6 @@ def _opened(place: Path) -> Iterator[PackBlobs | StoreBlobs]:
 
 
 def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs, report: TransferReport) -> None:
-    """Import the stretches that the store lacks. A damaged one is left out, and named in the report."""
     chunks = {*store.chunk_ids()}
     for stretch in [bytes.fromhex(found[1]) for name in source.names if (found := _STRETCH.fullmatch(name))]:
         try:
@@ -149,7 +132,7 @@ def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs
                 writer.put_stretch(stretch, info, parts)
                 report.bytes += sum(len(payload) for _, payload in parts)
         except DamagedError as error:
-            report.note_damage(f"stretch {stretch.hex()}", error.message)
+            report.note_damage(f"state checkpoint {stretch.hex()}", error.message)
 
 
 def _is_here(store: Store, stretch: bytes, info: StretchInfo) -> bool:
@@ -171,13 +154,7 @@ def _part(source: PackBlobs | StoreBlobs, stretch: bytes, place: Place) -> bytes
 
 
 class PackBlobs:
-    """A pack's members by the names of a shared store's values, as a pull reads them.
-
-    Raises
-    ------
-    UsageError : the file is an archive, but no pack.
-    DamagedError, StoreFormatError : its index is damaged, or has another format.
-    """
+    """A pack's members by the names of a shared store's values. Raises UsageError, DamagedError, StoreFormatError."""
 
     def __init__(self, pack: PackReader) -> None:
         if not {HEAD, CATALOGUE} & {*pack.names}:  # of a pack one of them may be damaged
@@ -194,7 +171,7 @@ class PackBlobs:
         self.proof = self.catalogue.proof
 
     def check_manifest(self) -> None:
-        """Check what the pack says of its model, before a store is made for it. Raises as the class does."""
+        """Check what the pack says of its model, before a store is made for it."""
         with self._of_the_index():
             name = f"meta/manifest-{self.catalogue.meta.get('manifest', '')}"
             value = self.get(name, most_bytes(name))
@@ -243,7 +220,7 @@ class PackBlobs:
 
 
 class StoreBlobs:
-    """A store's own values by the names of a shared store's, as a pull reads them. The store stays as it is."""
+    """A store's own values by the names of a shared store's."""
 
     proof: Proof | None = None  # stores are never signed
 

@@ -1,7 +1,4 @@
-"""Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep.
-
-`answer` reads top to bottom in the order in which things happen.
-"""
+"""Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.constraint import Constraint
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding, stop_ids
+from kvtool.core.model.decode.native import prepare_compiled_model
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate, stop_ids
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.cite import cite
@@ -41,7 +39,6 @@ from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.session.learned import LearnedStore
     from kvtool.core.session.session import Session
 
 
@@ -59,12 +56,8 @@ def answer(
     """Answer one request.
 
     Everything that is found and read is of one revision of the store, the present one. One question is answered at a
-    time, whichever thread asks.
-
-    Parameters
-    ----------
-    on_text : called with each piece of the answer as it is generated.
-    again : the same question was answered just now in another mode, and counts once in what the store has served.
+    time, whichever thread asks. `again`: the same question was answered just now in another mode, and counts once in
+    the totals of the store.
 
     Raises
     ------
@@ -86,11 +79,8 @@ def answer(
 class PreparedAnswer:
     """An answer whose first token is known: its prompt is in memory, and nothing of the store is held.
 
-    Attributes
-    ----------
-    known : the first tokens; the prompt's cache holds all of them but the last.
-    sampling : how those were chosen, and the others will be.
-    marks : of the records that were read, by segment of the prompt's plan.
+    `known`: the first tokens; the prompt's cache holds all of them but the last. `marks`: of the records that were
+    read, by segment.
     """
 
     session: Session
@@ -101,14 +91,13 @@ class PreparedAnswer:
     streamed: Streamed
     outcome: Outcome
     chunks: list[ReplyChunk]
-    again: list[ReplyChunk]
+    resident_chunks: list[ReplyChunk]
     fuse_ms: float
     known: Sequence[int]
     sampling: Sampling
     marks: Sequence[Marks] = ()
 
     def reply(self, said: Generated, checked: Check | None = None) -> Reply:
-        """Return the reply: the answer, with everything that led to it; `checked`: full prefill's look at a draft."""
         return _reply(self, said, checked)
 
     @property
@@ -120,7 +109,6 @@ class PreparedAnswer:
         return self.options.verify and self.selector.uses_cache and not self.session.identity.keeps_states
 
     def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
-        """Hold an answer against full prefill; see `verify.check`."""
         fused, behind = self.outcome.fused, self.asked.behind is not None
         return check(self.session, fused, behind, self.options, draft, sampling, since)
 
@@ -147,15 +135,9 @@ class PreparedAnswer:
 def begin_answer(
     session: Session, asked: PromptLayout, options: QueryOptions, *, marked: bool = False
 ) -> PreparedAnswer:
-    """Bring a request whose prompt is laid out to the first token of its answer.
+    """Bring a request whose prompt is laid out to the first token of its answer. Raises GateError.
 
-    Parameters
-    ----------
-    marked : note the marks of the records that are read, by which they are recognised later.
-
-    Raises
-    ------
-    GateError : the gate refuses this model.
+    `marked`: note the marks of the records that are read, by which they are recognised later.
     """
     with session.lock, session.store.view():
         options = replace(options, fusion=options.fusion or session.identity.default_mode)
@@ -169,7 +151,7 @@ def begin_answer(
             left = session.decoder.context - asked.plan.length
             options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
         streamed = _fetch(session, asked, options, selector)
-        prepare_decoding(session.decoder)
+        prepare_compiled_model(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
         sampling = sampling_of(options, session.tokenizer, stop_ids(session.decoder))
@@ -202,7 +184,6 @@ def _choose(
 
 
 def _streams(session: Session, options: QueryOptions) -> bool:
-    """Return True if the TTFT has a target, and the store a remote backend to fetch from within it."""
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
@@ -265,7 +246,6 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 
 
 def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[ReplyChunk]:
-    """Return the reply's entry of each chunk that was loaded."""
     hits = asked.hits[: len(plan.passages)]
     return [
         ReplyChunk.of(
@@ -280,12 +260,11 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
 
 
 def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
-    """Return the reply's entry of each retrieved chunk that was in the prompt cache already."""
     if asked.behind is None:
         return []
     tokens = asked.behind.chunks
     return [
-        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
+        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="resident") for hit in asked.again
     ]
 
 
@@ -311,20 +290,14 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     _fill_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
     if session.learned is not None and learned:
         session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
-        _forget_unreadable(session, session.learned, [one for one in holes if one.source.chunk_id in learned])
-
-
-def _forget_unreadable(session: Session, learned: LearnedStore, holes: Sequence[Segment]) -> None:
-    """Drop learned passages that could not be read, and say so; those of another level than is asked for stay."""
-    lost = [segment for segment in holes if not segment.source.stored]
-    for segment in lost:
-        session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
-    if lost:
-        learned.forget({segment.source.chunk_id for segment in lost})
+        lost = [one for one in holes if one.source.chunk_id in learned and not one.source.stored]
+        for segment in lost:
+            session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
+        if lost:  # not those that are stored at another level than is asked for
+            session.learned.forget({segment.source.chunk_id for segment in lost})
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
-    """Return milliseconds; `ttft` runs from the question's text to the first token's id."""
     asked, choice, streamed = begun.asked, begun.choice, begun.streamed
     decide_ms = choice.decide_ms if choice is not None else 0.0
     return {
@@ -348,9 +321,8 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
     started = time.perf_counter()
     citations = None
     if options.cite:
-        passages = [*begun.chunks, *begun.again]
+        passages = [*begun.chunks, *begun.resident_chunks]
         citations = cite(session, asked.request.question, passages, text, asked.request.search)
-    if citations is not None:
         timing["cite"] = add_span(session.timeline, "cite", started) * 1e3
     return Reply(
         question=asked.request.question,
@@ -369,14 +341,14 @@ def _reply(begun: PreparedAnswer, said: Generated, checked: Check | None) -> Rep
         fused=fused,
         selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
-        explained=explain(fused, session.tokenizer) if options.explain else [],
+        explanations=explain(fused, session.tokenizer) if options.explain else [],
         backends=explain_attention(session.decoder, fused) if options.explain else [],
-        again=with_changes(session.store, begun.again),
+        resident_chunks=with_changes(session.store, begun.resident_chunks),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
-        cut=asked.cut,
+        chunks_omitted=asked.cut,
         corrections=asked.corrections,
-        left=len(asked.hits) - len(fused.plan.passages),
+        chunks_remaining=len(asked.hits) - len(fused.plan.passages),
         citations=citations,
         verified=_verified(said, checked, timing) if options.verify else None,
         resolved={
@@ -399,7 +371,6 @@ def _verified(said: Generated, checked: Check | None, timing: dict[str, float]) 
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:
-    """Return the prompt's token ids, by what they are."""
     return {
         "prefix": list(plan.segments[0].ids),
         "lead_in": list(session.identity.lead_in.ids),
@@ -431,7 +402,6 @@ def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
 
 
 def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
-    """Store what was computed; return False, with a warning, where that is not possible."""
     store, decoder, identity = session.store, session.decoder, session.identity
     try:
         with store.writer() as writer:

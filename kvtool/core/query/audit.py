@@ -1,6 +1,6 @@
 """The online audit (`--audit`): a share of the answers is compared with full prefill, after they have been given.
 
-The measure is that of `inspect quality` and `--compare`: KL from full prefill's distributions to the fused prompt's,
+The measure is that of `eval` and `--compare`: KL from full prefill's distributions to the fused prompt's,
 teacher-forced over full prefill's own greedy answer.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
 from kvtool.core.evaluate.reference import SAME, Forced, Reference
 from kvtool.core.fusion.engine import Fused, fuse
@@ -42,7 +42,6 @@ class Auditor:
         self._said: set[str] = set()
 
     def is_due(self, reply: Reply, share: float) -> bool:
-        """Return True if an answer is to be audited: it is sampled, it reused KV, the audit can be stored."""
         if not is_drawn(reply.question, reply.revision, share):
             return False
         if self._session.store.read_only:
@@ -84,10 +83,6 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
     """Answer the prompt of a reply once more, in full, and measure how far the reply is from that.
 
     While it runs there are two prompt caches: the reply's, which it leads through the full answer, and the full one.
-
-    Parameters
-    ----------
-    options : those that the reply was asked with.
     """
     with session.lock:
         started = time.perf_counter()
@@ -157,16 +152,9 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
     `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
     teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.
-
-    Raises
-    ------
-    UsageError : `options` ask for deferred loading, with which every mode might stop at another prompt, or for verified
-        answers, which are the same in every mode.
+    Raises UsageError: see `QueryOptions.check_comparable`.
     """
-    if options.verify:
-        raise UsageError("--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify")
-    if options.defer:
-        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    options.check_comparable()
     with session.lock:  # each answer as the model gives it, to its end
         return _compare(session, request, replace(options, stop_repeats=False), modes)
 

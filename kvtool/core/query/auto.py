@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of the controller: a prompt with its options, and the milliseconds for measuring and deciding."""
-
     asked: PromptLayout
     options: QueryOptions
     decision: Decision
@@ -42,13 +40,9 @@ class Choice:
 
 
 def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choice:
-    """Choose the mode, the ratio and the level that a prompt is answered in soonest.
+    """Choose the mode, the ratio and the level that a prompt is answered in soonest. Raises GateError.
 
     Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
-
-    Raises
-    ------
-    GateError : the gate refuses cached modes, whichever would be chosen.
     """
     if not options.force:
         session.check_gate()
@@ -72,7 +66,6 @@ def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choi
 
 
 def spans_of(session: Session, plan: Plan) -> list[Span]:
-    """Return a prompt's segments as the cost model counts them; loads no model."""
     return [Span.of(segment, session.holds(segment)) for segment in plan.segments]
 
 
@@ -120,7 +113,6 @@ class Decision:
     reasons: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """`controller` of the reply."""
         return {
             "fusion": self.fusion,
             "ratio": self.ratio,
@@ -224,7 +216,6 @@ def _notes(
     expected: Mapping[str, float],
     lossless: str | None,
 ) -> Iterator[str]:
-    """Yield the decision in words."""
     load = _ms(prompt.load(*CACHED).seconds)
     yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
     if len(at_floor) > 1:

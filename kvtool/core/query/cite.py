@@ -30,15 +30,8 @@ def cite(
     """Find the sentence of a passage that each sentence of an answer rests on: that with most rare words in common.
 
     The first sentence of the answer is compared by the question's words, which it answers, a later one by its own;
-    the question decides where those do not ("Yes, indeed.", or another script). Lines of code have no citation.
-
-    Parameters
-    ----------
-    search : what was searched for, which decides where the question's own words do not ("How tall is it?").
-
-    Returns
-    -------
-    In the order of the answer; none where the prompt has no passage whose text the store still has.
+    the question decides where those do not ("Yes, indeed.", or another script), and where its own words do not ("How
+    tall is it?") `search`, what was searched for. Lines of code have no citation.
     """
     best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))  # of sentences with equal words the first counts
     sentences, spans = passage_sentences(session, best_first), _answer_sentences(answer)
@@ -98,7 +91,6 @@ class Sentence(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return it on one line."""
         return " ".join(self.chunk.text[self.start : self.end].split())
 
 
@@ -114,13 +106,10 @@ def sentences_of(text: str, kind: str = "text") -> list[tuple[int, int]]:
 
 def _answer_sentences(answer: str) -> list[tuple[int, int]]:
     """Return the sentences of an answer but the lines of its code, where a number would be code, too."""
-    fences = [unit for unit in units(answer, "markdown") if _is_fence(answer, unit)] if answer.strip() else []
+    parts = units(answer, "markdown") if answer.strip() else []
+    fences = [unit for unit in parts if answer[unit.start : unit.end].lstrip().startswith(("```", "~~~"))]
     spans = sentences_of(answer, "markdown")
     return [span for span in spans if not any(fence.start <= span[0] < fence.end for fence in fences)]
-
-
-def _is_fence(text: str, unit: Unit) -> bool:
-    return text[unit.start : unit.end].lstrip().startswith(("```", "~~~"))
 
 
 def _lines(text: str, unit: Unit) -> list[Unit]:
@@ -138,7 +127,6 @@ def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def passage_sentences(session: Session, chunks: Iterable[ReplyChunk]) -> list[Sentence]:
-    """Return the sentences of passages, in their order."""
     return [
         Sentence(chunk, *span) for chunk in chunks for span in sentences_of(chunk.text, _kind(session, chunk.source))
     ]

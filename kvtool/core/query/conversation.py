@@ -46,14 +46,7 @@ if TYPE_CHECKING:
 class Trial:
     """Lengths of a prompt's turns, added up as a conversation would lay them out.
 
-    Parameters
-    ----------
-    tokens : of the prompt so far. `chunks`: those in it, with the tokens of each.
-
-    Attributes
-    ----------
-    skipped : turns that were added before the last one at which the conversation has to start over.
-    full : why it has to start over there; None: it need not.
+    `skipped`: turns added before the last one at which the conversation has to start over, for the reason `full`.
     """
 
     session: Session
@@ -85,13 +78,11 @@ class Trial:
 
 
 def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
-    """Return the chunks that a turn brings, with the tokens of each."""
     sources = [segment.source for segment in asked.plan.chunks]
     return {one.chunk_id: len(one.ids) for one in sources if one.chunk_id}
 
 
 def check_room(session: Session, tokens: int) -> None:
-    """Refuse a further turn after so many tokens where they fill the model's context. Raises ContextFullError."""
     if session.is_loaded and tokens >= session.decoder.context:
         raise ContextFullError(
             f"the conversation has {tokens} tokens, the model takes {session.decoder.context}",
@@ -122,12 +113,8 @@ def _is_stored(session: Session, origin: Origin) -> bool:
 class TurnLayout:
     """The segments that a turn added to its conversation's prompt, and how they were found.
 
-    Attributes
-    ----------
-    known : chunks that the prompt held before the turn; None: it was the first.
-    origins : of its segments, the question last.
-    is_as_laid : all of them were read as they were laid out, and none was computed in its place.
-    revision : of the store, at which all of it was looked up.
+    `known`: chunks that the prompt held before; None: it was the first turn. `is_as_laid`: all segments were read as
+    they were laid out.
     """
 
     request: Request
@@ -138,7 +125,6 @@ class TurnLayout:
 
     @classmethod
     def of(cls, begun: PreparedAnswer) -> TurnLayout:
-        """Note the layout of an answer's prompt."""
         asked, fused = begun.asked, begun.outcome.fused
         # Else a record was damaged, or slow.
         is_as_laid = isinstance(fused.cache, StateCache) or _levels(fused.plan) == _levels(asked.plan)
@@ -183,14 +169,6 @@ def _levels(plan: Plan) -> list[tuple[object, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and what came of it.
-
-    Attributes
-    ----------
-    places : of the passages that it was answered from, the best first.
-    tokens : as in its reply.
-    """
-
     question: str
     answer: str
     places: tuple[str, ...]
@@ -201,12 +179,8 @@ class Turn:
 class ConversationState:
     """State of a conversation between two questions.
 
-    Attributes
-    ----------
-    states : recurrent states of the model, if it has any, after the rows of `prefix`.
-    pending : tokens after those of `prefix` that have no row yet: the answer's last token, and the template's between
-        two turns.
-    is_whole : nothing was written after the rows of `prefix`; else a question may have been begun there and given up.
+    `states`: recurrent ones, after the rows of `prefix`. `pending`: tokens after it that have no row yet. `is_whole`:
+    nothing was written after the rows of `prefix`; else a question may have been begun there and given up.
     """
 
     session: Session
@@ -222,10 +196,7 @@ class ConversationState:
     ) -> ConversationState:
         """Return the state after a turn. Rows of its answer are kept if they were computed from the same tokens.
 
-        Parameters
-        ----------
-        said : the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep.
-        checked : of a verified answer: its rows are full prefill's.
+        `said`: the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep.
         """
         fused, before = begun.outcome.fused if checked is None else checked.exact, begun.asked.behind
         is_exact = (checked is not None or not begun.selector.uses_cache) and (before is None or before.is_exact)
@@ -271,7 +242,6 @@ class ConversationState:
 
 
 def marked(cache: object) -> Marked | None:
-    """Mark where states can be set back to."""
     return cache.mark() if isinstance(cache, StateCache) else None
 
 
@@ -282,13 +252,7 @@ class Conversation:
     """Questions to one store that see each other. It holds its prompt cache until it is dropped or starts over.
 
     One question is answered at a time. Several conversations may share a session: each has a cache of its own.
-
-    Parameters
-    ----------
-    lend : gives the session for one question.
-    options : of all questions that bring none of their own.
-    by_text : answers are kept as the tokens of their text, not as the generated ones: so they are where only the text
-        of an answer is left.
+    `by_text`: answers are kept as the tokens of their text, not as the generated ones.
     """
 
     def __init__(self, lend: Lend, options: QueryOptions | None = None, by_text: bool = False) -> None:
@@ -298,12 +262,10 @@ class Conversation:
 
     @classmethod
     def over(cls, session: Session, options: QueryOptions | None = None, by_text: bool = False) -> Conversation:
-        """Return a conversation over a session that stays open."""
         return cls(lambda: nullcontext(session), options, by_text)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the turns that the next question sees, the first one first."""
         return self._now.turns
 
     @property
@@ -324,11 +286,9 @@ class Conversation:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the prompt cache that it holds."""
         return 0 if self._now.state is None else self._now.state.prefix.cache.nbytes
 
     def reset(self) -> None:
-        """Remove all turns, and the earlier questions that guide the search."""
         self._now = _Now()
 
     def start_over(self) -> None:
@@ -380,12 +340,7 @@ class Conversation:
         options: QueryOptions | None = None,
         must_find: bool = True,
     ) -> PreparedAnswer:
-        """Do the first half of `ask`, up to the first token. The conversation stays as it was until `take`.
-
-        Parameters
-        ----------
-        must_find : the first question needs passages.
-        """
+        """Do the first half of `ask`, up to the first token. The conversation stays as it was until `take`."""
         options = options or self.options
         request = Request(question) if isinstance(question, str) else question
         with session.lock, session.store.view():
@@ -438,7 +393,6 @@ class Conversation:
         self._now = _Now(earlier=(*self.said, *(Turn(question, answer, (), {}) for question, answer in turns)))
 
     def trial(self, session: Session, options: QueryOptions) -> Trial:
-        """Return a trial that begins after the turns so far."""
         state = self._now.state
         return Trial(session, options, self.tokens, {} if state is None else state.prefix.chunks)
 
@@ -496,10 +450,7 @@ class Conversation:
 class _Now:
     """All that a conversation is at one moment. What changes it is one assignment, so Ctrl-C finds it before or after.
 
-    Attributes
-    ----------
-    turns : those in the cache. `earlier`: those that were dropped from it, and still guide the search.
-    laid : layouts of `turns`.
+    `earlier`: turns that were dropped from the cache, and still guide the search.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -529,10 +480,6 @@ def search_text(question: str, before: Sequence[str], finder: Finder) -> str:
 
     One that has fewer than `ENOUGH` rare words is searched together with those before it, back to the last that says
     what is talked about. It counts twice, so that a new subject is found next to the old one.
-
-    Parameters
-    ----------
-    before : the questions before it, the last one last.
     """
     if not before or finder.rare_words(question, RARE) >= ENOUGH:
         return question

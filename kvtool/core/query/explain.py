@@ -41,16 +41,13 @@ class ChunkSpans:
 
     @property
     def recomputed(self) -> dict[str, int]:
-        """Return the number of tokens by reason."""
         return {reason: count for reason, count in self.counts.items() if reason not in ("", DROPPED)}
 
     @property
     def dropped(self) -> int:
-        """Return the number of tokens whose rows were not stored."""
         return self.counts.get(DROPPED, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the number of tokens by reason, and the spans (`kvtool help json`)."""
         spans = [
             {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
             for span in self.spans
@@ -67,12 +64,10 @@ class LayerBackends:
     chosen: Explanation
 
     def to_json(self) -> dict[str, Any]:
-        """See `kvtool help json`."""
         return {"layers": self.layers, "backend": self.chosen.serves.name, "declined": dict(self.chosen.declined)}
 
 
 def explain_attention(decoder: Decoder, fused: Fused) -> list[LayerBackends]:
-    """Return the backends of a model's layers, one entry for each kind, for as many rows and keys as a prompt had."""
     return backends_of(decoder, fused.tokens.recomputed + fused.tokens.fresh, fused.plan.length)
 
 
@@ -100,13 +95,11 @@ def backends_of(decoder: Decoder, rows: int, keys: int) -> list[LayerBackends]:
 
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
-    """Return an entry for each chunk, in prompt order."""
     fates = [(segment, _fates(fused, segment)) for segment in fused.plan.passages]
     return [ChunkSpans(tuple(_spans(segment, each, tokenizer)), Counter(each)) for segment, each in fates]
 
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:
-    """Return a reason or "" for each token of a segment."""
     if not segment.cached:
         return [HOLE] * len(segment.ids)
     tokens = range(len(segment.ids)) if segment.kept is None else segment.kept

@@ -37,10 +37,7 @@ _NOT_THERE = (
 class Outcome:
     """The prompt that the answer is given from.
 
-    Attributes
-    ----------
-    begun : the answer's beginning, which the cache holds already; None after a last round.
-    chained : of a model that keeps states: what of the prompt will be stored.
+    `begun`: the answer's beginning, which the cache holds already. `chained`: what of the prompt will be stored.
     """
 
     fused: Fused
@@ -52,12 +49,7 @@ class Outcome:
 def fuse_in_rounds(
     session: Session, plan: Plan, selector: Selector, source: KVSource, options: QueryOptions
 ) -> Outcome:
-    """Load until the answer's greedy beginning is sure, or nothing is left to load.
-
-    Parameters
-    ----------
-    plan : of all chunks, those of the first round first.
-    """
+    """Load until the answer's greedy beginning is sure, or nothing is left to load."""
     decoder, timeline, chunks = session.decoder, session.timeline, plan.chunks
     fused: Fused | None = None
     rounds: list[Round] = []

@@ -26,15 +26,7 @@ INSIDE, DEFER, LINK = "Diagnostics", "Deferred loading", "Shared store and time 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryOptions(NetworkOptions, sections=("query",)):
-    """Options of how to answer.
-
-    Attributes
-    ----------
-    system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
-    defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
-        sure than `defer_threshold`; core/query/iterative.py.
-    set : parameters as `NAME=VALUE`. Those of this class are put into their fields, those of fusion modes stay here.
-    """
+    """Options of how to answer; `set`, as `NAME=VALUE`, keeps parameters of fusion modes, others go to their fields."""
 
     max_tokens: int = option(ORDINARY, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
@@ -271,17 +263,19 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
 
+    def check_comparable(self) -> None:
+        """Refuse what `--compare` cannot do: with `defer` each mode might stop at another prompt, and verified answers
+        are the same in every mode."""
+        if self.defer:
+            raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+        if self.verify:
+            raise UsageError(
+                "--compare shows answers as each mode gives them", "leave --verify out, or give --no-verify"
+            )
+
     def check_of(self, identity: StoreIdentity, modes: Sequence[str] = ()) -> None:
-        """Refuse what a store's model cannot do, before it is loaded.
-
-        Parameters
-        ----------
-        modes : that are asked for in addition to `mode`.
-
-        Raises
-        ------
-        UsageError : the model keeps states, and a mode would reuse chunks at any position.
-        """
+        """Refuse what a store's model cannot do, before it is loaded; `modes`: in addition to `mode`. Raises
+        UsageError."""
         identity.check_modes((self.mode(identity.keeps_states), *modes), self.defer)
 
     @property
@@ -295,13 +289,8 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     def find(self, finder: Finder, request: Request, prefer: Container[bytes] | None = None) -> Found:
         """Find the chunks for a request, or look up those that it names, in the order of the prompt.
 
-        Parameters
-        ----------
-        prefer : ids of chunks that come first among those of the same score.
-
-        Raises
-        ------
-        UsageError : there is no such chunk or document. KvtoolError : nothing was found. See `Finder.find`.
+        `prefer`: ids of chunks that come first among those of the same score. Raises UsageError where a named one is
+        missing, KvtoolError where nothing was found.
         """
         if not request.question.strip():
             raise UsageError("the question is empty", "ask something")
@@ -329,7 +318,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         return not self.cite and (on_terminal or not self.verify)
 
     def check(self) -> None:
-        """Refuse unknown or wrong parameters of modes, and options that exclude each other."""
         if self.set:
             check_parameters(self.set)
         if self.verify and self.temperature > 0:
@@ -358,7 +346,6 @@ class ChunkChoice(Options, settings=False, group=CHUNKS):
     documents: tuple[str, ...] = option((), "Use all chunks of these documents, without search.", metavar="PATH")
 
     def check(self) -> None:
-        """Refuse chunks and documents at once."""
         if self.chunks and self.documents:
             raise UsageError("--chunks and --documents exclude each other", "give one of them")
 
@@ -374,12 +361,10 @@ def every_parameter() -> dict[str, Option]:
 
 
 def shown_default(parameter: Option) -> str:
-    """Return the default of a parameter as a user would write it."""
     return parameter.default_text or ("" if parameter.many else str(parameter.default))
 
 
 def check_parameters(pairs: Sequence[str]) -> None:
-    """Refuse `NAME=VALUE` of an unknown name, or with a wrong value. Raises UsageError."""
     known = every_parameter()
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -393,11 +378,7 @@ def check_parameters(pairs: Sequence[str]) -> None:
 
 
 def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Put hits, given best first, in the order of the prompt.
-
-    `relevance` leaves them, `best-last` reverses them, `document` follows the documents, the one with the best hit
-    first.
-    """
+    """Put hits, given best first, in the order of the prompt; `document`: that with the best hit first."""
     if order == "best-last":
         return list(reversed(hits))
     if order == "document":

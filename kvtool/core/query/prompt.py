@@ -50,15 +50,8 @@ _LONG_MESSAGE = 500  # characters; where passages are learned, a longer message 
 class PromptLayout:
     """A request with its chunks found and its prompt laid out.
 
-    Attributes
-    ----------
-    retrieve_ms : what that took.
-    revision : of the store, at which all of it was looked up.
-    behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
-    again : retrieved chunks that are in it already.
-    cut : chunks that were found and left out because they would not help (`search.min_score`).
-    corrections : as `Found` has them.
-    learned : ids of the chunks that are learned passages.
+    `behind`: the prompt cache that holds the plan's first segment. `again`: retrieved chunks that are in it already.
+    `cut`: chunks left out because they would not help (`search.min_score`). `learned`: ids of learned passages.
     """
 
     request: Request
@@ -75,14 +68,9 @@ class PromptLayout:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Contents of a conversation's prompt cache.
+    """Contents of a conversation's prompt cache: rows of `tokens`, and the tokens of each chunk among them.
 
-    Attributes
-    ----------
-    tokens : all of them, as the segment that a further prompt begins with.
-    cache : its rows are those of `tokens`, in the same order.
-    chunks : ids of the chunks among them, and the number of tokens of each.
-    is_exact : all rows are those of full prefill.
+    `is_exact`: all rows are those of full prefill.
     """
 
     tokens: Candidate
@@ -103,12 +91,8 @@ def lay_out(
 ) -> PromptLayout:
     """Find the chunks and plan the prompt, from the store as it is now; no KV is read yet.
 
-    Parameters
-    ----------
-    exactly : take no lossy level where there is an exact one, even if its measured loss is small.
-    answered : an answer will follow, which must fit, too.
-    behind : what the prompt cache holds already: its chunks are not repeated, and there may be no others.
-    must_find : without `behind`, something has to be found.
+    `exactly`: take no lossy level where there is an exact one. `answered`: an answer will follow, which must fit, too.
+    `behind`: what the prompt cache holds already. `must_find`: without `behind`, something has to be found.
 
     Raises
     ------
@@ -153,12 +137,8 @@ def _least_answer(options: QueryOptions, is_first: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """The length of a prompt, checked against a loaded model's context; a model that is not loaded takes any.
-
-    Attributes
-    ----------
-    more : tokens of an answer that has to fit, too. `asked`: tokens of the question.
-    """
+    """The length of a prompt, checked against a loaded model's context. `more`: tokens of an answer that has to fit,
+    too."""
 
     session: Session
     more: int
@@ -206,7 +186,6 @@ def _found(
 
 
 def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
-    """Return the same prompt with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
@@ -220,12 +199,10 @@ def parts_for(session: Session, options: QueryOptions) -> PromptParts:
 
 
 def record_marks(session: Session, chunk_id: bytes, level: str) -> Marks:
-    """Return the marks of a chunk's records at a level."""
     return tuple(session.store.record_mark(chunk_id, level, layer) for layer in range(session.layers))
 
 
 def plan_marks(session: Session, plan: Plan) -> tuple[Marks, ...]:
-    """Return the marks of the records that a plan reads, by segment; of a segment that reads none, nothing."""
     sources = [(one.source.chunk_id, one.source.level if one.cached else None) for one in plan.segments]
     return tuple(record_marks(session, chunk_id, level) if level else () for chunk_id, level in sources)
 
@@ -301,7 +278,6 @@ def _stored(
     *,
     every_row: bool = False,
 ) -> Candidate:
-    """Return a segment with the level at which it is read, or with why nothing of it serves."""
     if info is None:
         return replace(wanted, reason="not stored")
     if info.token_ids != wanted.ids:
@@ -343,14 +319,12 @@ def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
 
 
 def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:
-    """Return the chunk's description; None where it is lost or damaged."""
     with suppress(DamagedError):
         return session.store.chunk_info(chunk_id)
     return None
 
 
 def _why_not(level: str, stored: bool, max_loss: float) -> str:
-    """Return why what is stored of a chunk cannot be used."""
     if level != "auto":
         return f"not stored at level {level}"
     return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"
@@ -366,16 +340,10 @@ def lay_out_request(session: Session, request: Request, options: QueryOptions) -
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
-    """Plan the prompt of a request's messages, with what is stored of them.
+    """Plan the prompt of a request's messages, with what is stored of them. Raises UsageError if it is too long.
 
-    Returns
-    -------
-    None : they hold no stored passage, and none that might be learned, or the model's template cannot be followed, or
-        they are a conversation at the end of the context; chunks are to be found then.
-
-    Raises
-    ------
-    UsageError : a single question's prompt is longer than a loaded model's context.
+    None: chunks are to be found. They hold no passage that is stored or might be learned, or the model's template
+    cannot be followed, or they are a conversation at the end of the context.
     """
     if not request.messages or session.identity.keeps_states:
         return None
@@ -447,7 +415,6 @@ def spotted(spans: list[Span]) -> list[Span]:
 
 
 def spot_all(session: Session, ids: Sequence[int], owner: str | None) -> list[Span]:
-    """Find passages in token ids: those of documents, and those that were learned of an owner."""
     spans = session.finder.spot(ids)
     if session.learned is None or owner is None:
         return spans
@@ -455,7 +422,6 @@ def spot_all(session: Session, ids: Sequence[int], owner: str | None) -> list[Sp
 
 
 def _parts(session: Session, options: QueryOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:
-    """Yield the prompt's parts before the question: passages, and the client's own text between them."""
     before = 0
     if not spans:
         yield Candidate(ids[:-1], reason=OWN_TEXT)

@@ -47,7 +47,6 @@ def find(session: Session, plan: Plan) -> StoredPrefix:
 
 
 def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
-    """Return the stored description of a stretch; None if it is missing or damaged."""
     with suppress(DamagedError):
         return store.stretch(stretch)
     return None
@@ -56,12 +55,8 @@ def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
 def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> None:
     """Note what was used, and store the stretches that were computed.
 
-    A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning.
-
-    Parameters
-    ----------
-    limit : bytes that all stretches of the store may take; the least recently used yield to new ones.
-    again : the question was answered just now in another mode, and counts once in what the store has served.
+    A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning. `limit`:
+    bytes of all stretches; the least recently used yield to new ones.
     """
     store, plan = session.store, chained.fused.plan
     for segment in plan.segments:

@@ -37,13 +37,12 @@ class Request:
     Attributes
     ----------
     answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
-    made_by : the model that wrote the question; "": people did.
-    search : the text to search for instead of the question itself; "": the question.
+    generator : the model that wrote the question; "": people did.
+    search : the text to search for instead of the question itself.
     messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
         of the store in it are reused where they are, and none is retrieved (query/prompt.py).
     prefill : the beginning of the answer, which the model continues.
-    owner : whose learned passages (session/learned.py) and conversations are reused; None: no learned passages, and
-        conversations of no owner.
+    owner : whose learned passages (session/learned.py) and conversations are reused.
     """
 
     question: str
@@ -52,7 +51,7 @@ class Request:
     answers: tuple[str, ...] = ()
     id: str | None = None
     sources: tuple[str, ...] = ()
-    made_by: str = ""
+    generator: str = ""
     search: str = ""
     messages: tuple[tuple[str, str], ...] = ()
     prefill: str = ""
@@ -61,15 +60,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """A chunk of a prompt and its text.
-
-    Attributes
-    ----------
-    start, end : characters of the document.
-    line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
-    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/staleness.py`).
-    origin : the pack, store or signer that the document came from; "" for one that was ingested here.
-    """
+    """A chunk of a prompt and its text, with the fields of `kvtool help json`."""
 
     id: str
     source: str
@@ -81,13 +72,12 @@ class ReplyChunk:
     status: str
     reason: str = ""
     label: str = ""
-    since_ingest: str = ""
+    staleness: str = ""
     origin: str = ""
     text: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, store: Store, hit: Hit, *, tokens: int = 0, status: str = "", reason: str = "") -> ReplyChunk:
-        """Describe a chunk that was found, with its text."""
         place, text = place_and_text(store, hit.passage)
         return cls(
             id=hit.passage.chunk_id.hex(),
@@ -110,13 +100,12 @@ class ReplyChunk:
         return self.cite(self.source)
 
     def cite(self, name: str) -> str:
-        """Return the place, with this name of its file before it."""
         return Place(self.line, self.label).cite(name)
 
     def to_json(self) -> dict[str, Any]:
         names = ("id", "source", "start", "end", "line", "label", "score", "tokens", "status", "text")
         row = {name: getattr(self, name) for name in names}
-        more = {"reason": self.reason, "since_ingest": self.since_ingest, "origin": self.origin}
+        more = {"reason": self.reason, "staleness": self.staleness, "origin": self.origin}
         return row | {name: value for name, value in more.items() if value}
 
     def found(self) -> dict[str, Any]:
@@ -126,16 +115,7 @@ class ReplyChunk:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A sentence of a passage that a sentence of the answer rests on (query/cite.py).
-
-    Attributes
-    ----------
-    number : from 1, the same for the same sentence of a passage.
-    answer_start, answer_end : characters of the answer. `start`, `end`: of the document.
-    chunk : id of the passage.
-    line, label : as `ReplyChunk` has them.
-    text : the sentence, on one line.
-    """
+    """A sentence of a passage that a sentence of the answer rests on, with the fields of `kvtool help json`."""
 
     number: int
     answer_start: int
@@ -159,19 +139,13 @@ def marked(answer: str, citations: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Report of one round of `--defer`: the chunks that it loaded, its cost and its result.
+    """One round of `--defer`, with the fields of `kvtool help json`.
 
-    Attributes
-    ----------
-    chunks : ids (hex) of the loaded chunks.
-    enough, reason : whether the round's answer is good enough, and why.
-    confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
-    tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
-    milliseconds : of fusing and of computing the answer's beginning.
+    `confidence`: None in a last round, where no decision depends on it.
     """
 
     chunks: tuple[str, ...]
-    enough: bool
+    sufficient: bool
     reason: str
     confidence: float | None
     bytes_read: int
@@ -179,10 +153,9 @@ class Round:
     tokens: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a line of the reply's `rounds`."""
         return {
             "chunks": list(self.chunks),
-            "enough": self.enough,
+            "sufficient": self.sufficient,
             "reason": self.reason,
             "confidence": self.confidence,
             "bytes_read": self.bytes_read,
@@ -193,15 +166,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verdict of full prefill on an answer (`--verify`).
-
-    Attributes
-    ----------
-    accepted, drafted : how many of the first tokens of the streamed answer full prefill chooses, and how many it had.
-    draft : the streamed text, where the final one is another; None: the answer is what was streamed.
-    first_ms, prefill_ms, final_ms : milliseconds from the question's text to the first streamed token, of full prefill
-        (0: the answer was full prefill's own), and from the question's text to the final answer.
-    """
+    """Verdict of full prefill on an answer (`--verify`), with the fields of `kvtool help json`."""
 
     accepted: int
     drafted: int
@@ -211,7 +176,6 @@ class Verified:
     final_ms: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return `verified` of a reply."""
         times = {"first": self.first_ms, "prefill": self.prefill_ms, "final": self.final_ms}
         return {
             "accepted": self.accepted,
@@ -224,24 +188,12 @@ class Verified:
 
 @dataclass(slots=True, repr=False)
 class Reply:
-    """An answer with everything that led to it.
+    """An answer with everything that led to it; most fields are those of `kvtool help json`.
 
     Attributes
     ----------
-    finish : how the answer ended: `stop`, `length` where it was cut off at its longest, `repeat` where it began to say
-        the same again.
-    revision : of the store: equal ones give equal answers (`kvtool help consistency`).
-    tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
-    timing_ms : `ttft` runs from the question's text to the first token's id.
-    explained, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
-    slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
-    again : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its number, from
-        1, and what it was searched by (query/conversation.py).
-    cut : chunks that were found and left out because they would not help.
-    corrections : words of the question that no chunk has (`from`), and those that were searched for instead (`to`).
-    rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
+    explanations, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
     citations : in the order of the answer's sentences; None: they were not asked for.
-    verified : with `--verify`: what full prefill says of the answer that was streamed. `answer` is the final one.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON. A
         verified answer's cache holds full prefill's rows.
     selector : the mode with the parameters it was asked with; not in the JSON.
@@ -260,7 +212,7 @@ class Reply:
     finish: Finish = "stop"
     revision: int = 0
     segments: dict[str, Any] | None = None
-    explained: list[ChunkSpans] = field(default_factory=list)
+    explanations: list[ChunkSpans] = field(default_factory=list)
     backends: list[LayerBackends] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
@@ -269,23 +221,21 @@ class Reply:
     stream: list[dict[str, Any]] = field(default_factory=list)
     slo: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
-    left: int = 0
-    cut: int = 0
+    chunks_remaining: int = 0
+    chunks_omitted: int = 0
     corrections: Sequence[dict[str, str]] = ()
-    again: list[ReplyChunk] = field(default_factory=list)
+    resident_chunks: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     citations: list[Citation] | None = None
     verified: Verified | None = None
 
     @property
     def asked_mode(self) -> str:
-        """Return the mode that was asked for: `fusion`, or `auto` where the controller chose it."""
         return AUTO if self.controller else self.fusion
 
     @property
     def sources(self) -> list[ReplyChunk]:
-        """Return the chunks that the answer is based on, best first: those loaded, and those in the prompt already."""
-        return sorted([*self.chunks, *self.again], key=lambda chunk: -(chunk.score or 0))
+        return sorted([*self.chunks, *self.resident_chunks], key=lambda chunk: -(chunk.score or 0))
 
     @property
     def places(self) -> list[str]:
@@ -314,7 +264,6 @@ class Reply:
         return [f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms", f"tokens: {tokens}"]
 
     def _repr_html_(self) -> str:
-        """Return the answer and its sources, for notebooks."""
         cells = [
             (chunk.place, chunk.text[:_SHOWN], "" if chunk.score is None else f"{chunk.score:.3f}", chunk.status)
             for chunk in self.chunks
@@ -327,7 +276,6 @@ class Reply:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of `query --json`."""
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
@@ -336,37 +284,40 @@ class Reply:
             "fusion": self.fusion,
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
-            "cut": self.cut,
+            "chunks_omitted": self.chunks_omitted,
             **({"corrections": [*self.corrections]} if self.corrections else {}),
             **({} if self.sources else {"retrieval": "none"}),
             "tokens": self.tokens,
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
-            **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
+            **(
+                {"rounds": [one.to_json() for one in self.rounds], "chunks_remaining": self.chunks_remaining}
+                if self.rounds
+                else {}
+            ),
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
             **({} if self.verified is None else {"verified": self.verified.to_json()}),
-            **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
+            **(
+                {"turn": self.turn, "resident_chunks": [one.to_json() for one in self.resident_chunks]}
+                if self.turn
+                else {}
+            ),
             **({"resolved": self.resolved} if self.resolved else {}),
         }
-        if self.explained:
-            for chunk, runs in zip(row["chunks"], self.explained, strict=True):
-                chunk["explained"] = runs.to_json()
+        if self.explanations:
+            for chunk, runs in zip(row["chunks"], self.explanations, strict=True):
+                chunk["explanation"] = runs.to_json()
             row["shift"] = self.fused.shifted.to_json()
             row["backends"] = [one.to_json() for one in self.backends]
         return row | ({"segments": self.segments} if self.segments is not None else {})
 
 
 def read_batch(path: Path) -> list[Request]:
-    """Return the requests of a `--batch` file: one JSON object a line.
-
-    Raises
-    ------
-    UsageError : the file cannot be read, or a line is no request; the message names the line.
-    """
+    """Return the requests of a `--batch` file: one JSON object a line. Raises UsageError, which names the line."""
     from kvtool.core.errors import UsageError
 
     try:
@@ -398,7 +349,6 @@ def _wrong(error: Exception) -> str:
 
 
 def request_of(row: Any) -> Request:
-    """Return the request of a line. Raises ValueError."""
     if not isinstance(row, dict) or not isinstance(row.get("question"), str):
         raise ValueError("no question")
     lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents", "sources")}
@@ -413,7 +363,7 @@ def request_of(row: Any) -> Request:
         answers=tuple(lists["answers"]),
         id=None if key is None else str(key),
         sources=tuple(lists["sources"]),
-        made_by=str(row.get("made_by") or ""),
+        generator=str(row.get("generator") or ""),
     )
 
 
@@ -422,7 +372,6 @@ _COUNTS = ("prompt", "reused", "recomputed", "fresh")
 
 
 def numbers(reply: Reply) -> Row:
-    """Return the numbers of one reply that are summed up; missing ones are left out."""
     row = reply.to_json()
     return {
         **{name: row[name] for name in MEASURES if name in row},
@@ -435,13 +384,15 @@ def numbers(reply: Reply) -> Row:
 
 
 def _of_verified(verified: Verified) -> Row:
-    """Return the shares of uncorrected answers and of accepted tokens, and the time to the final answer."""
     share = verified.accepted / verified.drafted if verified.drafted else 1.0
-    return {"uncorrected": float(verified.draft is None), "accepted_share": share, "verified_ms": verified.final_ms}
+    return {
+        "uncorrected_share": float(verified.draft is None),
+        "accepted_share": share,
+        "verified_ms": verified.final_ms,
+    }
 
 
 def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Sum up the numbers of one mode's replies: means of scores and counts, medians of times."""
     names = dict.fromkeys(name for row in rows for name in row)
     times = medians(rows, [name for name in names if name.endswith("_ms")])
     return {

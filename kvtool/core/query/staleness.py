@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.entries import FileEntry
     from kvtool.core.cache.store import Store
 
-CHANGED, GONE = "changed", "gone"
+CHANGED, DELETED = "changed", "deleted"
 _BELIEVED = 1 << 23  # bytes from which on size and time are enough: reading them is noticed
 _PATIENCE = 2.0  # seconds for all files of an answer; of one that takes longer nothing is said
 _MOST_LATE = 64  # looks that are still under way, each in a thread; from then on nothing is said of any file
@@ -42,11 +42,10 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
     was noted, and from threads of their own: a mount whose server is down never answers.
     """
     states = changes(store, [chunk.source for chunk in chunks])
-    return [replace(chunk, since_ingest=states[chunk.source]) for chunk in chunks]
+    return [replace(chunk, staleness=states[chunk.source]) for chunk in chunks]
 
 
 def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
-    """Return by document whether its file has changed since ingest, as `with_changes` says it."""
     files = {source: file_of(source) for source in sources}
     known: dict[str, FileEntry] = {}
     for path in set(files.values()):
@@ -58,7 +57,6 @@ def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
 
 
 def _looked_at(known: dict[str, FileEntry]) -> dict[str, str]:
-    """Return the states of files by their paths, as far as they are known in time."""
     states: dict[str, str] = {}
     end = time.monotonic() + _PATIENCE
 
@@ -80,11 +78,10 @@ def _looked_at(known: dict[str, FileEntry]) -> dict[str, str]:
 
 
 def _compared(known: FileEntry, end: float) -> str:
-    """Return the state of a file. Raises OSError, ValueError."""
     try:
         status = os.stat(known.path)
     except (FileNotFoundError, NotADirectoryError):
-        return GONE if os.path.isdir(os.path.dirname(known.path)) else ""
+        return DELETED if os.path.isdir(os.path.dirname(known.path)) else ""
     if status.st_size != known.size or not stat.S_ISREG(status.st_mode):
         return CHANGED
     if status.st_mtime_ns == known.mtime_ns and status.st_size > _BELIEVED:

@@ -52,15 +52,8 @@ _TEXT = "not fetched in time"
 class Streamed:
     """Result of streaming.
 
-    Attributes
-    ----------
-    plan : with each chunk at the level that it reached; chunks that reached none, and were not computed meanwhile, are
-        holes.
-    source : where its KV is read from; some of it is decoded already.
-    holes : segments that were holes and were computed meanwhile: they are worth storing.
-    rows : the decisions, `stream` of the reply.
-    bytes_read : of the records that are decoded already.
-    ms : duration of streaming.
+    `plan`: chunks that reached no level, and were not computed meanwhile, are holes. `source`: some of it is decoded
+    already, `bytes_read` of records. `holes`: segments that were computed meanwhile: they are worth storing.
     """
 
     plan: Plan
@@ -75,10 +68,6 @@ def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, 
     """Fetch what a prompt lacks until the objective leaves time for nothing but computing.
 
     Measuring this machine and compiling its decoders, once, is not the question's time.
-
-    Parameters
-    ----------
-    selector : the mode that will answer: only what it reads is fetched.
     """
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead(session.identity.dtype)
@@ -132,9 +121,7 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
     """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits.
 
-    Returns
-    -------
-    None : it needs the chunk before it, or `going` said to stop.
+    None: it needs the chunk before it, or `going` said to stop.
     """
     if not is_context_free(segment, session.identity):
         return None
@@ -159,7 +146,7 @@ def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[di
     return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in rounded]
 
 
-_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
+_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms")
 
 
 # ---- the choices ----
@@ -219,11 +206,7 @@ class Computing:
     """Seconds of the pass after streaming, by the chunks that are computed from their text.
 
     A mode that ranks by the question's attention takes two passes. Where next to all is text, one pass over all of it
-    is sooner, and loses nothing: then everything is computed.
-
-    Parameters
-    ----------
-    holes : what is stored nowhere; it is computed before where it is not among the texts.
+    is sooner, and loses nothing: then everything is computed. `holes`: what is stored nowhere.
     """
 
     def __init__(self, plan: Plan, speeds: Speeds, selector: Selector, holes: frozenset[int]) -> None:
@@ -289,7 +272,6 @@ class Driver:
         self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
 
     def run(self) -> None:
-        """Fetch and compute until the policy asks for nothing, or the shared store is lost."""
         try:
             self._arrivals = self._link.arrivals()
             while self._ask():
@@ -323,7 +305,6 @@ class Driver:
         return bool(self._out) or self._ahead.computing is not None
 
     def _see_to_computing(self) -> None:
-        """Report what has been computed; stop what is not worth waiting for."""
         ended = self._ahead.ended()
         if ended is not None:
             self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
@@ -411,8 +392,6 @@ class Ended:
 
 @dataclass(slots=True)
 class _Decoded:
-    """A chunk whose records are decoded, or being decoded."""
-
     segment: Segment
     stats: ReadStats = field(default_factory=ReadStats)
 
@@ -451,7 +430,6 @@ class BackgroundDecoder:
         return tokens * rates.get(level, max(rates.values(), default=0.0))
 
     def put(self, number: int, segment: Segment, level: str) -> None:
-        """Decode a chunk at a level that is there now."""
         with self._changed:
             if number in self._computed:
                 return
@@ -521,16 +499,15 @@ class BackgroundDecoder:
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._waiting or self._has_text())
+            self._changed.wait_for(
+                lambda: self._stopped or self._waiting or (self._text is not None and self._ended is None)
+            )
             if self._stopped:
                 return None
             if self._waiting:
                 return functools.partial(self._decode, *self._waiting.popitem())
             assert self._text is not None
             return functools.partial(self._compute, *self._text)
-
-    def _has_text(self) -> bool:
-        return self._text is not None and self._ended is None
 
     def _compute(self, number: int, segment: Segment) -> None:
         started, decoding, whole = time.perf_counter(), self._decoding, False

@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A draft, and full prefill of its prompt.
+    """A draft, and full prefill of its prompt in the draft's buffers (`exact`).
 
-    Attributes
-    ----------
-    exact : the prompt in full, in the draft's buffers.
-    known : full prefill's own tokens as far as the draft has them, and the first other one; the cache holds all of
-        them but the last.
-    since : when the draft ended, by `time.perf_counter()`. `prefill_ms`: what full prefill took.
+    `known`: full prefill's own tokens as far as the draft has them, and the first other one; the cache holds all of
+    them but the last. `since`: when the draft ended, by `time.perf_counter()`.
     """
 
     draft: Generated
@@ -70,13 +66,8 @@ def check(
 ) -> Check:
     """Prefill the prompt of a draft in full, and follow the draft as long as that agrees.
 
-    The fused cache is overwritten: in a conversation the next question continues from the exact one.
-
-    Parameters
-    ----------
-    behind : the first segment is what earlier turns left, which is exact.
-    sampling : how the draft was chosen, greedily; what it has noted begins anew.
-    since : see `Check`; None: now.
+    The fused cache is overwritten: in a conversation the next question continues from the exact one. `behind`: the
+    first segment is what earlier turns left, which is exact. `sampling`: how the draft was chosen, greedily.
     """
     started = time.perf_counter()
     with session.lock:

@@ -1,7 +1,5 @@
-"""Record maker: prefills a batch of chunks, and encodes their keys and values as records.
-
-With each chunk comes the sensitivity of its tokens' values to the text before it, by which `union` ranks rows.
-"""
+"""Prefills batches of chunks, and encodes their keys and values as records. With each chunk comes the sensitivity of
+its tokens' values to the text before it, by which `union` ranks rows."""
 
 from __future__ import annotations
 
@@ -33,24 +31,19 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True)
 class LeadIns:
-    """The lead-in of chunks, and the other one that their sensitivity is measured against.
-
-    `other` is None where no sensitivity is measured, as of the prompt's own beginning.
-    """
+    """The lead-in of chunks, and the other one that sensitivity is measured against; None: it is not measured."""
 
     own: LeadIn
     other: LeadIn | None
 
     @classmethod
     def nothing(cls, decoder: Decoder) -> LeadIns:
-        """Return the empty lead-in of the prompt's own beginning."""
+        """Make the empty lead-in of the prompt's own beginning."""
         return cls(LeadIn(decoder, ()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunk:
-    """A chunk's keys and values, its tokens' sensitivities, and the arithmetic that computed them."""
-
     chunk: ChunkSpec
     kv: ChunkKV
     sensitivity: bytes
@@ -68,10 +61,7 @@ class ChunkRecords:
 
 
 def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) -> list[PrefilledChunk]:
-    """Compute a batch of chunks, each independent of its batch (bit for bit on the CPU).
-
-    Raises ModelError: a number does not fit the store's format.
-    """
+    """Compute chunks, each independent of its batch (bit for bit on the CPU). Raises ModelError: beyond float16."""
     kvs = prefill_chunks(decoder, lead_ins.own, [PrefillItem(chunk.ids, chunk.before) for chunk in chunks])
     check_float16_range(side for kv in kvs for sides in kv.layers for side in sides)
     values = [b""] * len(chunks)
@@ -84,12 +74,7 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) ->
 def encode(
     made: PrefilledChunk, level: str = RAW, profile: Profile | None = None, in_place: bool = False
 ) -> ChunkRecords:
-    """Make the records of a chunk.
-
-    Parameters
-    ----------
-    in_place : where these are the numbers as they lie, let the records be that memory, which nothing else may write to.
-    """
+    """Make the records of a chunk. `in_place`: those of a verbatim level are the memory of their numbers."""
     chunk_id, kv = made.chunk.chunk_id, made.kv
     layers: Sequence[Bytes]
     if in_place and kv.rooms and level_of(level).verbatim:
@@ -103,13 +88,8 @@ def encode(
 
 
 def make(
-    decoder: Decoder,
-    lead_ins: LeadIns,
-    chunks: Sequence[ChunkSpec],
-    level: str = RAW,
-    profile: Profile | None = None,
+    decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec], level: str = RAW, profile: Profile | None = None
 ) -> list[ChunkRecords]:
-    """Make the records of a batch of chunks at one level."""
     return [encode(made, level, profile) for made in prefill(decoder, lead_ins, chunks)]
 
 
@@ -120,7 +100,6 @@ def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | N
 
 
 def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
-    """Put one layer's record around a codec's payload."""
     return encode_record(chunk_id, _header(kv, level, layer), payload)
 
 
@@ -131,22 +110,14 @@ def _header(kv: LayerKV, level: str, layer: int) -> KVHeader:
 
 
 def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> list[bytes]:
-    """Measure the distance of each chunk's values at layer 1, over all heads, between its own lead-in and the other.
-
-    Returns one little-endian float16 a token. Layer 0 serves for a model with one layer.
-
-    Parameters
-    ----------
-    chunks : token ids.
-    kvs : the same chunks after their own lead-in.
-    """
+    """Measure the distance of each chunk's values at layer 1, over all heads, between its own lead-in (`kvs`) and the
+    other. Returns one little-endian float16 a token. Layer 0 serves for a model with one layer."""
     layer = min(LAYER, decoder.stored_layers - 1)
     others = prefill_chunks(decoder, other, [PrefillItem(ids) for ids in chunks], layer + 1)
     return [_distance(kv.values[layer], moved.values[layer]) for kv, moved in zip(kvs, others, strict=True)]
 
 
 def _distance(values: torch.Tensor, moved: torch.Tensor) -> bytes:
-    """Measure the distance, token by token, of values `[kv_heads, tokens, head_dim]`."""
     distance = (values.float() - moved.float()).square().sum((0, 2)).sqrt().clamp_max(_LARGEST)
     return distance.half().numpy().astype("<f2").tobytes()
 
@@ -162,10 +133,8 @@ def check_float16_range(kept: Iterable[torch.Tensor]) -> None:
 
 
 def encoder_threads() -> ThreadPoolExecutor:
-    """Make as many threads as torch would take for one product; a product of theirs takes one.
-
-    The codec's work is machine code, in which Python serves other threads.
-    """
+    """Make as many threads as torch would take for one product; a product of theirs takes one. The codec's work is
+    machine code, in which Python serves other threads."""
     return ThreadPoolExecutor(torch.get_num_threads(), "kvtool-records", _alone)
 
 

@@ -23,12 +23,7 @@ _TWICE = "each chunk is read twice to choose its rows: leave --keep out, or inge
 
 
 class _Watch:
-    """A sum over layers of the largest weight that a chunk's rows get from those of its repetition.
-
-    Attributes
-    ----------
-    worth : float32 `[tokens]`, summed over the layers.
-    """
+    """Sum over layers (`worth`, float32 `[tokens]`) of the largest weight a chunk's rows get from its repetition."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -48,11 +43,8 @@ class _Watch:
 
 
 def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[torch.Tensor]:
-    """Measure the worth of each row of some chunks, float32 `[tokens]` each.
-
-    A chunk's rows do not depend on the other chunks; its own text before it, of a `neighbour` store, is left out.
-    Raises UsageError: a chunk and its repetition are longer than the model's context.
-    """
+    """Measure the worth of each row of some chunks, float32 `[tokens]`, without the text before them that a `neighbour`
+    store has. Raises UsageError: a chunk and its repetition are longer than the model's context."""
     decoder.check_length(len(lead_in) + 2 * max(map(len, chunks), default=0), _TWICE)
     watches = [_Watch(len(ids)) for ids in chunks]
     prefill_chunks(decoder, lead_in, [PrefillItem((*ids, *ids)) for ids in chunks], watches=watches)
@@ -60,13 +52,7 @@ def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[t
 
 
 def heaviest(worth: torch.Tensor, share: int) -> Ids:
-    """Choose the rows to store, ascending: the first ones, and of the others those of the highest worth.
-
-    Parameters
-    ----------
-    worth : as `repeated` gives it.
-    share : percent of the rows.
-    """
+    """Choose `share` percent of the rows, ascending: the first ones, and of the others those of the highest worth."""
     tokens = len(worth)
     ranked = worth.clone()
     ranked[:SINKS] = torch.inf

@@ -1,4 +1,4 @@
-"""Record reader of a store: records with the coarser ones that they refine, and chunks as tensors."""
+"""Reads records of a store with the coarser ones that they refine, and chunks as tensors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """A record that cannot be used, and the reason."""
-
     reason: str
 
 
 def stored_shape(shape: KVShape, tokens: int) -> Shape:
-    """Return the shape that a layer's records of so many tokens state."""
     return shape_of(shape.heads, tokens, shape.key_dim, shape.value_dim)
 
 
 def stored_rows(item: Encoded, level: str) -> Ids | None:
-    """Return the tokens of a chunk whose rows a record has, ascending; None: all. Raises DamagedError."""
+    """Read the tokens of a chunk whose rows a record has, ascending; None: all. Raises DamagedError."""
     return None if level_of(level).share == 100 else rows_of(item)
 
 
@@ -52,7 +49,6 @@ def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> li
 
 
 def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
-    """Find a stored lossless level; None if none is stored."""
     return next(iter(exact(store.levels(chunk_id))), None)
 
 
@@ -67,13 +63,7 @@ def read_layer(
     allocate: Allocator = aligned,
 ) -> list[Encoded | Unusable]:
     """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
-
-    Parameters
-    ----------
-    shapes : required shapes of the records; None: any.
-    before : called with the number of each chunk before a record of it is read.
-    allocate : allocates a record's memory, which nothing else may write to while the record is in use.
-    """
+    `shapes`: required of the records; None: any. `before`, `allocate`: as of :meth:`ChunkReader.read_layer`."""
     read = store.read_layer(chunk_ids, level, layer, before, allocate)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
@@ -89,20 +79,16 @@ def read_layer(
             allocate=allocate,
         )
         for number, coarse in zip(numbers, coarser, strict=True):
-            items[number] = _refining(items[number], coarse)
+            item = items[number]
+            assert isinstance(item, Encoded)  # it names its base
+            items[number] = coarse if isinstance(coarse, Unusable) else replace(item, base=coarse)
     return items
-
-
-def _refining(item: Encoded | Unusable, base: Encoded | Unusable) -> Encoded | Unusable:
-    if isinstance(item, Unusable) or isinstance(base, Unusable):
-        return base
-    return replace(item, base=base)
 
 
 def _opened(
     record: KVRead | KvtoolError | None, level: str, shape: Shape | None
 ) -> tuple[Encoded | Unusable, str | None]:
-    """Check a record; returns it without its base, and the base's level if it needs one."""
+    """Check a record; return it without its base, and the base's level if it needs one."""
     if record is None:
         return Unusable("not stored"), None
     if isinstance(record, KvtoolError):
@@ -118,11 +104,7 @@ def _opened(
 
 
 def read_records(
-    store: RecordReader,
-    chunk_ids: Sequence[bytes],
-    level: str,
-    layer: int,
-    shapes: Sequence[Shape] | None = None,
+    store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int, shapes: Sequence[Shape] | None = None
 ) -> list[Encoded]:
     """Read one layer of several chunks. Raises DamagedError: a record is missing, damaged or of another shape."""
     items: list[Encoded] = []

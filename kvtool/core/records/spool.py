@@ -1,8 +1,5 @@
-"""Spool of chunks that vLLM has computed, on their way to a store: one file a chunk, in a folder of the store's.
-
-The folder's name is random, and only a running `kvtool ingest --engine` makes it: who can only reach vLLM's port has no
-file written.
-"""
+"""Spool of chunks that vLLM has computed, one file each, in a folder of the store's. Its name is random, and only
+`kvtool ingest --engine` makes it: who can only reach vLLM's port has no file written."""
 
 from __future__ import annotations
 
@@ -31,13 +28,8 @@ _PREFIX, _ERROR = f"{TEMPORARY}spool-", ".error"
 
 @dataclass(frozen=True, slots=True)
 class SaveWish:
-    """The wish that a request's keys and values be saved, as its `kv_transfer_params` state it.
-
-    Attributes
-    ----------
-    save : name of the spool. `after`: tokens of the lead-in, which is not saved.
-    other : the lead-in that the chunk's sensitivity is measured against; None: it is not measured.
-    """
+    """Wish in `kv_transfer_params` to save a request's keys and values to the spool `save`, without the first `after`
+    tokens. `other`: the lead-in that sensitivity is measured against; None: it is not measured."""
 
     save: str
     after: int
@@ -45,7 +37,7 @@ class SaveWish:
 
     @classmethod
     def of(cls, row: object) -> SaveWish | None:
-        """Return a request's wish; None: it has none of this form."""
+        """Read a request's wish; None: it has none of this form."""
         if not isinstance(row, Mapping) or row.keys() != {"save", "after", "other"}:
             return None
         save, after, other = row["save"], row["after"], row["other"]
@@ -77,7 +69,6 @@ class Spool:
         os.replace(part, path)
 
     def put_error(self, ids: Ids, said: str) -> None:
-        """Write why there is no such chunk."""
         self._path(ids).with_suffix(_ERROR).write_text(said, "utf-8")
 
     def take(self, ids: Ids) -> Computed:

@@ -1,7 +1,4 @@
-"""Protocol of a shared store's backend, named values; and all that a backend needs: readers, leases, its registry.
-
-A backend is one file with one class, and one line in `common/urls.py`.
-"""
+"""Protocol of a shared store's backend, and what a backend needs: readers, leases, the registry of URLs."""
 
 from __future__ import annotations
 
@@ -25,29 +22,20 @@ AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Reader(Protocol):
-    """Protocol of a stream of values: requests are sent ahead, so that the connection is never idle in between."""
+    """A stream of values: requests are sent ahead, so that the connection is never idle in between."""
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Request more values; return before they arrive. Raises RemoteError."""
-        ...
 
     def take(self) -> bytes | None:
         """Return the next value in the order of the requests: None if it is missing, empty if it is too large or no
         value at all, shorter if a part is cut off. Raises RemoteError; the reader is of no more use then."""
-        ...
 
-    def close(self) -> None:
-        """Stop; requests that were not taken are given up."""
-        ...
+    def close(self) -> None: ...
 
 
 class SequentialReader:
-    """A reader without requests ahead: a value is read when it is taken.
-
-    Parameters
-    ----------
-    read : returns a value, as `Reader.take` does.
-    """
+    """A reader without requests ahead: `read` returns a value when it is taken."""
 
     def __init__(self, read: Callable[[BlobRequest], bytes | None]) -> None:
         self._read, self._asked = read, deque[BlobRequest]()
@@ -63,86 +51,55 @@ class SequentialReader:
 
 
 class Readable(Protocol):
-    """Protocol of a source that a pull reads from: a shared store, or a pack.
-
-    Attributes
-    ----------
-    url : of the source, as it is shown to people.
-    """
+    """A source that a pull reads from: a shared store, or a pack. `url` is shown to people."""
 
     url: str
 
     def reader(self) -> Reader:
-        """Open a stream of values. Raises RemoteError."""
-        ...
+        """Raises RemoteError."""
 
 
-class Blobs(Protocol):
-    """Protocol of a shared store's named values. Names are ASCII, with `/` between their parts. Methods raise
-    RemoteError.
+class Blobs(Readable, Protocol):
+    """Named values of a shared store. Names are ASCII, with `/` between their parts. Methods raise RemoteError.
 
     A value is never changed, only put again with the same bytes or deleted; only `head` is replaced. So a reader sees
-    either all of a push or nothing of it. Digests protect the values, not the shared store.
-
-    Attributes
-    ----------
-    url : the address that messages and reports show.
-    """
-
-    url: str
+    either all of a push or nothing of it. Digests protect the values, not the shared store."""
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """Read values: None if one is missing, empty if one is larger than its name allows, or no value at all."""
-        ...
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return each value's size in bytes; 0 if it is missing or empty (kvtool never stores an empty value)."""
-        ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """Store values, each whole or not at all."""
-        ...
 
     def flush(self) -> None:
-        """Make what was put durable, as far as the backend can."""
-        ...
+        """Make durable what was put, as far as the backend can."""
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         """Replace a value if it is still `before` (None: missing). False: another value is there by now."""
-        ...
 
     def names(self, below: str = "") -> Iterator[str]:
         """List the names that begin so, in no order."""
-        ...
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete values; missing ones are no error."""
-        ...
 
     def hold(self, name: str) -> None:
         """Take or renew a lease, which all users of the store see until it expires. Its name is a key of `LEASES`, `-`
         and an id. A lease is no value: `names` does not list it."""
-        ...
 
     def held(self) -> set[str]:
         """Return the names with a valid lease by the shared store's own clock; the caller has just renewed its own."""
-        ...
 
-    def release(self, name: str) -> None:
-        """Give a lease back."""
-        ...
+    def release(self, name: str) -> None: ...
 
-    def reader(self) -> Reader:
-        """Open a stream of values."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection."""
-        ...
+    def close(self) -> None: ...
 
 
 def seconds_held(name: str) -> float:
-    """Return the seconds that a lease of this name lasts. Raises KeyError for another name."""
+    """Raises KeyError for a name that is no lease's."""
     return LEASES[name.partition("-")[0]]
 
 
@@ -162,14 +119,8 @@ _MOST_HELD = 64 * 2**20  # bytes that have arrived and are not taken; more are r
 
 @dataclass(eq=False)
 class RangeRequest:
-    """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`.
-
-    Attributes
-    ----------
-    left : number of values that are still to be read from it.
-    data : the bytes that have arrived.
-    missing : no value has this name. `too_large` : the value is too large, and nothing of it is read.
-    """
+    """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`. `left`
+    values are still to be taken from it. `data` stays empty if it is missing or too large."""
 
     name: str
     start: int
@@ -178,17 +129,15 @@ class RangeRequest:
     left: int = 0
     data: bytearray = field(default_factory=bytearray)
     missing: bool = False
-    too_large: bool = False
     begun: bool = False
     done: bool = False
-    error: KvtoolError | None = None
+    error: Exception | None = None
 
     def holds(self, wanted: BlobRequest) -> bool:
-        """Return True if all bytes of a part have arrived."""
         return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
 
 
-Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing` and `too_large`
+Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing`
 
 
 def range_requests(wanted: Sequence[BlobRequest]) -> list[RangeRequest]:
@@ -212,12 +161,7 @@ def _is_near(span: RangeRequest, one: BlobRequest) -> bool:
 
 
 class RangeReader:
-    """See Reader.
-
-    Parameters
-    ----------
-    fetch : the bytes of a request; run in a thread of its own.
-    """
+    """Several requests at once; `fetch` yields the bytes of one, in a separate thread."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -237,12 +181,12 @@ class RangeReader:
     def take(self) -> bytes | None:
         with self._news:
             wanted, span = self._asked.popleft()
-            if not span.begun:
-                self._begin(span)
+            self._begin(span)
             self._news.wait_for(lambda: span.done or span.holds(wanted))
             if span.error is not None and not span.holds(wanted):
                 raise span.error
-            value = self._cut(wanted, span)
+            at = wanted.start - span.start
+            value = None if span.missing else bytes(span.data[at : at + wanted.most])
             span.left -= 1
             if not span.left:
                 self._held -= len(span.data)
@@ -251,30 +195,23 @@ class RangeReader:
             return value
 
     def close(self) -> None:
-        """See Reader. Requests under way run to their end."""
+        """Requests under way run to their end."""
         with self._news:
             self._closed = True
             self._waiting.clear()
 
-    def _cut(self, wanted: BlobRequest, span: RangeRequest) -> bytes | None:
-        if span.missing or span.too_large:
-            return None if span.missing else b""
-        at = wanted.start - span.start if span.is_part else 0
-        return bytes(span.data[at : at + wanted.most] if span.is_part else span.data)
-
     def _go_on(self) -> None:
         while self._waiting and self._flying < AT_ONCE and self._held < _MOST_HELD:
-            span = self._waiting.popleft()
-            if not span.begun:
-                self._begin(span)
+            self._begin(self._waiting.popleft())
 
     def _begin(self, span: RangeRequest) -> None:
-        span.begun = True
-        self._flying += 1
-        threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
+        if not span.begun:
+            span.begun = True
+            self._flying += 1
+            threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
 
     def _run(self, span: RangeRequest) -> None:
-        error: KvtoolError | None = None
+        error: Exception | None = None
         try:
             for piece in self._fetch(span):
                 with self._news:
@@ -283,10 +220,8 @@ class RangeReader:
                     span.data += piece
                     self._held += len(piece)
                     self._news.notify_all()
-        except KvtoolError as failed:
-            error = failed
         except Exception as failed:  # raised in the caller that waits
-            error = KvtoolError(f"a request failed: {type(failed).__name__}")
+            error = failed
         with self._news:
             span.error, span.done = error, True
             self._flying -= 1
@@ -303,31 +238,21 @@ _PLUGINS = found("blobs", own=KINDS)
 
 
 def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
-    """Return the backend of a URL; no request is sent yet.
-
-    Raises
-    ------
-    UsageError : no such kind of URL, or a broken one.
-    KvtoolError : a package is missing. PluginError : the plugin for such URLs cannot be used.
-    """
+    """Return the backend of a URL; no request is sent yet. Raises UsageError for a broken URL or an unknown kind,
+    KvtoolError if a package is missing, PluginError if the plugin for such URLs cannot be used."""
     kind, mark, _ = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
-        raise UsageError(f"'{for_people(url)}' is no URL of a shared store", _way_to_a_url(url))
+        hint = _SUCH_AS
+        if not (is_url(url) or "@" in url or "\0" in url):  # else it is meant as a URL, with a password perhaps
+            hint = f"a folder is named by {Path(url).absolute().as_uri()}; others are such as redis://host:6379/0"
+        raise UsageError(f"'{for_people(url)}' is no URL of a shared store", hint)
     try:
         return _opener(kind.lower())(url, timeout)
     except ValueError:  # what it says of the URL repeats parts of it, which may be those of a password
         raise UsageError(f"the URL {for_people(url)} cannot be read", _SUCH_AS) from None
 
 
-def _way_to_a_url(place: str) -> str:
-    """Return a hint for a place that is no URL: usually it is the path of a folder."""
-    if is_url(place) or "@" in place or "\0" in place:  # something meant as a URL, with a password perhaps
-        return _SUCH_AS
-    return f"a folder is named by {Path(place).absolute().as_uri()}; others are such as redis://host:6379/0"
-
-
 def _opener(kind: str) -> Callable[[str, float], Blobs]:
-    """Return the function that opens URLs of a kind, given the URL and the seconds to wait for a value."""
     if kind in KINDS:
         try:
             backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")

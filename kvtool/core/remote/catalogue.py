@@ -1,24 +1,6 @@
-"""Catalogue of a shared store: the files and chunks that it holds. Its `head` names the catalogue that is valid.
+"""Catalogue of a shared store: the files and chunks that it holds (the table of values: `kvtool help shared-stores`).
 
-======================================  ================================================================
-blob                                    holds
-======================================  ================================================================
-``head``                                the name of the catalogue and of those before, in the store's envelope
-``catalogue/DIGEST``                    its root: the model, what is known of it, and the shards
-``shard/DIGEST``                        the files and chunks whose keys begin alike, with the places of what is of them
-``meta/NAME-MARK``                      the manifest and the state of the codec
-``profile/DIGEST``                      a codec profile
-``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
-                                        or descriptions: files' entries with their documents, chunks' token ids
-``kv/ID/LEVEL-MARK/LAYER``              a single such record of a level that is too large for a pack
-======================================  ================================================================
-
-A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
-A name of any other shape is not kvtool's, and neither is a name below another `head`: such values are never deleted.
-
-The file of `kvtool store export` has its catalogue in one value (:meth:`Catalogue.pack`), and each description in a
-member of its own: ``file/KEY-MARK``, ``chunk/ID-MARK``.
-"""
+A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs."""
 
 from __future__ import annotations
 
@@ -26,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -38,43 +20,36 @@ from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
 from kvtool.core.codec.levels import LEVELS, coarser, nested
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import validation
-from kvtool.core.remote.signing import Proof, SigningKey, catalogue_digest, proof_of, proof_row
+from kvtool.core.remote.signing import Proof, SigningKey, proof_of, proof_row
 from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES
 
 HEAD = "head"
 FORMAT = 1  # of the head, and of a catalogue or its root
-_DIGEST = "[0-9a-f]{32}"
+_MARK = "[0-9a-f]{32}"
 _HEAD_KEY = b"remote head"
 _PUSH_AGAIN = "push again from a store that is whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The value of `head`: digests of the catalogue in force and of earlier ones still valid, latest first."""
+    """Digests of the catalogue in force and of earlier ones still valid, latest first."""
 
     catalogue: str
     before: tuple[str, ...] = ()
 
 
 def seal_head(head: Head) -> bytes:
-    """Seal the value of `head`."""
     value = {"format": FORMAT, "catalogue": head.catalogue, "before": head.before}
     return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps(value).encode())
 
 
 def unseal_head(data: bytes) -> Head:
-    """Inverse of :func:`seal_head`.
-
-    Raises
-    ------
-    DamagedError : it cannot be read.
-    StoreFormatError : it has another format.
-    """
+    """Inverse of :func:`seal_head`. Raises DamagedError, StoreFormatError."""
     try:
         value = validation.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
         check_format(value["format"])
         digests = [value["catalogue"], *value["before"]]
-        if not all(isinstance(digest, str) and re.fullmatch(_DIGEST, digest) for digest in digests):
+        if not all(isinstance(digest, str) and re.fullmatch(_MARK, digest) for digest in digests):
             raise ValueError("it names no catalogue")
         return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:
@@ -82,7 +57,6 @@ def unseal_head(data: bytes) -> Head:
 
 
 def check_format(number: Any) -> None:
-    """Raises StoreFormatError where a head or a catalogue has another format than this kvtool reads."""
     if validation.count_of(number, 0, validation.INT64) != FORMAT:
         raise StoreFormatError(
             f"the catalogue has format {number}, this kvtool reads format {FORMAT}", "push again, to an empty place"
@@ -93,14 +67,13 @@ def check_format(number: Any) -> None:
 
 
 class Pack(NamedTuple):
-    """A value that holds records of several chunks: the digest that names it, and its bytes."""
+    """A value that holds records of several chunks, or descriptions."""
 
     digest: str
     size: int
 
     @property
     def name(self) -> str:
-        """Return the name of the pack's value."""
         return f"pack/{self.digest}"
 
 
@@ -118,8 +91,7 @@ class Level:
 
     Attributes
     ----------
-    size : bytes of its records.
-    mark : digest of all of them.
+    size, mark : bytes and digest of all its records.
     base : the coarser level that it refines.
     maker : digest, in hex, of the profile that lossy records name; None: they name none.
     place : of its records; None: each is a value of its own.
@@ -136,14 +108,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk's description and its levels.
-
-    Attributes
-    ----------
-    mark : of the description.
-    place : of the description; None: it is not in a pack.
-    foreign : the owner of the catalogue did not make it, but received it from another user; also of a file.
-    """
+    """A chunk's levels, and the digest and the place of its description; the place is None outside of a pack.
+    `foreign`: the owner of the catalogue received it from another user."""
 
     mark: str
     layers: int
@@ -154,8 +120,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file's entry with its documents: digest of both, when the file was last changed (ns), and their place, as of
-    a chunk's description."""
+    """A file's entry with its documents; `place` and `foreign` as of a chunk."""
 
     mark: str
     mtime_ns: int
@@ -164,7 +129,7 @@ class File:
 
 
 class Shard(NamedTuple):
-    """A part of a catalogue, as its root has it: digest and bytes of the value, and how many it describes."""
+    """A part of a catalogue, as its root has it; it describes so many files and chunks."""
 
     digest: str
     size: int
@@ -173,7 +138,6 @@ class Shard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the shard's value."""
         return f"shard/{self.digest}"
 
 
@@ -183,22 +147,19 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def file_name(key: str, file: File) -> str:
-    """Return the name of a file's blob."""
     return f"file/{key}-{file.mark}"
 
 
 def chunk_name(key: str, chunk: Chunk) -> str:
-    """Return the name of the blob of a chunk's description."""
     return f"chunk/{key}-{chunk.mark}"
 
 
 def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
-    """Return the names of the blobs of a chunk's records at a level, by layer."""
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
 def records_wanted(key: str, chunk: Chunk, level: str) -> list[BlobRequest]:
-    """Return the requests for a chunk's records at a level, layer by layer; none reads more bytes than are stated."""
+    """Return the requests for a chunk's records at a level, by layer; none reads more bytes than are stated."""
     stored, names = chunk.levels[level], kv_names(key, chunk, level)
     if stored.place is None:
         return [BlobRequest(name, stored.size) for name in names]
@@ -207,7 +168,6 @@ def records_wanted(key: str, chunk: Chunk, level: str) -> list[BlobRequest]:
     return [BlobRequest(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
 
 
-_MARK = "[0-9a-f]{32}"
 _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
 _FOLDERS = f"catalogue|shard|meta|profile|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
@@ -218,12 +178,11 @@ _OWN = re.compile(
 
 
 def is_own(name: str) -> bool:
-    """Return True if a name has one of the shapes above, or is a temporary file's next to such a value."""
+    """Return True if kvtool gives such a name to a value or to a temporary file. Others are never deleted."""
     return bool(_OWN.fullmatch(name))
 
 
 def catalogue_name(digest: str) -> str:
-    """Return the name of a catalogue's blob."""
     return f"catalogue/{digest}"
 
 
@@ -232,8 +191,7 @@ def catalogue_name(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """A catalogue of a shared store. Keys and ids are in hex; two stores may be joined if they have the same
-    `identity`.
+    """A catalogue of a shared store. Keys and ids are in hex; stores of one `identity` may be joined.
 
     Attributes
     ----------
@@ -252,19 +210,13 @@ class Catalogue:
     proof: Proof | None = field(default=None, compare=False)
 
     def pack(self, key: SigningKey | None = None) -> bytes:
-        """Serialise it in canonical form, in one value. Signed by a key, or as it was when it was read."""
+        """Serialise it in one value, in canonical form: signed by a key, or as it was when it was read."""
         value = {"format": FORMAT, **self.facts(), **rows_of(self.files, self.chunks)}
         return packed(canonical(value, self.proof, key))
 
     @classmethod
     def unpack(cls, data: bytes) -> Catalogue:
-        """Inverse of :meth:`pack`; every part is checked for what it can be before anything is made of it.
-
-        Raises
-        ------
-        DamagedError : it cannot be read.
-        StoreFormatError : it has another format.
-        """
+        """Inverse of :meth:`pack`; checks every part. Raises DamagedError, StoreFormatError."""
         value = catalogue_json(data)
         try:
             left_out = list[tuple[str, str]]()
@@ -278,12 +230,7 @@ class Catalogue:
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
 
     def packs(self) -> set[Pack]:
-        """Return the packs that hold what it describes."""
         return {place.pack for place in places_of(self.files, self.chunks)}
-
-    def with_entries(self, files: dict[str, File], chunks: dict[str, Chunk]) -> Catalogue:
-        """Return this catalogue with other files and chunks."""
-        return replace(self, files=files, chunks=chunks)
 
     def blobs(self) -> set[str]:
         """Return the names of all blobs that it refers to, except its root and `head`."""
@@ -301,17 +248,16 @@ class Catalogue:
 def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
     """Return a catalogue's JSON, the same for the same catalogue; with the signature of a key, else with `proof`."""
     plain = _json(value)
-    proof = proof if key is None else key.sign(catalogue_digest(plain))
+    proof = proof if key is None else key.sign(hashlib.blake2b(plain).digest())
     return plain if proof is None else _json(value | {"signature": proof_row(proof)})
 
 
 def proof_in(value: dict[str, Any]) -> Proof | None:
-    """Read the signature in a catalogue's JSON. Raises ValueError, KeyError."""
     row = value.get("signature")
     if row is None:
         return None
     rest = {name: part for name, part in value.items() if name != "signature"}
-    return proof_of(validation.object_of(row), catalogue_digest(_json(rest)))
+    return proof_of(validation.object_of(row), hashlib.blake2b(_json(rest)).digest())
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -319,7 +265,6 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def catalogue_json(data: bytes) -> dict[str, Any]:
-    """Read the JSON of a catalogue. Raises DamagedError, StoreFormatError."""
     try:
         value = unpacked(data)
         check_format(value["format"])
@@ -329,7 +274,7 @@ def catalogue_json(data: bytes) -> dict[str, Any]:
 
 
 def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Read identity, meta and profiles, inverse of :meth:`Catalogue.facts`. Raises ValueError, KeyError."""
+    """Inverse of :meth:`Catalogue.facts`."""
     meta = {
         validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
         for name, mark in validation.object_of(value["meta"]).items()
@@ -339,7 +284,6 @@ def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tup
 
 
 def unreadable(error: Exception) -> DamagedError:
-    """Return the error for a catalogue that cannot be read."""
     return DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN)
 
 
@@ -354,17 +298,11 @@ Entries = tuple[dict[str, File], dict[str, Chunk]]
 
 
 def packed(text: bytes) -> bytes:
-    """Compress JSON for storage."""
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Inverse of :func:`packed`. Such JSON is mostly digests, so a much better ratio is refused.
-
-    Raises
-    ------
-    ValueError, zstandard.ZstdError : it cannot be read.
-    """
+    """Inverse of :func:`packed`. JSON that is mostly digests compresses little: a much better ratio is refused."""
     size = zstandard.frame_content_size(data)
     if not 0 <= size <= min(_MOST_UNPACKED, _MOST_RATIO * len(data) + 2**16):
         raise ValueError("its size is out of bounds")
@@ -375,7 +313,6 @@ def unpacked(data: bytes) -> dict[str, Any]:
 
 
 def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
-    """Yield the places in packs of all descriptions and records."""
     for file in files.values():
         if file.place is not None:
             yield file.place
@@ -386,7 +323,6 @@ def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterato
 
 
 def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
-    """Return a JSON object of entries, the same for the same entries."""
     numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
     return {
         "packs": list(numbers),
@@ -411,7 +347,6 @@ def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
 
 
 def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
-    """Return a level as JSON: records of one length need no more than their sum."""
     row: list[Any] = [level.size, level.mark, level.base, level.maker, level.seal]
     if level.place is not None:
         lengths = level.place.lengths
@@ -423,16 +358,7 @@ def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
 
 
 def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entries:
-    """Inverse of :func:`rows_of`.
-
-    Parameters
-    ----------
-    left_out : receives what cannot be used, and why.
-
-    Raises
-    ------
-    ValueError, KeyError : something of it cannot be.
-    """
+    """Inverse of :func:`rows_of`. `left_out` receives the entries that cannot be used, and why."""
     packs = [_pack(row) for row in validation.list_of(value["packs"])]
     files = {
         validation.hex_of(key, ID_BYTES): _file(row, packs) for key, row in validation.object_of(value["files"]).items()
@@ -487,7 +413,6 @@ def _pack(value: Any) -> Pack:
 
 
 def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place:
-    """Read the place of a level's records, all of them within their pack."""
     number, start, lengths = validation.list_of(value, 3)
     pack = packs[validation.count_of(number, 0, len(packs) - 1)]
     validation.count_of(start, 0, pack.size - size)
@@ -501,7 +426,6 @@ def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place
 
 
 def _description(value: list[Any], packs: list[Pack]) -> Place | None:
-    """Read the place of the description of a file or a chunk; None if it is a value of its own."""
     if not value:
         return None
     number, start, length = validation.list_of(value, 3)

@@ -1,10 +1,7 @@
 """Reading and writing of a shared store's catalogue: the head, the root, and the shards that the root names.
 
-Each shard describes the files and chunks whose keys begin alike. Keys are digests, so shards of one number of leading
-bits have about the same size, whatever is stored; and a value is named by its digest, so that a push sends, and a
-reader fetches, only the root and the shards in which something has changed. Their number is doubled when they have
-become large: then all are sent once. This machine keeps copies of the values that it has read or sent last.
-"""
+Each shard describes the files and chunks whose keys begin alike. A push sends, and a reader fetches, only the root and
+the shards in which something has changed. This machine keeps copies of the values that it has read or sent last."""
 
 from __future__ import annotations
 
@@ -57,36 +54,28 @@ _AT_ONCE = 256  # shards that are asked for together
 
 
 def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
-    """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed.
-
-    Raises
-    ------
-    RemoteError : the shared store does not answer.
-    DamagedError : head or catalogue cannot be read.
-    StoreFormatError : it has another format.
-    """
-    return _of_head(blobs, in_force)
+    """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed. Raises
+    RemoteError, DamagedError, StoreFormatError."""
+    try:
+        return _of_head(blobs, in_force)
+    except StoreNotFoundError:
+        return None, None
 
 
 def read_root(blobs: Blobs) -> tuple[str, Catalogue]:
-    """Read the digest and the root of the catalogue in force.
-
-    Raises
-    ------
-    StoreNotFoundError : nothing was ever pushed there.
-    RemoteError, DamagedError, StoreFormatError : as read_head.
-    """
+    """Read the digest and the root of the catalogue in force. Raises StoreNotFoundError if nothing was ever pushed, and
+    as :func:`read_head`."""
     head, root = _of_head(blobs, root_of)
-    if head is None or root is None:
-        raise _nothing(blobs)
     return unseal_head(head).catalogue, root
 
 
-def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes | None, Catalogue | None]:
+def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes, Catalogue]:
     (head,) = blobs.get([HEAD])
     for _ in range(_TRIES):
         if head is None:
-            return None, None
+            raise StoreNotFoundError(
+                f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`"
+            )
         try:
             return head, read(blobs, unseal_head(head).catalogue)
         except DamagedError:
@@ -97,7 +86,7 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
 
 
 def in_force(blobs: Blobs, digest: str) -> Catalogue:
-    """Read the whole catalogue of a digest; keep copies of it, and of no other. Raises as :func:`root_of`."""
+    """Read the whole catalogue of a digest; keep copies of it, and of no other."""
     root = root_of(blobs, digest)
     whole = with_shards(blobs, root, range(len(root.shards)))
     keep_copies(blobs, digest, root)
@@ -105,30 +94,22 @@ def in_force(blobs: Blobs, digest: str) -> Catalogue:
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
-    """Read the root of the catalogue of a digest.
-
-    Raises
-    ------
-    DamagedError : it is lost or cannot be read.
-    StoreFormatError : it has another format.
-    """
+    """Read the root of the catalogue of a digest. Raises DamagedError, StoreFormatError."""
     ((_, packed),) = _values(blobs, [(0, digest, catalogue_name(digest))])
     return catalogue_in(packed)
 
 
 def catalogue_in(packed: bytes) -> Catalogue:
-    """Read the root that a head names. Raises DamagedError, StoreFormatError."""
     return open_root(catalogue_json(packed))
 
 
 def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
-    """Read the shards of these numbers into a root. Raises as :func:`root_of`."""
     shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
     return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]))
 
 
 def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the value of each: a copy of this machine, or else the shared store's."""
+    """Yield the number and the value of each: a copy on this machine, or else the shared store's."""
     copies = CatalogueCache(blobs.url)
     for at in range(0, len(wanted), _AT_ONCE):
         some = [(number, digest, name, copies.get(digest)) for number, digest, name in wanted[at : at + _AT_ONCE]]
@@ -143,32 +124,16 @@ def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[
             yield number, value
 
 
-def put_copies(blobs: Blobs, values: Iterable[bytes]) -> None:
-    """Keep what was just sent of a catalogue, so that the next push from here does not fetch it."""
-    copies = CatalogueCache(blobs.url)
-    for value in values:
-        copies.put(digest_of(value), value)
-
-
 def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
-    """Forget the copies of all catalogues but this one."""
     CatalogueCache(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
 
 
 def read_catalogue(blobs: Blobs) -> Catalogue:
     """Read the whole catalogue. Raises StoreNotFoundError if nothing was pushed, and as :func:`read_head`."""
-    _, catalogue = read_head(blobs)
-    if catalogue is None:
-        raise _nothing(blobs)
-    return catalogue
-
-
-def _nothing(blobs: Blobs) -> StoreNotFoundError:
-    return StoreNotFoundError(f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`")
+    return _of_head(blobs, in_force)[1]
 
 
 def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:
-    """Raises StoreFormatError where two stores were made with another model, lead-in, split or instruction."""
     differs = sorted(key for key in {*mine, *other} - {"model"} if mine.get(key) != other.get(key))
     if differs:
         raise StoreFormatError(
@@ -185,7 +150,7 @@ _MOST_BITS = 20
 
 
 def number_of(key: str, count: int) -> int:
-    """Return the number of the shard (of `count`, a power of two) that a key belongs to: its first bits."""
+    """Return the number of a key's shard out of `count`, a power of two: the first bits of the key."""
     return int(key[:5], 16) * count >> _MOST_BITS
 
 
@@ -229,17 +194,12 @@ def _split(catalogue: Catalogue, count: int) -> list[Entries]:
 
 
 def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
-    """Serialise the root of a sharded catalogue, in canonical form. Signed by a key, or as it was when it was read."""
+    """Serialise the root of a sharded catalogue in canonical form: signed by a key, or as it was when it was read."""
     return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
 def open_root(value: dict[str, Any]) -> Catalogue:
-    """Inverse of :func:`pack_root`, of its JSON: a catalogue with shards, and nothing of what they describe.
-
-    Raises
-    ------
-    DamagedError : it cannot be.
-    """
+    """Inverse of :func:`pack_root`: a catalogue with shards, and nothing of what they describe."""
     try:
         shards = tuple(map(_shard_row, validation.list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
@@ -255,19 +215,13 @@ def _shard_row(value: Any) -> Shard | None:
     digest, size, files, chunks = validation.list_of(value, 4)
     validation.count_of(size, 1, most_bytes("shard"))
     validation.count_of(files, 0, validation.INT64)
-    validation.count_of(
-        chunks, 0 if files else 1, validation.INT64
-    )  # of nothing there is no shard: a root could name it often
+    least = 0 if files else 1  # of nothing there is no shard: a root could name it often
+    validation.count_of(chunks, least, validation.INT64)
     return Shard(validation.hex_of(digest, MARK_BYTES), size, files, chunks)
 
 
 def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, str]]) -> Entries:
-    """Read the entries of a shard, by its number out of `count`; `left_out` as of `entries_of`.
-
-    Raises
-    ------
-    DamagedError : it cannot be read, or describes what belongs into another shard.
-    """
+    """Read the entries of a shard, by its number out of `count`. Raises DamagedError."""
     try:
         files, chunks = entries_of(unpacked(data), left_out)
         if any(number_of(key, count) != number for keys in (files, chunks) for key in keys):
@@ -279,12 +233,7 @@ def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, s
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
 def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
-    """Return a root with all that some of its shards, given by number, describe.
-
-    Raises
-    ------
-    DamagedError : one cannot be read, or describes another number than the root says.
-    """
+    """Return a root with what the shards of these numbers describe. Raises DamagedError."""
     files, chunks, left_out = dict[str, File](), dict[str, Chunk](), list[tuple[str, str]]()
     for number, data in entries:
         shard = root.shards[number]
@@ -300,18 +249,12 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
 
 
 def cache_folder(kind: str, url: str) -> Path:
-    """Return the folder for what is kept of a shared store in kvtool's cache folder. Raises KvtoolError."""
     digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return cache_dir() / kind / digest
 
 
 class CatalogueCache:
-    """Values by their digests, below kvtool's cache folder. Where none can be kept, none is.
-
-    Parameters
-    ----------
-    url : of the shared store, as people are shown it.
-    """
+    """Values by their digests, in kvtool's cache folder. Where none can be kept, none is."""
 
     def __init__(self, url: str) -> None:
         self._folder: Path | None = None
@@ -319,7 +262,6 @@ class CatalogueCache:
             self._folder = cache_folder("catalogues", url)
 
     def get(self, digest: str) -> bytes | None:
-        """Return a value; None if it is missing or damaged."""
         with suppress(OSError):
             if self._folder is not None and digest_of(value := (self._folder / digest).read_bytes()) == digest:
                 return value
@@ -346,19 +288,14 @@ class CatalogueCache:
 
 
 class LazyCatalogue:
-    """The chunks of a catalogue; a shard is read when one of its chunks is first asked for.
-
-    Parameters
-    ----------
-    root : the catalogue, without what its shards describe.
-    """
+    """The chunks of a catalogue; a shard is read when one of its chunks is first asked for."""
 
     def __init__(self, blobs: Blobs, root: Catalogue) -> None:
         self._blobs, self._root = blobs, root
         self._read = dict[int, Mapping[str, Chunk]]()
 
     def get(self, key: str) -> Chunk | None:
-        """Return a chunk by its id in hex; None if it is missing. Raises RemoteError, DamagedError."""
+        """Raises RemoteError, DamagedError."""
         number = number_of(key, len(self._root.shards))
         if number not in self._read:
             self._read[number] = with_shards(self._blobs, self._root, [number]).chunks

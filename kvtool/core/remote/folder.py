@@ -8,9 +8,10 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -33,7 +34,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def from_url(url: str, timeout: float) -> FolderBlobs:
-    """Open the folder of a `file://` URL, which has no timeout. Raises UsageError."""
     if "?" in url or "#" in url:  # left out of a path without a word, it would be another folder
         raise UsageError(f"{for_people(url)} has text after ? or #", "in a folder's name write ? # as %3F %23")
     parts = urlsplit(url)
@@ -44,12 +44,11 @@ def from_url(url: str, timeout: float) -> FolderBlobs:
 
 
 class FolderBlobs:
-    """A folder; made on the first put."""
-
     def __init__(self, root: Path) -> None:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
-        self._writing: Writing | None = None
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtool-write")
+        self._tidied: set[tuple[str, ...]] = set()
         self._renewed: float | None = None  # time of the last lease taken here, by the file system's clock
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -60,19 +59,19 @@ class FolderBlobs:
             return [_size_of(self._root / name) for name in names]
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs. The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
+        """The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
         with self._explained("written"):
             make_folder(self._root)
-            self._writing = self._writing or Writing(self._root)
-            for parts, names in groupby(sorted(values), lambda name: tuple(name.split("/")[:-1])):
-                self._writing.write(parts, {name.rpartition("/")[2]: values[name] for name in names})
+            for parts, group in _by_folder(values):
+                names = list(group)
+                for at in range(0, len(names), _AT_ONCE):
+                    some = {name.rpartition("/")[2]: values[name] for name in names[at : at + _AT_ONCE]}
+                    again_if_gone(partial(self._write, parts, some))
 
     def flush(self) -> None:
-        """See Blobs. Covers what a push before this one has put, too."""
         os.sync()
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """See Blobs. A lock file excludes other writers."""
         with self._explained("written"):
             make_folder(self._root)
             try:
@@ -85,7 +84,7 @@ class FolderBlobs:
                 raise RemoteError(f"{self.url} is locked by another push", "try again") from error
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs. Lists what killed pushes left, too; of a nested shared store its `head` only."""
+        """Lists what killed pushes left, too; of a nested shared store its `head` only."""
         start = self._root / below if below else self._root
         start = start if start.is_dir() else start.parent if below else self._root
         with self._explained("read"):
@@ -101,9 +100,8 @@ class FolderBlobs:
                         yield name
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Blobs; folders that are left empty go, too."""
         with self._explained("written"):
-            for parts, group in groupby(sorted(names), lambda name: tuple(name.split("/")[:-1])):
+            for parts, group in _by_folder(names):
                 with suppress(FileNotFoundError), opened(self._root, parts) as folder:
                     for name in group:
                         with suppress(FileNotFoundError):
@@ -111,14 +109,13 @@ class FolderBlobs:
                 self._remove_if_empty(parts)
 
     def reader(self) -> SequentialReader:
-        """See Blobs. A file system has no requests ahead."""
         return SequentialReader(self._wanted)
 
     def hold(self, name: str) -> None:
-        """See Blobs. The file's time counts, which the file system sets."""
+        """The file's time counts, which the file system sets."""
         with self._explained("written"):
             make_folder(self._root)
-            again_if_gone(lambda: self._touch(name))
+            again_if_gone(partial(self._touch, name))
 
     def _touch(self, name: str) -> None:
         with opened(self._root, (_LEASES,), make=True) as folder:
@@ -149,18 +146,44 @@ class FolderBlobs:
             self._remove_if_empty((_LEASES,))
 
     def close(self) -> None:
-        if self._writing is not None:
-            self._writing.close()
+        self._pool.shutdown()
 
     def _read(self, name: str, most: int = MOST_BYTES) -> bytes | None:
-        with self._explained("read"):
-            return read_bounded(self._root / name, min(most_bytes(name), most))
+        most = min(most_bytes(name), most)
+        with self._explained("read"), _plain_file(self._root / name) as found:
+            if not isinstance(found, int):
+                return found
+            size = os.fstat(found).st_size
+            value = _read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
+        return value if len(value) <= most else b""
 
     def _wanted(self, wanted: BlobRequest) -> bytes | None:
         if not wanted.pack:
             return self._read(wanted.name, wanted.most)
-        with self._explained("read"):
-            return read_part(self._root / wanted.pack, wanted.start, wanted.most)
+        with self._explained("read"), _plain_file(self._root / wanted.pack) as found:
+            if not isinstance(found, int):
+                return found
+            return _read_at(found, wanted.start, min(wanted.most, os.fstat(found).st_size))
+
+    def _write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
+        with opened(self._root, parts, make=True) as folder:
+            unnamed = {name: new_name() for name in values}
+            try:
+                # An fsync waits for the disk, not for the processor: together they take a third of the time.
+                jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
+                wait(jobs)
+                for job in jobs:
+                    job.result()
+                for name, temporary in unnamed.items():
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                for temporary in unnamed.values():
+                    with suppress(OSError):
+                        os.unlink(temporary, dir_fd=folder)
+                raise
+            if parts not in self._tidied:
+                self._tidied.add(parts)
+                _tidy(folder)
 
     def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
         for depth in range(len(parts), 0, -1):
@@ -193,28 +216,10 @@ class FolderBlobs:
             raise RemoteError(f"{self.url} cannot be {what}: {error.strerror or error}", hint) from error
 
 
-def read_bounded(path: Path, most: int) -> bytes | None:
-    """Read a file; None if it is missing, empty if it is no plain file or larger than `most` bytes.
-
-    Links are not followed, a FIFO or a device is never waited for.
-    """
-    with _plain_file(path) as found:
-        if not isinstance(found, int):
-            return found
-        size = os.fstat(found).st_size
-        value = _read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
-    return value if len(value) <= most else b""
-
-
-def read_part(path: Path, start: int, size: int) -> bytes | None:
-    """Read up to `size` bytes of a file from `start` on; else as :func:`read_bounded`."""
-    with _plain_file(path) as found:
-        return _read_at(found, start, min(size, os.fstat(found).st_size)) if isinstance(found, int) else found
-
-
 @contextmanager
 def _plain_file(path: Path) -> Iterator[int | bytes | None]:
-    """Open a file: a handle, None if it is missing, empty if it is no plain file."""
+    """Open a file: a handle, None if it is missing, empty if it is no plain file. Links are not followed, a FIFO or a
+    device is never waited for."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -247,6 +252,10 @@ def _size_of(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
+def _by_folder(names: Iterable[str]) -> Iterator[tuple[tuple[str, ...], Iterator[str]]]:
+    return groupby(sorted(names), lambda name: tuple(name.split("/")[:-1]))
+
+
 # ---- writing below a folder that others may write to: no symbolic link is followed, no name can be foreseen --------
 
 OLD = 3600.0  # seconds after which a temporary file is one that a killed push has left
@@ -260,12 +269,7 @@ _TRIES = 3  # between which a folder may be removed, being empty
 
 @contextmanager
 def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int]:
-    """Open the folder at `parts` below `root`, entered step by step.
-
-    Raises
-    ------
-    OSError : it is not there, or one of the steps is a symbolic link.
-    """
+    """Open the folder at `parts` below `root`, entered step by step. Raises OSError, also for a symbolic link."""
     handle = os.open(root, _FOLDER)
     try:
         for part in parts:
@@ -274,7 +278,12 @@ def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int
             if make:
                 with suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=handle)
-            inner = _enter(handle, part)
+            try:
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=handle)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise OSError(error.errno, f"{part} is a symbolic link, or no folder") from error
+                raise
             os.close(handle)
             handle = inner
         yield handle
@@ -282,73 +291,21 @@ def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int
         os.close(handle)
 
 
-def _enter(folder: int, part: str) -> int:
-    try:
-        return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise OSError(error.errno, f"{part} is a symbolic link, or no folder") from error
-        raise
-
-
-class Writing:
-    """Writer of files below a root, each durable before it has its name; the caller makes the names durable."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtool-write")
-        self._tidied: set[tuple[str, ...]] = set()
-
-    def write(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
-        """Write files into the folder at `parts`. Raises OSError; what has its name by then is whole."""
-        names = list(values)
-        for at in range(0, len(names), _AT_ONCE):
-            some = {name: values[name] for name in names[at : at + _AT_ONCE]}
-            again_if_gone(lambda some=some: self._write_some(parts, some))  # type: ignore[misc]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
-    def _write_some(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
-        with opened(self._root, parts, make=True) as folder:
-            unnamed = {name: new_name() for name in values}
-            try:
-                # An fsync waits for the disk, not for the processor: together they take a third of the time.
-                jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
-                wait(jobs)
-                for job in jobs:
-                    job.result()
-                for name, temporary in unnamed.items():
-                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                for temporary in unnamed.values():
-                    with suppress(OSError):
-                        os.unlink(temporary, dir_fd=folder)
-                raise
-            if parts not in self._tidied:
-                self._tidied.add(parts)
-                _tidy(folder)
-
-
 def new_name() -> str:
-    """Return an unpredictable name for a temporary file."""
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def is_left_behind(name: str, modified: float, now: float) -> bool:
     """Return True if a file is the temporary one of a push that was killed long ago."""
-    return name.startswith(TEMPORARY) and bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
+    return bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
 
 
 def again_if_gone(job: Callable[[], None]) -> None:
     """Do something in a folder that another process may just be removing, because it is empty."""
-    for attempt in range(_TRIES):
-        try:
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
             return job()
-        except FileNotFoundError:
-            if attempt == _TRIES - 1:
-                raise
+    return job()
 
 
 def _write_new(folder: int, name: str, value: bytes) -> None:
@@ -361,9 +318,7 @@ def _write_new(folder: int, name: str, value: bytes) -> None:
 def _tidy(folder: int) -> None:
     """Remove what killed pushes left in a folder that has just been written to: so its time is now."""
     now = os.fstat(folder).st_mtime
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
-    for name in names:
+    for name in (name for name in os.listdir(folder) if name.startswith(TEMPORARY)):
         with suppress(OSError):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode) and is_left_behind(name, status.st_mtime, now):

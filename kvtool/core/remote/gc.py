@@ -19,12 +19,8 @@ _MOST_BEFORE = 64  # that a head names, while other pushes leave no time to recl
 _AT_ONCE = 1000
 
 
-def own_names(blobs: Blobs) -> set[str]:
+def own_names(names: set[str]) -> set[str]:
     """Return the names that belong to a shared store; those of another one in a subfolder are left out."""
-    return _own(set(blobs.names()))
-
-
-def _own(names: set[str]) -> set[str]:
     nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
     return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
 
@@ -35,19 +31,14 @@ def _is_below(name: str, nested: set[str]) -> bool:
 
 
 def check_ours(blobs: Blobs) -> None:
-    """Refuse to push where other things are, and no `head` of ours says that they may be there.
-
-    A push that was cut off before its first head leaves values of ours, and nothing else.
-
-    Raises
-    ------
-    StoreFormatError
-    """
+    """Refuse to push where other things are, and no `head` of ours says that they may be there. A push that was cut off
+    before its first head leaves values of ours, and nothing else."""
     names = set(blobs.names())
-    foreign = sorted(names - _own(names))
-    if HEAD in names and not _is_head(blobs):
-        catalogues = [name for name in names if name.startswith("catalogue/")]
-        foreign = foreign or ([] if any(_is_catalogue(blobs, name) for name in catalogues) else [HEAD])
+    foreign = sorted(names - own_names(names))
+    if HEAD in names and not foreign and not _is_head(blobs):
+        values = ((name, blobs.get([name])[0]) for name in names if name.startswith("catalogue/"))
+        ours = any(value is not None and catalogue_name(digest_of(value)) == name for name, value in values)
+        foreign = [] if ours else [HEAD]
     if foreign:
         more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
         raise StoreFormatError(
@@ -58,24 +49,13 @@ def check_ours(blobs: Blobs) -> None:
 
 def _is_head(blobs: Blobs) -> bool:
     (head,) = blobs.get([HEAD])
-    try:
+    with suppress(DamagedError):
         return head is not None and bool(unseal_head(head))
-    except DamagedError:
-        return False
-
-
-def _is_catalogue(blobs: Blobs, name: str) -> bool:
-    (packed,) = blobs.get([name])
-    return packed is not None and catalogue_name(digest_of(packed)) == name
+    return False
 
 
 def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
-    """Refuse to delete more than half of a shared store unasked.
-
-    Raises
-    ------
-    UsageError : with the counts.
-    """
+    """Refuse to delete more than half of a shared store without `yes`."""
     blobs = {name for name in listed if name != HEAD and not name.startswith(("catalogue/", "shard/"))}
     gone = blobs - mine.blobs()
     documents = theirs.files if theirs is not None else {}
@@ -89,24 +69,21 @@ def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url
 
 
 class GarbageCollector:
-    """Collector that deletes unreferenced values, under a lease, and reports those that it spares."""
-
     def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
         self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
 
     def run(self, listed: set[str]) -> None:
-        """Delete those of the listed names to which the catalogue in force does not refer.
-
-        Parameters
-        ----------
-        listed : the names that were there when the push began; later ones stay.
-        """
+        """Delete those of the listed names to which the catalogue in force does not refer. They were listed when the
+        push began: later ones stay."""
         gone: set[str] = set()
         head, wanted = self._in_force()
         with self._lease.sweeping() as alone:
             while doomed := sorted(listed - wanted - gone)[:_AT_ONCE]:
                 if not alone():
-                    self._spare(len(listed - wanted - gone))
+                    count = len(listed - wanted - gone)
+                    self._report.removals_deferred += count
+                    text = f"{count:,} values of {self.blobs.url} were left there: another push is running"
+                    self._events.warn(text, "delete later")
                     break
                 if self.blobs.get([HEAD])[0] != head:
                     head, wanted = self._in_force()
@@ -115,17 +92,9 @@ class GarbageCollector:
                 gone.update(doomed)
 
     def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
-        """Delete values to which only catalogues long out of force refer. Nothing is deleted if `head` is no longer in
-        force: another push may count on just those values by now.
-
-        Parameters
-        ----------
-        joined : the catalogue of the next head, of this digest.
-
-        Returns
-        -------
-        Digests of the earlier catalogues that stay valid, for the next head.
-        """
+        """Delete values to which only catalogues long out of force refer, unless `head` is no longer in force: another
+        push may count on just those values by now. Return the earlier catalogues that stay valid with the next head,
+        which is of `joined` and its `digest`."""
         was = unseal_head(head)
         before = tuple(dict.fromkeys((was.catalogue, *was.before)))
         kept, old = before[:KEPT], before[KEPT:]
@@ -136,7 +105,9 @@ class GarbageCollector:
             wanted |= self._counted_on(kept[1:], wanted)
             doomed = self._counted_on(old, wanted) - wanted
             names = {catalogue_name(each) for each in old if each != digest}
-            for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
+            others = sorted(doomed)
+            parts = [others[at : at + _AT_ONCE] for at in range(0, len(others), _AT_ONCE)]
+            for some in (*parts, sorted(names)):  # the catalogues last: they know the others
                 if not alone() or self.blobs.get([HEAD])[0] != head:
                     return before[:_MOST_BEFORE]
                 self._delete(some)
@@ -148,9 +119,8 @@ class GarbageCollector:
         for digest in digests:
             try:
                 root = root_of(self.blobs, digest)
-                fresh = [
-                    number for number, shard in enumerate(root.shards) if shard and shard.name not in known | names
-                ]
+                seen = known | names
+                fresh = [number for number, shard in enumerate(root.shards) if shard and shard.name not in seen]
                 names |= set(filter(is_own, with_shards(self.blobs, root, fresh).blobs()))
             except DamagedError:  # another push has reclaimed it
                 continue
@@ -167,16 +137,6 @@ class GarbageCollector:
         self._report.removed += len(names)
         self.blobs.delete(names)
 
-    def _spare(self, count: int) -> None:
-        self._report.spared += count
-        self._events.warn(
-            f"{count:,} values of {self.blobs.url} were left there: another push is running", "delete later"
-        )
-
-
-def _parts(names: list[str]) -> list[list[str]]:
-    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
-
 
 # ---- leases of pushes and deletions --------------------------------------------------------------------------------
 #
@@ -189,7 +149,7 @@ _LONGER = 5.0  # seconds to wait for what should be over by then
 
 
 class Lease:
-    """The lease by which a running push is seen by others. Use `running`."""
+    """The lease by which a running push is seen by others."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -211,7 +171,6 @@ class Lease:
             self._release("push")
 
     def renew(self) -> None:
-        """Go on holding it; to be called now and then."""
         if time.monotonic() - self._renewed > _RENEWED_EVERY:
             self._hold("push")
 

@@ -41,24 +41,13 @@ from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_f
 
 
 def open_store(place: Path | str, *, warn: Warn = warn_nobody) -> Store:
-    """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
     return Store.open(place) if isinstance(place, Path) else open_shared(place, warn=warn)
 
 
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
-    """Open the local cache of a shared store, with the shared store as its remote backend.
-
-    If the shared store does not answer, is gone or cannot be used, the local cache is used without it.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a value.
-
-    Raises
-    ------
-    RemoteError : the shared store does not answer, and the local cache is empty.
-    StoreNotFoundError : nothing was pushed there, and the local cache is empty.
-    """
+    """Open the local cache of a shared store, with the shared store as its remote backend, of which each value may take
+    `timeout` seconds. If it does not answer, is gone or cannot be used, the local cache is used without it; raises
+    RemoteError, StoreNotFoundError if that is empty."""
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
         digest, root = read_root(blobs)
@@ -82,7 +71,6 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
 
 
 def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
-    """Open the local store without its shared store, or raise `error` if nothing is stored locally."""
     with suppress(KvtoolError):
         store = Store.open(place)
         if store.manifest():
@@ -93,7 +81,6 @@ def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
 
 
 def local_place(url: str) -> Path:
-    """Return the folder of the local cache of a URL. Its contents can be fetched again."""
     return cache_folder("remote", url)
 
 
@@ -102,18 +89,8 @@ _MOST_TOLD = 10  # damages, one by one
 
 
 class MirrorUpdater:
-    """Updater of a local cache to the latest catalogue of its shared store.
-
-    Parameters
-    ----------
-    digest : of the catalogue, by which the shared store names it.
-    root : of the catalogue.
-    timeout : seconds to wait for a value.
-
-    Attributes
-    ----------
-    mark : digest of the catalogue, as it is stored next to the local cache.
-    """
+    """Updater of a local cache to the root of its shared store's catalogue, of this digest. `mark` is the digest of the
+    root as the local cache stores it."""
 
     def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
         self._store, self._blobs, self._digest, self._root = store, blobs, digest, root
@@ -122,12 +99,8 @@ class MirrorUpdater:
         self.mark = digest_of(self._packed)
 
     def sync_catalogue(self, lock_wait: float) -> bool:
-        """Bring the local cache up to date. False: the shared store cannot be used, the local cache can.
-
-        Raises
-        ------
-        KvtoolError : the local cache is empty, and the shared store does not answer, or no space is left.
-        """
+        """Return False if the shared store cannot be used, and the local cache can. Raises KvtoolError if it is
+        empty."""
         store, url, warn = self._store, self._blobs.url, self._warn
         mine = store.manifest()
         try:
@@ -149,18 +122,26 @@ class MirrorUpdater:
         return True
 
     def _adopt(self, lock_wait: float) -> None:
-        """Import what the catalogue describes, once for each catalogue."""
         adopted = self._store.read_side(_ADOPTED)
         if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
             return
         with self._store.writer(lock_wait) as writer:
             last = self._store.side_file(CATALOGUE)
-            before = self._before()
-            sound = before is not None and adopted == _adopted(digest_of(last.read_bytes()))
-            changed = _changed(self._root, before) if sound else None
-            then = _entries(self._blobs, before, changed)
-            now = with_shards(self._blobs, self._root, range(len(self._root.shards)) if changed is None else changed)
-            within = _within(len(self._root.shards), changed)
+            count = len(self._root.shards)
+            changed, then = {*range(count)}, None
+            with suppress(OSError, KvtoolError):  # then all may have changed
+                packed = last.read_bytes()
+                before = catalogue_in(packed)
+                if adopted == {"catalogue": digest_of(packed), "damaged": False} and len(before.shards) == count:
+                    changed = {number for number in changed if self._root.shards[number] != before.shards[number]}
+                then = with_shards(
+                    self._blobs, before, changed if len(before.shards) == count else range(len(before.shards))
+                )
+            now = with_shards(self._blobs, self._root, changed)
+
+            def within(key: str) -> bool:
+                return number_of(key, count) in changed
+
             report = self._described(writer, now, within)
             if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
                 writer.set_budget(default_budget(self._store.path))
@@ -168,11 +149,13 @@ class MirrorUpdater:
             evict_for_files(self._store, writer, len(self._packed))
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
-        self._tell(report)
-        self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged)))
+        for damage in report.damaged[:_MOST_TOLD]:
+            self._warn(f"{damage['subject']}: {damage['reason']}", "push again with --verify")
+        if len(report.damaged) > _MOST_TOLD:
+            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
+        self._store.write_side(_ADOPTED, {"catalogue": self.mark, "damaged": bool(report.damaged)})
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
-        """Import the descriptions, and evict KV for them. Raises NoSpaceError if no KV is left to evict."""
         while True:
             try:
                 return adopt(
@@ -181,48 +164,6 @@ class MirrorUpdater:
             except NoSpaceError:
                 if not evict_some(self._store, writer):
                     raise
-
-    def _before(self) -> Catalogue | None:
-        """Return the root of the catalogue that was imported last; None if that is not known."""
-        with suppress(OSError, KvtoolError):
-            return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
-        return None
-
-    def _tell(self, report: TransferReport) -> None:
-        for damage in report.damaged[:_MOST_TOLD]:
-            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
-        if len(report.damaged) > _MOST_TOLD:
-            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
-
-
-def _adopted(mark: str, damaged: bool = False) -> dict[str, object]:
-    """Return the note of a catalogue that was copied here."""
-    return {"catalogue": mark, "damaged": damaged}
-
-
-# ---- what has changed since the last one -------------------------------------------------------------------------
-
-
-def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
-    """Return the numbers of the shards that differ; None: all may."""
-    if before is None or len(before.shards) != len(now.shards):
-        return None
-    pairs = zip(now.shards, before.shards, strict=True)
-    return {number for number, (one, other) in enumerate(pairs) if one != other}
-
-
-def _within(count: int, changed: set[int] | None) -> Callable[[str], bool]:
-    """Return a test of a key: True if it is in one of the shards that have changed."""
-    return lambda key: changed is None or number_of(key, count) in changed
-
-
-def _entries(blobs: Blobs, before: Catalogue | None, changed: set[int] | None) -> Catalogue | None:
-    """Read the changed shards of the last catalogue; None if they can no longer be read."""
-    if before is None:
-        return None
-    with suppress(KvtoolError):
-        return with_shards(blobs, before, range(len(before.shards)) if changed is None else changed)
-    return None
 
 
 def _drop_stale(

@@ -44,7 +44,6 @@ _T = TypeVar("_T")
 
 
 def from_url(url: str, timeout: float) -> ObjectBlobs:
-    """Open the bucket and folder of a URL. Raises UsageError."""
     return ObjectBlobs(address_of(url), for_people(url.rstrip("/")), timeout)
 
 
@@ -61,7 +60,7 @@ class ObjectBlobs:
         return self._each(lambda name: self._value(name)[0], names)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See Blobs. Many of one folder are listed, a thousand in a request; missing ones are asked for."""
+        """Many of one folder are listed, a thousand in a request; missing ones are asked for."""
         folders, wanted = Counter(name.partition("/")[0] for name in names), {*names}
         many = [folder for folder, count in folders.items() if count > _MANY]
         listed = {name: size for folder in many for name, size in self._list(folder) if name in wanted}
@@ -78,8 +77,6 @@ class ObjectBlobs:
         return self._each(size, names)
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs."""
-
         def send(name: str) -> None:
             value = values[name]
             with self._changing():
@@ -91,7 +88,6 @@ class ObjectBlobs:
         """Do nothing: an object is durable when it is acknowledged."""
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """See Blobs. The service refuses it where another one came first."""
         value, meta = self._value(name)
         return value == before and self._replace(name, meta, after)
 
@@ -101,7 +97,6 @@ class ObjectBlobs:
                 yield name
 
     def _list(self, folder: str) -> Iterator[tuple[str, int]]:
-        """Yield the names and sizes of the objects in a folder."""
         with self._changing():
             listed = 0
             for page in obstore.list(self._store, prefix=folder or None):
@@ -111,8 +106,6 @@ class ObjectBlobs:
                     raise RemoteError(f"{self.url} lists names without an end", "check the address of the service")
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Blobs."""
-
         def one(name: str) -> None:
             with suppress(FileNotFoundError), self._changing():
                 obstore.delete(self._sending, name)
@@ -125,15 +118,13 @@ class ObjectBlobs:
                 self._each(one, names)
 
     def hold(self, name: str) -> None:
-        """See Blobs. One object holds all leases; the one that was written last has the object's own time."""
-        self._lease(
-            lambda held, at: {each: when for each, when in held.items() if _stands(each, when, at)} | {name: None}
-        )
+        """One object holds all leases; the one that was written last has the object's own time."""
+        self._lease(lambda held, at: _valid(held, at) | {name: None})
 
     def held(self) -> set[str]:
         value, meta = self._value(_LEASES)
         at = _time_of(meta)
-        return {name for name, held in _leases(value, at).items() if _stands(name, held, at)}
+        return {*_valid(_leases(value, at), at)}
 
     def release(self, name: str) -> None:
         self._lease(lambda held, at: {each: when for each, when in held.items() if each != name})
@@ -169,17 +160,16 @@ class ObjectBlobs:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
     def _pieces(self, span: RangeRequest) -> Iterator[bytes]:
-        """Yield the bytes of a request as they arrive."""
+        part: Any = {"range": (span.start, span.stop)} if span.is_part else None
         try:
             with self._explained():
                 try:
-                    found = obstore.get(self._store, span.name, options=_range_of(span))
+                    found = obstore.get(self._store, span.name, options=part)
                 except BaseError as error:
-                    if span.is_part and status_of(error) == 416:  # it ends before: it was cut off
+                    if span.is_part and status_of(str(error)) == 416:  # it ends before: it was cut off
                         return
                     raise
                 if not span.is_part and found.meta["size"] > min(span.stop, most_bytes(span.name)):
-                    span.too_large = True
                     return
                 yield from self._bounded(found.stream(min_chunk_size=_PIECE), span.stop - span.start)
         except FileNotFoundError:
@@ -193,7 +183,6 @@ class ObjectBlobs:
         return open_objects(self._address, self._timeout, writing=True)
 
     def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
-        """Put a value in the place of the very one that was read, or of none."""
         known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
         version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
         with suppress(FileNotFoundError), self._changing():
@@ -203,7 +192,7 @@ class ObjectBlobs:
             except (AlreadyExistsError, PreconditionError):
                 return False
             except BaseError as error:
-                if status_of(error) != 409:  # two at the same moment
+                if status_of(str(error)) != 409:  # two at the same moment
                     raise
         return False
 
@@ -224,8 +213,17 @@ class ObjectBlobs:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        with explained(self.url, self._timeout):
+        """Turn errors of obstore into KvtoolErrors; FileNotFoundError of a missing value is passed on."""
+        try:
             yield
+        except FileNotFoundError as error:
+            if _NO_PLACE.search(str(error)):
+                raise _no_place(self.url) from None
+            raise
+        except Exception as error:
+            if not (isinstance(error, OSError | ValueError) or type(error).__module__.startswith("obstore")):
+                raise
+            raise _in_words(self.url, self._timeout, type(error).__name__, str(error)) from None
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -233,10 +231,6 @@ class ObjectBlobs:
             raise RemoteError(f"{self.url} can only be read", "push to where it may be written")
         with self._explained():
             yield
-
-
-def _range_of(span: RangeRequest) -> Any:
-    return {"range": (span.start, span.stop)} if span.is_part else None
 
 
 def _time_of(meta: ObjectMeta | None) -> float:
@@ -253,8 +247,8 @@ def _leases(value: bytes | None, at: float) -> dict[str, float]:
     return found
 
 
-def _stands(name: str, held: float, now: float) -> bool:
-    return lease_is_valid(name, held, now - _RESOLUTION)
+def _valid(leases: Mapping[str, float], now: float) -> dict[str, float]:
+    return {name: renewed for name, renewed in leases.items() if lease_is_valid(name, renewed, now - _RESOLUTION)}
 
 
 # ---- the place of a URL, with the credentials of the environment, a profile or the machine's role ----------------
@@ -275,20 +269,16 @@ _SUCH_AS = "such as s3://bucket/folder, gs://bucket/folder, az://container/folde
 
 
 class Address(NamedTuple):
-    """An address taken from a URL: its kind, the bucket, container or host, and the folder in it."""
-
     kind: str
     place: str
     folder: str
 
     @property
     def read_only(self) -> bool:
-        """Return True for a web server, which can only be read."""
         return self.kind in ("https", "http")
 
 
 def address_of(url: str) -> Address:
-    """Raises UsageError for a URL that names no place, or holds what does not belong into it."""
     parts = urlsplit(url)
     shown = for_people(url)
     if "@" in url:
@@ -303,29 +293,7 @@ def address_of(url: str) -> Address:
 
 
 def open_objects(address: Address, timeout: float, writing: bool = False) -> ObjectStore:
-    """Open an address with obstore; no request is sent yet.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a connection, an answer or the next bytes.
-    writing : allow enough time to send values over a slow line.
-
-    Raises
-    ------
-    KvtoolError : boto3, which a profile needs, is not installed.
-    """
-    options: dict[str, Any] = {"client_options": _client(address, timeout, writing), "retry_config": _retries(timeout)}
-    if address.read_only:
-        return HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
-    options["prefix"] = address.folder or None
-    if address.kind == "s3":
-        return S3Store(address.place, credential_provider=_profile(), **options)
-    if address.kind == "gs":
-        return GCSStore(address.place, **options)
-    return AzureStore(address.place, **options)
-
-
-def _client(address: Address, timeout: float, writing: bool) -> dict[str, Any]:
+    """Open an address with obstore; no request is sent yet. `writing` allows time to send values over a slow line."""
     endpoint = next((os.environ[name] for name in _ENDPOINTS.get(address.kind, ()) if os.environ.get(name)), "")
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=timeout),
@@ -334,12 +302,17 @@ def _client(address: Address, timeout: float, writing: bool) -> dict[str, Any]:
     }
     if address.kind == "http" or endpoint.startswith("http://"):
         client["allow_http"] = True
-    return client
-
-
-def _retries(timeout: float) -> dict[str, Any]:
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1.0), "base": 2}
-    return {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
+    retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=timeout), "backoff": backoff}
+    options: dict[str, Any] = {"client_options": client, "retry_config": retries}
+    if address.read_only:
+        return HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
+    options["prefix"] = address.folder or None
+    if address.kind == "s3":
+        return S3Store(address.place, credential_provider=_profile(), **options)
+    if address.kind == "gs":
+        return GCSStore(address.place, **options)
+    return AzureStore(address.place, **options)
 
 
 def _profile() -> Any:
@@ -389,31 +362,14 @@ _WITHOUT_STATUS = (  # what the text of an error holds, what it says of the serv
 )
 
 
-@contextmanager
-def explained(url: str, timeout: float) -> Iterator[None]:
-    """Turn errors of obstore into KvtoolErrors; FileNotFoundError of a missing value is passed on."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        if _NO_PLACE.search(str(error)):
-            raise _no_place(url) from None
-        raise
-    except Exception as error:
-        if not (isinstance(error, OSError | ValueError) or type(error).__module__.startswith("obstore")):
-            raise
-        raise _in_words(url, timeout, type(error).__name__, str(error)) from None
-
-
-def status_of(error: BaseException) -> int:
-    """Return the HTTP status in an error of obstore; 0: none."""
-    found = _STATUS.search(str(error))
+def status_of(text: str) -> int:
+    found = _STATUS.search(text)
     return int(found[1]) if found else 0
 
 
 def _in_words(url: str, timeout: float, kind: str, text: str) -> KvtoolError:
-    found, code = _STATUS.search(text), _CODE.search(text)
-    status = int(found[1]) if found else 0
-    said = " ".join([str(status), *([code[1]] if code else [])])
+    status, code = status_of(text), _CODE.search(text)
+    said = f"{status} {code[1]}" if code else str(status)
     if _NO_PLACE.search(text):
         return _no_place(url)
     if _ROLE.search(text):

@@ -19,19 +19,12 @@ MOVED, TRUSTED = "Transfer", "Trust"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions(Options, sections=("query",)):
-    """Options of every command that reads from a shared store."""
-
     remote_timeout: float = option(
-        TIMEOUT,
-        "Maximum wait for an answer of a shared store.",
-        group=STORE,
-        unit="duration",
-        lowest=0.001,
+        TIMEOUT, "Maximum wait for an answer of a shared store.", group=STORE, unit="duration", lowest=0.001
     )
 
 
 def levels_option() -> tuple[str, ...]:
-    """Return the option for the levels of the KV that is moved; empty: all."""
     return option(
         (),
         "Copy only KV of these levels.",
@@ -46,13 +39,10 @@ def levels_option() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SignOptions(Options, settings=False, group=TRUSTED):
-    """Options that sign what is sent, so that others can verify who made it."""
-
     sign: Path | None = option(None, "Sign with this Ed25519 private key.", metavar="KEY")
 
     @property
     def key(self) -> SigningKey | None:
-        """The key to sign with. Raises UsageError."""
         from kvtool.core.remote.signing import signing_key
 
         return None if self.sign is None else signing_key(self.sign)
@@ -60,8 +50,6 @@ class SignOptions(Options, settings=False, group=TRUSTED):
 
 @dataclass(frozen=True, kw_only=True)
 class TrustOptions(Options, group=TRUSTED):
-    """Whose documents and KV count as made here."""
-
     trust: tuple[str, ...] = option(
         (),
         "Trust what is signed by a public key of this file.",
@@ -73,7 +61,6 @@ class TrustOptions(Options, group=TRUSTED):
     mine: bool = option(False, "Treat the data as your own, because you made it.", setting=False)
 
     def trusted(self, store: StoreOptions | None = None) -> Trust:
-        """Return whom the user trusts. Raises UsageError."""
         from kvtool.core.remote.signing import Trust
 
         return Trust.of(self.trust, required=store is not None and store.require_signature, mine=self.mine)
@@ -81,8 +68,6 @@ class TrustOptions(Options, group=TRUSTED):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(RemoteOptions, SignOptions, settings=False, group=MOVED):
-    """Options of a push to a shared store."""
-
     delete: bool = option(False, "Remove from the shared store what this store lacks.")
     verify: bool = option(False, "Check what is there, and send damaged data again.")
     dry_run: bool = option(False, "Show what would be sent and removed, and do nothing.")
@@ -91,8 +76,6 @@ class PushOptions(RemoteOptions, SignOptions, settings=False, group=MOVED):
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions(RemoteOptions, LockOptions, TrustOptions, settings=False, group=MOVED):
-    """Options of a pull from a shared store."""
-
     levels: tuple[str, ...] = levels_option()
     delete: bool = option(False, "Remove files that the shared store lacks.")
     dry_run: bool = option(False, "Show what would be copied and removed, and do nothing.")
@@ -102,8 +85,6 @@ class PullOptions(RemoteOptions, LockOptions, TrustOptions, settings=False, grou
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(SignOptions, settings=False, group=MOVED):
-    """Options of what a pack holds."""
-
     only: tuple[str, ...] = option((), "Export only these documents.", metavar="PATH|GLOB|ID", instead="all")
     levels: tuple[str, ...] = levels_option()
     force: bool = option(False, "Replace an existing file.")
@@ -111,6 +92,4 @@ class ExportOptions(SignOptions, settings=False, group=MOVED):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(LockOptions, TrustOptions):
-    """Options of an import."""
-
     max_size: int | None = max_size_option()

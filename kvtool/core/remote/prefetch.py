@@ -9,25 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Readable, Reader
 
+_T = TypeVar("_T")
 _AHEAD = 4  # groups that are asked for before the first is there
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of values that are fetched all or not at all.
-
-    Attributes
-    ----------
-    key : of the file or chunk, in hex; what : the same for people.
-    most : bytes of all values together.
-    levels : of a chunk's records, in the order of `wanted`; `replaces` : they replace the stored ones.
-    """
+    """Values that are fetched all or not at all: of the file or chunk `key` (in hex; `what` for people), of at most
+    `most` bytes together. Records of a chunk are of its `levels` in this order; `replaces`: they replace the stored
+    ones."""
 
     key: str
     what: str
@@ -40,14 +37,9 @@ class Group:
 def fetch_groups(
     blobs: Readable, groups: Iterable[Group], timeout: float, damaged: Callable[[str, str], None], at_once: int = 1
 ) -> Iterator[tuple[Group, list[bytes]]]:
-    """Fetch groups over one stream; yield those whose values all arrived, each sound in itself. Raises RemoteError.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a value.
-    damaged : is called with what is missing, damaged or larger than it may be, and why; its group is left out.
-    at_once : number of groups that are requested together: neighbours in a pack share one request.
-    """
+    """Fetch groups over one stream, so many at once: neighbours in a pack share one request. Yield those whose values
+    all arrived, each sound in itself and within `timeout` seconds. `damaged` is called with what is missing, damaged or
+    larger than it may be, and why. Raises RemoteError."""
     stream = Prefetcher(blobs)
     waiting, left = deque[Group](), iter(groups)
     try:
@@ -91,17 +83,24 @@ def _trouble(wanted: BlobRequest, value: bytes | None, left: int) -> str:
     return "" if values.is_sound(wanted.name, value) else f"{what} is damaged there"
 
 
+def batches(items: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yield items in lists of at most so many bytes; a larger item is alone in its list."""
+    some, size = list[_T](), 0
+    for item in items:
+        if some and size + size_of(item) > most:
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += size_of(item)
+    if some:
+        yield some
+
+
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
 
 
 class Prefetcher:
-    """A shared store's reader in a separate thread, which ends with the process if it has to.
-
-    Attributes
-    ----------
-    url : of the shared store.
-    alive : nothing has gone wrong so far.
-    """
+    """A shared store's reader in a daemon thread. `alive`: nothing has gone wrong so far."""
 
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
@@ -116,25 +115,16 @@ class Prefetcher:
         self._thread.start()
 
     def ask(self, wanted: Sequence[BlobRequest]) -> None:
-        """Ask for some more; never waits."""
         self._asked.put(wanted)
 
     def take(self, timeout: float) -> BlobResponse:
-        """Return the next value in the order of the requests.
-
-        Parameters
-        ----------
-        timeout : seconds to wait.
-
-        Raises
-        ------
-        RemoteError : the shared store is gone, or the time is over.
-        """
+        """Return the next value in the order of the requests. Raises RemoteError, also if `timeout` seconds are
+        over."""
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
         except queue.Empty:
-            text = f"{self.url} sent nothing whole within {timeout:.3g} s"
-            raise RemoteError(text, "check the line; with --remote-timeout more is waited for") from None
+            hint = "check the line; with --remote-timeout more is waited for"
+            raise RemoteError(f"{self.url} sent nothing whole within {timeout:.3g} s", hint) from None
         if isinstance(arrival, KvtoolError):
             self.alive = False
             raise arrival
@@ -180,7 +170,6 @@ class Prefetcher:
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
-        """Wait while much is untaken, so that a fast shared store does not fill the memory."""
         with self._room:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)

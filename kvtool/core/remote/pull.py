@@ -22,19 +22,10 @@ from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable, open_blobs
-from kvtool.core.remote.catalogue import (
-    Catalogue,
-    Chunk,
-    File,
-    Place,
-    chunk_name,
-    digest_of,
-    file_name,
-    records_wanted,
-)
+from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Place, chunk_name, digest_of, file_name, records_wanted
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
-from kvtool.core.remote.prefetch import Group, fetch_groups
+from kvtool.core.remote.prefetch import Group, batches, fetch_groups
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.validation import MOST_BYTES
@@ -49,7 +40,7 @@ _UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
 _MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 64  # of all of them: so many bytes, and so many for each that came
 _SMALL_AT_ONCE = 2048  # descriptions that are asked for together
-_TRIES = 8  # pushes that come in between and delete what is just fetched
+_TRIES = 9  # while pushes come in between and delete what is just fetched
 
 
 def pull(
@@ -70,40 +61,36 @@ def pull(
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : remove the files that the shared store does not have.
+    delete : remove the files that the shared store does not have, more than half of them only with `yes`.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
-    yes : `delete` may take more than half of the store's files.
 
     Raises
     ------
-    StoreNotFoundError : nothing was pushed there.
-    UsageError : more than half would be removed without `yes`.
+    StoreNotFoundError, StoreFormatError : nothing was pushed there, or a store of another model.
     UntrustedError : a signature is required, and no trusted key has signed.
     RemoteError : the shared store does not answer. What came stays.
-    StoreFormatError : the store is of another model.
     """
     catalogue, trust = read_catalogue(blobs), trust or Trust()
     origin = trust.origin(catalogue.proof, blobs.url)
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
-        if delete and not yes:
-            check_share(store, catalogue, blobs.url, origin)
         if events is not None and catalogue.identity.get("keeps_states") and not store.stretches():
             events.warn(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
+        before: TransferReport | None = None
         for _ in range(_TRIES):
+            if delete and not yes:
+                check_share(store, catalogue, blobs.url, origin)
+            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
+            report.signer = trust.signer(catalogue.proof)
+            if before is not None:
+                report.goes_on_from(before)
             if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
                 break
-            origin = trust.origin(latest.proof, blobs.url)
-            if delete and not yes:
-                check_share(store, latest, blobs.url, origin)
             before, catalogue = report, latest  # what did not come may have been deleted with the one before
-            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
-            report.goes_on_from(before)
-        report.signer = trust.signer(catalogue.proof)
+            origin = trust.origin(catalogue.proof, blobs.url)
         return report
 
 
@@ -125,29 +112,23 @@ def adopt(
     Parameters
     ----------
     newer : of a file that both have in two versions take the one changed last; else the catalogue's.
-    origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
-        KV to chunks that other documents use, and no measured losses.
-    mirror : the store has nothing of its own: what the shared store knows of codec levels replaces what is here.
-        Returns True for a key that the catalogue covers; what is here of others stays. None: it is no mirror.
+    origin : of everything that comes. A foreign one replaces no documents but its own, gives no KV to chunks that other
+        documents use, and no measured losses.
+    mirror : True for a key that the catalogue covers; what is here of others stays. A mirror has nothing of its own.
     """
     started = time.perf_counter()
     report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
     origins = Origins(origin, blobs.url, mirror=mirror is not None)
-    job = _Pull(store, writer, blobs, origins, report, timeout, events or Events())
-    job.run(catalogue, levels, delete, newer, mirror)
+    job = _Pull(store, writer, blobs, origins, report, timeout, events or Events(), mirror)
+    job.run(catalogue, levels, delete, newer)
     report.seconds = time.perf_counter() - started
     return report
 
 
 def preview(
-    path: Path,
-    blobs: Blobs,
-    *,
-    levels: Sequence[str] | None = None,
-    delete: bool = False,
-    trust: Trust | None = None,
+    path: Path, blobs: Blobs, *, levels: Sequence[str] | None = None, delete: bool = False, trust: Trust | None = None
 ) -> TransferReport:
-    """Report what a pull would do; only the catalogue is fetched, and nothing is written. Raises as `pull` does."""
+    """Report what a pull would do; only the catalogue is fetched, and nothing is written."""
     started = time.perf_counter()
     catalogue = read_catalogue(blobs)
     origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
@@ -159,7 +140,7 @@ def preview(
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
             origins = Origins(origin, blobs.url)
-            files, report.kept = wanted_files(store, catalogue, False, origins)
+            files, report.conflicting_files = wanted_files(store, catalogue, False, origins)
             records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
             report.removed = len(only_here(store, catalogue, origin)) if delete else 0
     except StoreNotFoundError:
@@ -168,8 +149,8 @@ def preview(
             (key, Bundle(tuple(with_bases(chunk, chunk.levels if levels is None else levels))))
             for key, chunk in catalogue.chunks.items()
         ]
-    report.files.moved, report.files.unchanged = len(files), len(catalogue.files) - len(files)
-    report.chunks.moved = sum(len(bundle.levels) for _, bundle in records)
+    report.files.transferred, report.files.unchanged = len(files), len(catalogue.files) - len(files)
+    report.chunks.transferred = sum(len(bundle.levels) for _, bundle in records)
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
     report.seconds = time.perf_counter() - started
     return report
@@ -178,7 +159,6 @@ def preview(
 def pull_from(
     url: str, folder: Path, options: PullOptions, events: Events, store: StoreOptions | None = None
 ) -> TransferReport:
-    """Pull from a URL into the store in a folder, as options say. Raises as :func:`pull` does."""
     levels, trust = options.levels or None, options.trusted(store)
     with closing(open_blobs(url, options.remote_timeout)) as blobs:
         if options.dry_run:
@@ -206,29 +186,28 @@ class _Pull:
     report: TransferReport
     timeout: float
     events: Events
+    mirror: Within | None
     unpacked: int = 0  # bytes of documents that came
 
-    def run(
-        self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: Within | None
-    ) -> None:
+    def run(self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool) -> None:
         for what, why in catalogue.left_out:
             self.report.note_damage(what, why)
         mine = self.store.manifest()
         if mine:
             check_same_identity(catalogue.identity, mine.get("identity", {}), str(self.store.path))
-        self._manifest(catalogue, new=not mine, mirror=mirror is not None)
+        else:
+            self._manifest(catalogue)
         self._profiles(catalogue)  # before the state that names them
         if not self.origins.own.is_foreign:  # losses that others state are not taken at their word
-            self._state(catalogue, mirror is not None)
+            self._state(catalogue)
         allowed = takeable(self.store, catalogue, self.origins)
         self._describe(allowed)
         self._records(allowed, levels)
         self._files(catalogue, newer)
         if delete:
-            self._forget(catalogue, mirror or (lambda key: True))
+            self._forget(catalogue, self.mirror or (lambda key: True))
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
-        """Fetch groups of values; note damaged or missing ones, and leave out their groups."""
         for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
@@ -243,8 +222,7 @@ class _Pull:
         """Yield small values, some for a transaction, sorted by key as far as memory allows.
 
         Keys are digests, so a document's keys are on as many pages of the store; unsorted, each page would be read,
-        checked and written for one key. If the shared store stops answering, what has come is yielded first.
-        """
+        checked and written for one key. If the shared store stops answering, what has come is yielded first."""
         most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
         held, size, failure = list[tuple[Group, bytes]](), 0, None
         try:
@@ -262,45 +240,39 @@ class _Pull:
 
     # ---- the parts ----
 
-    def _manifest(self, catalogue: Catalogue, new: bool, mirror: bool) -> None:
-        """Store the shared store's manifest; a store that has a manifest keeps its own."""
-        if new:
-            manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
-            if not manifest or manifest.get("identity") != catalogue.identity:
-                raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
-            origin = Origin.untrusted(self.blobs.url) if mirror else self.origins.own
-            self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
-            self.report.made_with = str(catalogue.identity.get("model", ""))
+    def _manifest(self, catalogue: Catalogue) -> None:
+        manifest = self._meta(catalogue, "manifest")
+        if not manifest or manifest.get("identity") != catalogue.identity:
+            raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
+        origin = Origin.untrusted(self.blobs.url) if self.mirror else self.origins.own
+        self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
+        self.report.model = str(catalogue.identity.get("model", ""))
 
-    def _state(self, catalogue: Catalogue, mirror: bool) -> None:
-        """Store the measurements of the codec levels: the shared store's in a mirror, else the store's own with those
-        that only the shared store has."""
+    def _state(self, catalogue: Catalogue) -> None:
+        """A mirror takes the shared store's measurements; another store only those that it lacks."""
         try:
             stored = self.store.codec_state()
         except DamagedError:  # replaced by the shared store's
             stored = {}
         if catalogue.meta.get("codec") == digest_of(values.sealed_meta("codec", stored)):
             return
-        theirs = self._metas(catalogue, ["codec"]).get("codec")
-        joined = theirs if mirror or theirs is None else join_codec(stored, theirs)
-        if joined not in (None, stored):
+        theirs = self._meta(catalogue, "codec")
+        joined = theirs if self.mirror or theirs is None else join_codec(stored, theirs)
+        if joined is not None and joined != stored:
             self.writer.set_codec_state(joined)
 
-    def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        known = [(name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
-        groups = [_one_value(name, name, blob) for name, blob in known]
-        metas = {}
-        for group, value in self._single(groups):
-            with self._noted(group):
-                metas[group.key] = values.open_meta(group.key, value)
-        return metas
+    def _meta(self, catalogue: Catalogue, name: str) -> dict[str, Any] | None:
+        if name in catalogue.meta:
+            for group, value in self._single([_one_value(name, name, f"meta/{name}-{catalogue.meta[name]}")]):
+                with self._noted(group):
+                    return values.open_meta(name, value)
+        return None
 
     def _profiles(self, catalogue: Catalogue) -> None:
         known = {digest.hex() for digest in self.store.profile_digests()}
-        missing = [digest for digest in catalogue.profiles if digest not in known]
-        for group, value in self._single(
-            _one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
-        ):
+        missing = (digest for digest in catalogue.profiles if digest not in known)
+        groups = (_one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing)
+        for group, value in self._single(groups):
             with self._noted(group):
                 self.writer.put_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
@@ -351,10 +323,10 @@ class _Pull:
             self.writer.flush()  # so that all of it is in one transaction
         for level, of_level in by_level.items():
             self.writer.put_chunk(chunk_id, info, level, of_level, replace=group.replaces, origin=origin)
-        self.report.chunks.moved += len(by_level)
+        self.report.chunks.transferred += len(by_level)
 
     def _files(self, catalogue: Catalogue, newer: bool) -> None:
-        wanted, self.report.kept = wanted_files(self.store, catalogue, newer, self.origins)
+        wanted, self.report.conflicting_files = wanted_files(self.store, catalogue, newer, self.origins)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         files = [(key, catalogue.files[key]) for key in wanted]
         groups = [_one_value(key, f"file {key}", file_name(key, file), file.place) for key, file in files]
@@ -389,21 +361,18 @@ class _Pull:
         try:
             if files:
                 self.writer.commit_files([(entry, documents) for _, entry, documents in files])
-                self.report.files.moved += len(files)
+                self.report.files.transferred += len(files)
         except (ValueError, NoSpaceError):
             for group, entry, documents in files:
                 with self._noted(group):
                     self.writer.commit_file(entry, documents)
-                    self.report.files.moved += 1
+                    self.report.files.transferred += 1
 
     @contextmanager
     def _noted(self, group: Group) -> Iterator[None]:
-        """Note damage of one group in the report, and go on with the next."""
         try:
             yield
-        except DamagedError as error:
-            self.report.note_damage(group.what, error.message)
-        except ValueError as error:
+        except (DamagedError, ValueError) as error:
             self.report.note_damage(group.what, str(error))
 
     def _forget(self, catalogue: Catalogue, within: Within) -> None:
@@ -415,19 +384,12 @@ class _Pull:
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
     """Yield values by key, as many as go into one transaction."""
-    some, size = list[tuple[Group, bytes]](), 0
-    for group, value in sorted(held, key=lambda pair: pair[0].key):
-        some.append((group, value))
-        size += len(value)
-        if len(some) == _COMMITTED_AT_ONCE or size > MOST_BYTES // 64:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+    ordered = sorted(held, key=lambda pair: pair[0].key)
+    for at in range(0, len(ordered), _COMMITTED_AT_ONCE):
+        yield from batches(ordered[at : at + _COMMITTED_AT_ONCE], lambda pair: len(pair[1]), MOST_BYTES // 64)
 
 
 def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
-    """Return the group of one value: of a name, or at a place in a pack."""
     request = BlobRequest(name, MOST_BYTES)
     if place is not None:
         request = BlobRequest(name, place.lengths[0], place.pack.name, place.start)
@@ -457,16 +419,10 @@ class Bundle:
 def bundles(
     chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
 ) -> list[Bundle]:
-    """Return the levels of a chunk that are to be fetched, grouped.
+    """Return the levels of a chunk to fetch, grouped, of those `asked` in the order of :func:`with_bases`.
 
     A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
-    chunk, computed or compressed elsewhere, rounds differently), the coarser level is fetched, too.
-
-    Parameters
-    ----------
-    asked : levels, each after those that it refines (:func:`with_bases`).
-    is_theirs : returns True if the stored records of a level are those of the catalogue.
-    """
+    chunk, computed or compressed elsewhere, rounds differently; `is_theirs` is False), it is fetched, too."""
     asked = list(asked)
     missing = [level for level in asked if level not in stored]
     refined = {base for level in missing for base in with_bases(chunk, [level]) if base in stored}
@@ -509,29 +465,18 @@ def wanted_records(
 
 
 class Origins:
-    """The origin that each entry of a catalogue counts as.
-
-    Parameters
-    ----------
-    own : of what the catalogue's owner made. What the owner has from others counts as untrusted.
-    place : where the catalogue is from, for messages.
-    """
+    """The origin that each entry of a catalogue counts as: `own` if the catalogue's owner made it. What the owner has
+    from others counts as untrusted."""
 
     def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
         self.own, self._other = own, own if mirror else Origin.untrusted(place)
 
     def of(self, entry: File | Chunk) -> Origin:
-        """Return the origin of a file, or of a chunk."""
         return self._other if entry.foreign else self.own
 
 
 def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origins) -> tuple[list[str], list[str]]:
-    """Find the files that a store lacks, or has in another version.
-
-    Returns
-    -------
-    Keys of those to fetch; and paths of those that stay as they are, since they are of another origin.
-    """
+    """Return the keys of the files to fetch, and the paths of those that stay, since they are of another origin."""
     mine, kept = dict[str, File](), dict[str, str]()
     for entry in store.files():
         key = tables.name_key(entry.path).hex()
@@ -548,17 +493,15 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
 
 
 def _may_replace(theirs: Origin, mine: Origin) -> bool:
-    """Return True if a source may replace or remove what another put: a trusted one all, others only their own."""
     return not theirs.is_foreign or theirs == mine
 
 
 def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
-    """List the paths of a store's files that the catalogue lacks, of those whose keys it covers; for an untrusted
-    origin only the files that came from it."""
-    paths = (
-        (entry.path, tables.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
-    )
-    return [path for path, key in paths if key not in catalogue.files and within(key)]
+    """Return the paths of files that the catalogue lacks, of those whose keys it covers; for an untrusted origin only
+    files that came from it."""
+    paths = [entry.path for entry in store.files() if _may_replace(origin, entry.origin)]
+    keys = {path: tables.name_key(path).hex() for path in paths}
+    return [path for path, key in keys.items() if key not in catalogue.files and within(key)]
 
 
 def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
@@ -570,7 +513,7 @@ def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
     own = ({*store.chunk_ids()} - store.foreign_chunks()) | own_references(store)
     taboo = foreign.intersection(chunk_id.hex() for chunk_id in own)
     chunks = {key: chunk for key, chunk in catalogue.chunks.items() if key not in taboo}
-    return catalogue.with_entries(catalogue.files, chunks)
+    return replace(catalogue, chunks=chunks)
 
 
 def own_references(store: Store) -> set[bytes]:
@@ -587,7 +530,6 @@ def own_references(store: Store) -> set[bytes]:
 
 
 def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:
-    """Raises UsageError where more than half of a store's files would be forgotten."""
     gone, count = len(only_here(store, catalogue, origin)), sum(1 for _ in store.files())
     if gone > max(1, count // 2):
         raise UsageError(

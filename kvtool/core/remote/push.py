@@ -26,7 +26,7 @@ from kvtool.core.remote.catalogue import (
     seal_head,
     unseal_head,
 )
-from kvtool.core.remote.catalogue_io import check_same_identity, pack_root, put_copies, read_head, sharded
+from kvtool.core.remote.catalogue_io import CatalogueCache, check_same_identity, pack_root, read_head, sharded
 from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_share, own_names
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
@@ -54,7 +54,6 @@ def push(
     ----------
     delete : forget what the store does not have, if nothing of the store is damaged; else the shared store keeps it.
     verify : read back what is there already, and send again what is damaged.
-    dry_run : change nothing; the report counts what would be done.
     yes : `delete` may take more than half of the shared store.
     key : signs the catalogue. The shared store then holds nothing that this key has not signed.
 
@@ -62,8 +61,7 @@ def push(
     ------
     RemoteError, NoSpaceError : the shared store does not answer, or is full. What was sent stays.
     StoreFormatError : it holds a store of another model, or other things than a store.
-    UsageError : it would lose more than half without `yes`; or it is signed by another key, or by one that was not
-        given.
+    UsageError : it would lose more than half without `yes`, or is signed by another key.
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
@@ -74,7 +72,6 @@ def push(
 
 
 def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> TransferReport:
-    """Push the store in a folder to a URL, as options say. Raises as :func:`push` does."""
     with closing(open_blobs(url, options.remote_timeout)) as blobs, Store.open(folder) as store:
         return push(
             store,
@@ -90,28 +87,26 @@ def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> Tra
 
 class _Push:
     def __init__(
-        self,
-        store: Store,
-        blobs: Blobs,
-        report: TransferReport,
-        events: Events,
-        verify: bool,
-        key: SigningKey | None,
+        self, store: Store, blobs: Blobs, report: TransferReport, events: Events, verify: bool, key: SigningKey | None
     ) -> None:
         self.store, self.blobs, self.report, self.events = store, blobs, report, events
-        self.verify, self.key = verify, key
-        self.lease = Lease(blobs)
+        self.verify, self.key, self.lease = verify, key, Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
         self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
-        self._say_what_stays()
+        if count := len(self.store.stretches()):  # which a catalogue has no name for
+            self.events.warn(
+                f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
+                "and a question there computes them",
+                "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
+            )
         head, theirs = self._there()
         if theirs is not None:
             self._check_signer(theirs, delete)
-        listed = own_names(self.blobs) if delete else set()
+        listed = own_names(set(self.blobs.names())) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
         mine = values.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
         if delete and not self._is_whole(mine):
@@ -131,7 +126,6 @@ class _Push:
                 self.garbage.run(listed)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
-        """Refuse to remove a signature, and to sign what another user has pushed."""
         url = self.blobs.url
         if self.key is None and theirs.proof is not None:
             raise UsageError(f"{url} is signed by {theirs.proof.signer}", "push with --sign KEY, or to another place")
@@ -143,15 +137,6 @@ class _Push:
 
     def _has_signed(self, theirs: Catalogue | None) -> bool:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
-
-    def _say_what_stays(self) -> None:
-        """Warn of states of prompts, which a catalogue has no name for."""
-        if count := len(self.store.stretches()):
-            self.events.warn(
-                f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
-                "and a question there computes them",
-                "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
-            )
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         """Read the shared store's head and catalogue. With `verify`, a damaged catalogue counts as missing."""
@@ -178,7 +163,7 @@ class _Push:
                 return
             if self._swap(head, theirs, joined):
                 if delete and theirs is not None:
-                    self.report.forgotten = len(theirs.files.keys() - mine.files.keys())
+                    self.report.documents_removed = len(theirs.files.keys() - mine.files.keys())
                 return
             head, theirs = read_head(self.blobs)
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
@@ -189,8 +174,8 @@ class _Push:
         return self._with_codec(less if less != joined and self._is_whole(mine) else joined, theirs)
 
     def _with_codec(self, joined: Catalogue, theirs: Catalogue) -> Catalogue:
-        """Add what the shared store knows of the codec levels if the store has no profile: it was never
-        compressed, or all KV that needed one has gone from it. Else what the store says is as it is."""
+        """Add what the shared store knows of the codec levels if the store has no profile: it was never compressed, or
+        all KV that needed one has gone from it. Else what the store says is as it is."""
         state, mark = self.store.codec_state(), theirs.meta.get("codec")
         if state.get("profile") or mark in (None, joined.meta["codec"]):
             return joined
@@ -207,8 +192,8 @@ class _Push:
         return replace(joined, meta=joined.meta | {"codec": digest_of(sealed)})
 
     def _is_whole(self, mine: Catalogue) -> bool:
-        """Return True if nothing is damaged or lost here; otherwise the shared store may hold the sound copy."""
-        return not self.report.damaged and values.is_complete(self.store, mine)
+        used = (ref.chunk_id.hex() for document in self.store.documents() for ref in document.chunks)
+        return not self.report.damaged and all(chunk in mine.chunks for chunk in used)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
         joined, shards = sharded(joined, theirs)
@@ -216,7 +201,9 @@ class _Push:
         digest = digest_of(root)
         self.blobs.put({**shards, catalogue_name(digest): root})
         self.blobs.flush()
-        put_copies(self.blobs, [root, *shards.values()])
+        copies = CatalogueCache(self.blobs.url)
+        for value in (root, *shards.values()):  # so that the next push from here does not fetch them
+            copies.put(digest_of(value), value)
         before: tuple[str, ...] = ()
         if head is not None and theirs is not None:
             before = self.garbage.reclaim(head, joined, theirs, digest)
@@ -237,10 +224,8 @@ def join(mine: Catalogue, theirs: Catalogue) -> Catalogue:
 
 
 def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
-    """Drop chunks and profiles of earlier versions if every document is the store's own.
-
-    Documents of others are not read to find that out: with them, all is kept.
-    """
+    """Drop chunks and profiles of earlier versions if every document is the store's own. Documents of others are not
+    read to find that out: with them, all is kept."""
     if joined.files != mine.files:
         return joined
     chunks = {key: joined.chunks[key] for key in mine.chunks}
@@ -285,20 +270,14 @@ class DryRunBlobs:
         return True
 
     def held(self) -> set[str]:
-        """Return no leases: a dry run conflicts with nothing."""
         return set()
 
-    def hold(self, name: str) -> None:
-        """Do nothing."""
+    def hold(self, name: str) -> None: ...
 
-    def release(self, name: str) -> None:
-        """Do nothing."""
+    def release(self, name: str) -> None: ...
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Do nothing."""
+    def delete(self, names: Sequence[str]) -> None: ...
 
-    def flush(self) -> None:
-        """Do nothing."""
+    def flush(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing: the caller opened the shared store."""
+    def close(self) -> None: ...  # the caller opened the shared store

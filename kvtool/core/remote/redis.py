@@ -28,20 +28,23 @@ if not HIREDIS_AVAILABLE:  # whose parser is the default one then, and the one t
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
-_ANSWERS = {"getrange": bytes, "strlen": int, "unlink": int}  # the type of a command's answer
 # Errors that redis-py and hiredis raise on malformed answers.
 _STRANGE = (
-    *(TypeError, ValueError, LookupError, AttributeError),
-    *(RecursionError, MemoryError, OverflowError, AssertionError),
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+    ArithmeticError,
+    AssertionError,
 )
 _SCANNED = 1000  # keys of one round of a scan
-_AT_ONCE = {"getrange": 128}  # commands in one round trip
-_SMALL_AT_ONCE = 1024  # of those that carry no values
+_VALUES_AT_ONCE, _NUMBERS_AT_ONCE = 128, 1024  # commands in one round trip
 _BYTES_AT_ONCE = 16 * 2**20
 
 
 def from_url(url: str, timeout: float) -> RedisBlobs:
-    """Open the database of a `redis://` URL. Raises UsageError, and ValueError if a password is not escaped."""
     parts = urlsplit(url)
     more = parts.path + parts.query
     if not is_host(parts.netloc.rpartition("@")[2]) or parts.fragment or url.count("@") > 1 or "@" in more:
@@ -54,22 +57,19 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
 
 
 class RedisBlobs:
-    """A Redis database, or the part of it below a prefix.
-
-    Raises
-    ------
-    UsageError : the URL is none.
-    """
+    """A Redis database, or the part of it below a prefix."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        server_url, self._prefix = _split_prefix(url)
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        self._prefix = query.pop("prefix", PREFIX)
         self.url = for_people(url)
         self._secrets = _secrets_of(url)
         self._timeout = timeout
         self._bounds = Bounds(timeout)
         try:
             self._client: Any = redis.Redis.from_url(
-                server_url,
+                urlunsplit(parts._replace(query=urlencode(query))),
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
                 retry=None,
@@ -79,16 +79,18 @@ class RedisBlobs:
             pool = self._client.connection_pool
             pool.connection_class(**pool.connection_kwargs)  # what the URL asks of a connection is checked here
         except (ValueError, TypeError):  # what it says repeats parts of the URL
-            raise UsageError(f"{self.url} is no Redis URL", _OPTIONS) from None
+            hint = "such as redis://host:6379/0; options of redis-py follow after `?`"
+            raise UsageError(f"{self.url} is no Redis URL", hint) from None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         limits = [most_bytes(name) for name in names]
         with self._bounds.of(max(limits, default=0)):
-            values = self._all("getrange", names, [(0, most) for most in limits])
+            calls = [(name, 0, most) for name, most in zip(names, limits, strict=True)]
+            values = self._all("getrange", calls, bytes, _VALUES_AT_ONCE)
         return [_bounded(value, most) for value, most in zip(values, limits, strict=True)]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        return self._all("strlen", names)
+        return self._all("strlen", [(name,) for name in names])
 
     def put(self, values: Mapping[str, bytes]) -> None:
         with self._explained():
@@ -131,15 +133,14 @@ class RedisBlobs:
                 raise RemoteError(f"{self.url} lists names without an end", _CHECK)
 
     def delete(self, names: Sequence[str]) -> None:
-        self._all("unlink", names)
+        self._all("unlink", [(name,) for name in names])
 
     def hold(self, name: str) -> None:
         with self._explained():
             now, waiting = self._now(), self._client.pipeline()
             waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
-            waiting.zremrangebyscore(
-                self._key(_LEASES), now + max(LEASES.values()) + AHEAD, "+inf"
-            )  # see `lease_is_valid`
+            latest = now + max(LEASES.values()) + AHEAD  # see `lease_is_valid`
+            waiting.zremrangebyscore(self._key(_LEASES), latest, "+inf")
             waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
             waiting.execute()
 
@@ -160,17 +161,17 @@ class RedisBlobs:
         with suppress(Exception):  # it may be gone already
             self._client.close()
 
-    def _all(self, command: str, names: Sequence[str], more: Sequence[tuple[int, ...]] = ()) -> list[Any]:
+    def _all(
+        self, command: str, calls: Sequence[tuple[Any, ...]], kind: type = int, at_once: int = _NUMBERS_AT_ONCE
+    ) -> list[Any]:
         answers: list[Any] = []
-        arguments = more or [()] * len(names)
         with self._explained():
-            step = _AT_ONCE.get(command, _SMALL_AT_ONCE)
-            for at in range(0, len(names), step):
+            for at in range(0, len(calls), at_once):
                 waiting = self._client.pipeline(transaction=False)
-                for name, more_of_it in zip(names[at : at + step], arguments[at:], strict=False):
-                    getattr(waiting, command)(self._key(name), *more_of_it)
+                for name, *more in calls[at : at + at_once]:
+                    getattr(waiting, command)(self._key(name), *more)
                 answers += waiting.execute()
-        if not all(type(answer) is _ANSWERS[command] for answer in answers):
+        if not all(type(answer) is kind for answer in answers):
             raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
         return answers
 
@@ -196,14 +197,13 @@ class RedisBlobs:
             raise self._in_words(error, text) from (error if text == str(error).rstrip(".") else None)
 
     def _in_words(self, error: Exception, text: str) -> KvtoolError:
-        refused = RemoteError(f"{self.url} refuses: {text}", "check user and password in the URL")
-        if isinstance(error, errors.AuthenticationError | errors.NoPermissionError):
-            return refused
+        lost = isinstance(error, errors.ConnectionError)
+        refused = lost and ("auth" in text.lower() or "password" in text.lower())
+        if refused or isinstance(error, errors.AuthenticationError | errors.NoPermissionError):
+            return RemoteError(f"{self.url} refuses: {text}", "check user and password in the URL")
         if isinstance(error, errors.TimeoutError):
             return RemoteError(f"{self.url} did not answer within {self._timeout:g} s", _CHECK)
-        if isinstance(error, errors.ConnectionError):
-            if "auth" in text.lower() or "password" in text.lower():
-                return refused
+        if lost:
             return RemoteError(f"{self.url} cannot be reached: {text}", _CHECK)
         if isinstance(error, errors.OutOfMemoryError):
             return NoSpaceError(f"{self.url} is full", "raise its maxmemory, or push elsewhere")
@@ -215,11 +215,10 @@ class RedisBlobs:
 
 _CHECK = "check the address and that the server runs"
 _MOST_SAID = 1000  # characters of what a server says of an error
-_OPTIONS = "such as redis://host:6379/0; options of redis-py follow after `?`"
 
 
 class RedisReader:
-    """GETRANGEs on a connection of its own, sent ahead: Redis answers in order."""
+    """GETRANGEs on a separate connection, sent ahead: Redis answers in order."""
 
     def __init__(self, blobs: RedisBlobs, pool: Any) -> None:
         self._blobs, self._pool = blobs, pool
@@ -258,14 +257,6 @@ def _bounded(value: bytes, most: int) -> bytes | None:
     return None if not value else value if len(value) <= most else b""
 
 
-def _split_prefix(url: str) -> tuple[str, str]:
-    """Return the URL without `prefix`, and the prefix."""
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query))
-    prefix = query.pop("prefix", PREFIX)
-    return urlunsplit(parts._replace(query=urlencode(query))), prefix
-
-
 def _secrets_of(url: str) -> list[str]:
     """Return the secrets in a URL, escaped and not, longest first. They must not be repeated in messages."""
     parts = urlsplit(url)
@@ -282,12 +273,7 @@ _READ_AHEAD = 2**17  # bytes of later answers, which come with its end
 
 
 class Bounds(threading.local):
-    """The bounds of the next reply that a thread reads: its bytes, and the seconds without data.
-
-    Parameters
-    ----------
-    timeout : seconds, of each thread.
-    """
+    """The bounds of the next reply that a thread reads: its bytes, and the seconds without data."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -295,7 +281,6 @@ class Bounds(threading.local):
 
     @contextmanager
     def of(self, most: int) -> Iterator[None]:
-        """Let answers have so many bytes inside."""
         before, self.most = self.most, max(most, _PLAIN)
         try:
             yield
@@ -312,12 +297,10 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         self._begun, self._came = 0.0, 0
 
     def read_response(self, *given: Any, **more: Any) -> Any:
-        """Read one answer. Raises InvalidResponse, TimeoutError."""
         self._begun, self._came = time.monotonic(), 0
         return super().read_response(*given, **more)
 
     def read_from_socket(self, *given: Any, **more: Any) -> Any:
-        """Read what has come of it. Raises as `read_response` does."""
         before = self._reader.len()
         done = super().read_from_socket(*given, **more)
         self._came += self._reader.len() - before
@@ -329,5 +312,4 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]
         return done
 
     def handle_push_response(self, response: Any, **more: Any) -> Any:
-        """Refuse unrequested messages: nothing is subscribed to."""
         raise errors.InvalidResponse("it sends what nobody has asked for")

@@ -8,35 +8,30 @@ from typing import Any
 
 @dataclass
 class Counts:
-    """Counts of values that were transferred, and of those that were there already."""
-
-    moved: int = 0
+    transferred: int = 0
     unchanged: int = 0
 
     def goes_on_from(self, before: Counts) -> None:
-        """Count what an earlier part of the same job moved, which this one has found there."""
-        self.unchanged = max(0, self.unchanged - before.moved)
-        self.moved += before.moved
+        """Count what an earlier part of the same job transferred, which this one has found there."""
+        self.unchanged = max(0, self.unchanged - before.transferred)
+        self.transferred += before.transferred
 
 
 @dataclass
 class TransferReport:
-    """Counts of one direction.
+    """Counts of one direction; `chunks` at a level each.
 
     Attributes
     ----------
-    chunks : at a level each. `bytes` : of all that was moved.
     removed : files of a store, or values of a shared store (`bytes_freed`).
-    forgotten : documents of a shared store.
-    spared : values of a shared store that were to go and did not, because another push was running.
-    dry_run : nothing was changed; these are the counts of what would have been.
-    damaged : what could not be moved, and why; it was left out.
+    documents_removed : documents of a shared store.
+    removals_deferred : values of a shared store that were to go and did not, because another push was running.
+    damaged : what could not be transferred, and why; it was left out.
     origin : what the documents that came are noted to be from; "": as if they were made here.
     trusted : whether they may replace and serve the store's own.
-    kept : paths of files that stayed as they are, since they are of another origin.
-    made_with : the model that the store was made for, where it began with this.
-    signer : the owner of the key that has signed what came, "" for nobody; None: no key is trusted, so no signature was
-        checked.
+    conflicting_files : paths of files that stayed as they are, since they are of another origin.
+    model : the model that the store was made for, where it began with this.
+    signer : the owner of the key that has signed what came, "" for nobody; None: not checked, since no key is trusted.
     """
 
     direction: str
@@ -45,21 +40,20 @@ class TransferReport:
     chunks: Counts = field(default_factory=Counts)
     removed: int = 0
     bytes_freed: int = 0
-    forgotten: int = 0
-    spared: int = 0
+    documents_removed: int = 0
+    removals_deferred: int = 0
     bytes: int = 0
     dry_run: bool = False
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
     origin: str = ""
     trusted: bool = True
-    kept: list[str] = field(default_factory=list)
-    made_with: str = ""
+    conflicting_files: list[str] = field(default_factory=list)
+    model: str = ""
     signer: str | None = None
 
     def note_damage(self, what: str, why: str) -> None:
-        """Note that something was left out, and why."""
-        self.damaged.append({"what": what, "reason": why})
+        self.damaged.append({"subject": what, "reason": why})
 
     def goes_on_from(self, before: TransferReport) -> None:
         """Count what an earlier part of the same job did; what it left out, this one has tried again."""
@@ -70,7 +64,6 @@ class TransferReport:
         self.seconds += before.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, as `--json` shows it."""
         facts = asdict(self)
         if self.direction == "import":  # from a path on the disk
             facts["path"] = facts.pop("url")

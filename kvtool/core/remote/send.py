@@ -20,7 +20,6 @@ from kvtool.core.remote.catalogue import (
     Catalogue,
     Chunk,
     File,
-    Level,
     Pack,
     Place,
     catalogue_name,
@@ -30,18 +29,14 @@ from kvtool.core.remote.catalogue import (
 )
 from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.remote.gc import Lease
+from kvtool.core.remote.prefetch import batches
 from kvtool.core.remote.report import TransferReport
 
 _AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
 
 class Sender:
-    """Sends what a catalogue of the store names.
-
-    Parameters
-    ----------
-    verify : read back what is there, and send again what is damaged; else its size has to do.
-    """
+    """`verify`: read back what is there, and send again what is damaged; else its size has to do."""
 
     def __init__(
         self, store: Store, blobs: Blobs, lease: Lease, report: TransferReport, events: Events, verify: bool
@@ -53,21 +48,18 @@ class Sender:
         """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
 
         It also differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are
-        gone: a level may not mix two roundings.
-
-        Raises
-        ------
-        RemoteError, NoSpaceError : the shared store is gone or full.
-        KvtoolError : the store was changed meanwhile.
-        """
+        gone: a level may not mix two roundings. Raises KvtoolError if the store was changed meanwhile."""
         self._send_facts(mine)
-        broken, thin = self._unsound(mine, theirs)
+        packs = sorted(mine.packs())
+        sizes = self._sound_sizes([pack.name for pack in packs])
+        broken = {pack for pack in packs if sizes[pack.name] != pack.size}
+        thin = thin_packs(mine, theirs) - broken if theirs is not None else set()
         mine = self._send_descriptions(mine, broken | thin)
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
         gaps = self._gaps(mine, broken, thin)
         chunks = self._of_one_machine(mine.chunks, gaps, theirs)
         self._count(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
-        return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
+        return replace(mine, chunks=self._send_records(chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
         """Send again what is lost of the catalogue in force; this machine has just read it, or has a copy."""
@@ -80,17 +72,9 @@ class Sender:
         broken = [name for name, size in stated.items() if sizes[name] != size]
         self._put({name: value for name in broken if (value := shelf.get(name.rpartition("/")[2])) is not None})
 
-    def _unsound(self, mine: Catalogue, theirs: Catalogue | None) -> tuple[set[Pack], set[Pack]]:
-        """Return the packs that are missing or cut off there, and those that are mostly garbage."""
-        packs = sorted(mine.packs())
-        sizes = self._sound_sizes([pack.name for pack in packs])
-        broken = {pack for pack in packs if sizes[pack.name] != pack.size}
-        return broken, thin_packs(mine, theirs) - broken if theirs is not None else set()
-
     # ---- KV ----
 
     def _gaps(self, mine: Catalogue, broken: set[Pack], thin: set[Pack]) -> set[Member]:
-        """Return what has to be sent: what is missing, and what is stored in packs that are to be replaced."""
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
@@ -115,11 +99,15 @@ class Sender:
         """Return the chunks, described anew if this store's records are not those that the shared store has lost."""
         found = dict(chunks)
         for key in sorted({key for key, _ in gaps}):
-            chunk = chunks[key]
-            lost = [level for level, stored in chunk.levels.items() if (key, level) in gaps]
-            trusted = [level for level in lost if _same(theirs, key, level, chunk.levels[level])]
-            if not all(self._holds(key, chunk, level) for level in trusted):
-                chunk_id, sealed = bytes.fromhex(key), any(stored.seal for stored in chunk.levels.values())
+            chunk, chunk_id = chunks[key], bytes.fromhex(key)
+            there = theirs.chunks[key].levels if theirs is not None and key in theirs.chunks else {}
+            trusted = [
+                level
+                for level, stored in chunk.levels.items()
+                if (key, level) in gaps and level in there and there[level].mark == stored.mark
+            ]
+            if not all(values.holds_level(self.store, chunk_id, chunk, level) for level in trusted):
+                sealed = any(stored.seal for stored in chunk.levels.values())
                 foreign, told = self.store.origin(chunk_id).is_foreign, self.report.note_damage
                 surveyed = values.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
                 if surveyed is None or surveyed.mark != chunk.mark:
@@ -128,9 +116,6 @@ class Sender:
                 gaps -= {(key, level) for level in chunk.levels}
                 gaps |= {(key, level) for level in surveyed.levels}
         return found
-
-    def _holds(self, key: str, chunk: Chunk, level: str) -> bool:
-        return values.holds_level(self.store, bytes.fromhex(key), chunk, level)
 
     def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
         """Send gaps, the coarser levels first; return the chunks as the shared store then has them."""
@@ -166,7 +151,7 @@ class Sender:
 
     def _send_packs(self, packs: Iterable[Packed]) -> Iterator[tuple[Packed, bool]]:
         """Send several at a time. Yield each on arrival; False: an interrupted push had sent it before."""
-        for some in _together(packs):
+        for some in batches(packs, lambda packed: packed.pack.size, _AT_ONCE * PACK_BYTES):
             sizes = self._sound_sizes([packed.pack.name for packed in some])
             lacking = {packed.pack.name: packed.value for packed in some if sizes[packed.pack.name] != packed.pack.size}
             self._put(lacking)
@@ -174,7 +159,7 @@ class Sender:
 
     def _count(self, count: int, moved: bool) -> None:
         if moved:
-            self.report.chunks.moved += count
+            self.report.chunks.transferred += count
         else:
             self.report.chunks.unchanged += count
         self.events.advance(count)
@@ -194,7 +179,6 @@ class Sender:
     # ---- all the rest ----
 
     def _send_facts(self, mine: Catalogue) -> None:
-        """Send the store's manifest, the state of its codec levels, and its profiles."""
         names = [f"meta/{name}-{mark}" for name, mark in mine.meta.items()]
         names += [f"profile/{digest}" for digest in mine.profiles]
         facts = {name: values.value_of(self.store, name) or b"" for name in names}
@@ -205,10 +189,9 @@ class Sender:
         self._put(missing)
 
     def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
-        """Send descriptions of files and chunks. Return the catalogue with their places."""
         descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
-        self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
-        self.report.files.unchanged = len(mine.files) - self.report.files.moved
+        self.report.files.transferred += sum(kind == FILE for _, kind in descriptions.lacking)
+        self.report.files.unchanged = len(mine.files) - self.report.files.transferred
         places = dict[Member, Place]()
         for packed, _ in self._send_packs(packs_of(descriptions.in_order(), descriptions.records_of)):
             places |= packed.places
@@ -219,26 +202,6 @@ class Sender:
         if values:
             self.blobs.put(values)
             self.report.bytes += sum(map(len, values.values()))
-
-
-def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield packs in groups of a few packs' bytes; a larger pack is a group of its own."""
-    some, size = list[Packed](), 0
-    for packed in packs:
-        if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(packed)
-        size += packed.pack.size
-    if some:
-        yield some
-
-
-def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level | None:
-    """Return a shared store's entry of a chunk at a level, if its records are these very ones."""
-    chunk = theirs.chunks.get(key) if theirs is not None else None
-    stored = chunk.levels.get(level) if chunk is not None else None
-    return stored if stored is not None and stored.mark == mine.mark else None
 
 
 def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost: set[Member]) -> Chunk:
@@ -266,34 +229,17 @@ FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
 
 
 class Packed(NamedTuple):
-    """A pack that is made, with the place of each member in it."""
-
     value: bytes
     pack: Pack
     places: dict[Member, Place]
 
 
 def packs_of(members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]) -> Iterator[Packed]:
-    """Pack the records of some members, in their order. The same members and records make the same packs.
-
-    Parameters
-    ----------
-    members : all of one level.
-    records_of : returns a member's records, layer by layer; None: it is left out.
-    """
-    filling, size = dict[Member, list[bytes]](), 0
-    for member in members:
-        records = records_of(member)
-        if records is None:
-            continue
-        of_member = sum(map(len, records))
-        if size and size + of_member > PACK_BYTES:
-            yield _pack(filling)
-            filling, size = {}, 0
-        filling[member] = records
-        size += of_member
-    if size:
-        yield _pack(filling)
+    """Pack the records of some members of one level, in their order. The same members and records make the same packs.
+    `records_of` returns a member's records, layer by layer; None: it is left out."""
+    filled = ((member, records) for member in members if (records := records_of(member)))
+    for some in batches(filled, lambda pair: sum(map(len, pair[1])), PACK_BYTES):
+        yield _pack(dict(some))
 
 
 def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
@@ -340,12 +286,7 @@ _MOST_SMALL = 16  # of a store
 
 
 class Descriptions:
-    """The descriptions of a store that its catalogue has no place for yet.
-
-    Parameters
-    ----------
-    unsound : packs that are to be replaced.
-    """
+    """The descriptions of a store that its catalogue has no place for yet, or in packs that are `unsound`."""
 
     def __init__(self, store: Store, mine: Catalogue, unsound: set[Pack]) -> None:
         self._store, self._mine = store, mine
@@ -353,12 +294,7 @@ class Descriptions:
         self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
 
     def in_order(self) -> Iterator[Member]:
-        """Yield all that lack a place: chunks in the order in which documents have them, then files.
-
-        Raises
-        ------
-        KvtoolError : one is in the store no more.
-        """
+        """Yield all that lack a place: chunks in the order in which documents have them, then files."""
         files, left = list[Member](), set(self.lacking)
         for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
             member = (tables.name_key(entry.path).hex(), FILE)
@@ -380,7 +316,6 @@ class Descriptions:
             yield from ((ref.chunk_id.hex(), CHUNK) for ref in (document.chunks if document is not None else ()))
 
     def records_of(self, member: Member) -> list[bytes]:
-        """Return the value of one. Raises KvtoolError if the store was changed since it was surveyed."""
         key, kind = member
         entry = self._mine.files[key] if kind == FILE else self._mine.chunks[key]
         value = values.value_of(self._store, f"{kind[1:]}/{key}-{entry.mark}")
@@ -389,14 +324,13 @@ class Descriptions:
         return [value]
 
     def placed(self, places: Mapping[Member, Place]) -> Catalogue:
-        """Return the catalogue with the places of what was sent."""
         files, chunks = dict(self._mine.files), dict(self._mine.chunks)
         for (key, kind), place in places.items():
             if kind == FILE:
                 files[key] = replace(files[key], place=place)
             else:
                 chunks[key] = replace(chunks[key], place=place)
-        return self._mine.with_entries(files, chunks)
+        return replace(self._mine, files=files, chunks=chunks)
 
 
 def scattered(mine: Catalogue) -> set[Pack]:
@@ -413,5 +347,4 @@ def _lacks(entry: File | Chunk, unsound: set[Pack]) -> bool:
 
 
 def changed() -> KvtoolError:
-    """Return the error for a store that no longer holds what was found in it."""
     return KvtoolError("the store was changed meanwhile", "push again")

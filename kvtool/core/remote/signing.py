@@ -1,8 +1,7 @@
 """Ed25519 signatures of catalogues of packs and shared stores, and the keys that the user trusts.
 
 A signature covers the catalogue, and the catalogue names a digest of every value: of descriptions and profiles by their
-names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them.
-"""
+names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them."""
 
 from __future__ import annotations
 
@@ -29,14 +28,8 @@ _INSTALL = "`pip install 'kvtool[sign]'`"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The signature of a catalogue, as the catalogue carries it; nothing of it has been checked yet.
-
-    Parameters
-    ----------
-    key : the Ed25519 public key, 32 bytes. `name` : the comment of its file, as the signer wrote it.
-    signature : 64 bytes.
-    digest : BLAKE2b-512 of the catalogue that it is of, without the signature itself.
-    """
+    """The signature of a catalogue by an Ed25519 key, not yet verified. `name` is the comment of the key's file;
+    `digest` is of the catalogue without the signature."""
 
     name: str
     key: bytes
@@ -45,47 +38,34 @@ class Proof:
 
     @property
     def signer(self) -> str:
-        """Name the key for people: its comment, and how its digest begins."""
         return f"{self.name or 'a key'} ({fingerprint(self.key)})"
 
     @property
     def message(self) -> bytes:
-        """Return what the signature is of: the catalogue, and the key and the name that it is shown with."""
         return _CONTEXT + self.digest + self.key + self.name.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A private key, and the name that readers see."""
-
     private: Ed25519PrivateKey
     name: str
 
     @property
     def public(self) -> bytes:
-        """Return the public key, 32 bytes."""
         return self.private.public_key().public_bytes_raw()
 
     def sign(self, digest: bytes) -> Proof:
-        """Sign a catalogue by its digest."""
         proof = Proof(self.name, self.public, b"", digest)
         return replace(proof, signature=self.private.sign(proof.message))
 
     def has_signed(self, proof: Proof | None) -> bool:
-        """Return True if a catalogue's signature is of this key, and fits."""
         return proof is not None and proof.key == self.public and is_valid(proof)
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The sources that the user trusts like this machine.
-
-    Parameters
-    ----------
-    keys : public keys, 32 bytes each.
-    required : refuse what no trusted key has signed.
-    mine : whatever is named now was made by the user.
-    """
+    """The public keys that the user trusts. `required`: refuse what none of them has signed. `mine`: whatever is named
+    now was made by the user."""
 
     keys: frozenset[bytes] = frozenset()
     required: bool = False
@@ -93,21 +73,11 @@ class Trust:
 
     @classmethod
     def of(cls, files: Sequence[str], required: bool = False, mine: bool = False) -> Trust:
-        """Read the files of trusted keys. Raises UsageError."""
         return cls(frozenset(key for file in files for key in public_keys(Path(file))), required, mine)
 
     def origin(self, proof: Proof | None, place: str) -> Origin:
-        """Decide what values that a catalogue describes count as.
-
-        Parameters
-        ----------
-        place : the pack, store or shared store that they are taken from, as people call it.
-
-        Raises
-        ------
-        UntrustedError : a signature of a trusted key is required.
-        DamagedError : the signature is not of this catalogue: one of them was changed.
-        """
+        """Decide what the values of a catalogue from a place count as. Raises UntrustedError without a required
+        signature, DamagedError if the signature is not of this catalogue: one of them was changed."""
         trusted = proof is not None and proof.key in self.keys
         if proof is not None and (trusted or self.keys or self.required) and not is_valid(proof):
             raise DamagedError(f"the signature of {place} does not fit its contents", "get it again from its signer")
@@ -135,19 +105,13 @@ def fingerprint(key: bytes) -> str:
 
 
 def is_valid(proof: Proof) -> bool:
-    """Check a signature. Raises KvtoolError where no library for that is installed."""
-    from_library = _library()
+    ed25519, _ = _library()
     try:
-        key: Ed25519PublicKey = from_library.Ed25519PublicKey.from_public_bytes(proof.key)
+        key: Ed25519PublicKey = ed25519.Ed25519PublicKey.from_public_bytes(proof.key)
         key.verify(proof.signature, proof.message)
     except Exception:  # of the library's own kinds; whatever it is, it is no valid signature
         return False
     return True
-
-
-def catalogue_digest(canonical: bytes) -> bytes:
-    """Return the digest of a catalogue's canonical JSON without its signature that a signature is of."""
-    return hashlib.blake2b(canonical).digest()
 
 
 def seal_of(records: Sequence[bytes]) -> str:
@@ -162,27 +126,23 @@ def seal_of(records: Sequence[bytes]) -> str:
 
 
 def proof_row(proof: Proof) -> dict[str, str]:
-    """Return a signature as a catalogue has it."""
     return {"name": proof.name, "key": proof.key.hex(), "signature": proof.signature.hex()}
 
 
 def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
-    """Read a signature, inverse of :func:`proof_row`. Raises ValueError, KeyError."""
+    """Inverse of :func:`proof_row`."""
     name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that cannot be printed")
-    key, signature = (
-        bytes.fromhex(validation.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64))
-    )
-    return Proof(name, key, signature, digest)
+    key, signature = validation.hex_of(row["key"], 32), validation.hex_of(row["signature"], 64)
+    return Proof(name, bytes.fromhex(key), bytes.fromhex(signature), digest)
 
 
 # ---- key files ---------------------------------------------------------------------------------------------------
 
 
 def signing_key(path: Path) -> SigningKey:
-    """Read a private key that has no passphrase. Raises UsageError."""
-    library, data = _serialization(), _key_file(path)
+    (ed25519, library), data = _library(), _key_file(path)
     load = library.load_ssh_private_key if b"OPENSSH" in data else library.load_pem_private_key
     try:
         private = load(data, password=None)
@@ -190,7 +150,7 @@ def signing_key(path: Path) -> SigningKey:
         raise UsageError(f"the key {path} has a passphrase, which kvtool does not ask for", _OPEN) from error
     except Exception as error:
         raise UsageError(f"{path} holds no private key", _hint(path, "--sign takes the private key")) from error
-    if not isinstance(private, _library().Ed25519PrivateKey):
+    if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise UsageError(f"the key {path} is not an Ed25519 key", _MAKE)
     return SigningKey(private, _comment(path))
 
@@ -206,8 +166,8 @@ def _comment(path: Path) -> str:
 
 
 def public_keys(path: Path) -> list[bytes]:
-    """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`. Raises UsageError."""
-    data, library = _key_file(path), _serialization()
+    """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`."""
+    data, (_, library) = _key_file(path), _library()
     if b"-----BEGIN" in data:
         return [_public(path, library.load_pem_public_key, data)]
     lines = [line for line in data.splitlines() if line.strip() and not line.lstrip().startswith(b"#")]
@@ -220,16 +180,14 @@ def _public(path: Path, load: Any, data: bytes) -> bytes:
     try:
         key = load(data)
     except Exception as error:
-        raise UsageError(
-            f"{path} holds something else than public keys", _hint(path, "--trust takes a public key")
-        ) from error
-    if not isinstance(key, _library().Ed25519PublicKey):
+        hint = _hint(path, "--trust takes a public key")
+        raise UsageError(f"{path} holds something else than public keys", hint) from error
+    if not isinstance(key, _library()[0].Ed25519PublicKey):
         raise UsageError(f"{path} holds a key that is not Ed25519", _MAKE)
     return bytes(key.public_bytes_raw())
 
 
 def _hint(path: Path, wanted: str) -> str:
-    """Return a hint that names the other file of a pair of keys, where that file exists."""
     other = path.with_suffix("") if path.suffix == ".pub" else path.with_name(path.name + ".pub")
     return f"{wanted}: {other}" if other.is_file() else _MAKE
 
@@ -244,16 +202,10 @@ def _key_file(path: Path) -> bytes:
         raise UsageError(f"the key file {path} cannot be read: {error.strerror}", "check who owns it") from error
 
 
-def _library() -> Any:
+def _library() -> tuple[Any, Any]:
     try:
+        from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise KvtoolError("signatures need the package cryptography, which is not installed", _INSTALL) from error
-    return ed25519
-
-
-def _serialization() -> Any:
-    _library()
-    from cryptography.hazmat.primitives import serialization
-
-    return serialization
+    return ed25519, serialization

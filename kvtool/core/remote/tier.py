@@ -37,20 +37,15 @@ CATALOGUE = "remote/catalogue"  # side file of the local cache: root of the cata
 class Tier:
     """A shared store as the :class:`kvtool.core.cache.backend.RemoteBackend` of its local cache.
 
-    Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
-    layer by layer, is checked, and is written into the local cache after the answer: a chunk is kept whole or not at
-    all. When the shared store stops answering, it is not asked again: missing KV is a miss like any other, with a
-    notice.
-
-    Attributes
-    ----------
-    timeout : seconds to wait for a value.
-    """
+    KV of a chunk is requested when its first layer is read, arrives layer by layer, is checked, and is written into the
+    local cache after the answer: a chunk is kept whole or not at all. When the shared store stops answering, it is not
+    asked again: missing KV is a miss like any other, with a notice."""
 
     def __init__(
         self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
     ) -> None:
-        self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
+        self._store, self._blobs, self._warn = store, blobs, warn
+        self.url, self.timeout = blobs.url, timeout
         self._there: LazyCatalogue | None = offers  # None: the shared store is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
@@ -58,15 +53,9 @@ class Tier:
         self._arrivals: Prefetcher | None = None
         self._coming = deque[_Record]()  # what was asked for and has not come
 
-    @property
-    def url(self) -> str:
-        """Return the URL of the shared store, without its secrets."""
-        return self._blobs.url
-
     # ---- what there is ----
 
     def offers(self, chunk_id: bytes) -> Mapping[str, Level]:
-        """Return the levels that the shared store has of a chunk; none if it is gone."""
         chunk = self._chunk(chunk_id)
         return chunk.levels if chunk is not None else {}
 
@@ -78,7 +67,6 @@ class Tier:
             return None
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
-        """Return True if a read of a chunk at a level needs no fetching."""
         chunk = self._chunk(chunk_id)
         fetched = self._fetched.get((chunk_id, level), {})
         return level in self._store.sizes_here(chunk_id) or (chunk is not None and len(fetched) == chunk.layers)
@@ -99,8 +87,12 @@ class Tier:
         before: Callable[[int], None],
     ) -> None:
         """Fetch what a read of the local cache did not find or found damaged, and put it into `reads`."""
-        missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
-        missing = [number for number in missing if self._has(chunk_ids[number], level, layer)]
+        missing = [
+            number
+            for number, (read, chunk_id) in enumerate(zip(reads, chunk_ids, strict=True))
+            if (read is None or isinstance(read, KvtoolError))
+            and (layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched)
+        ]
         if not missing:
             return
         try:
@@ -111,10 +103,13 @@ class Tier:
         except RemoteError as error:
             why = error
         for number in missing:
-            reads[number] = self._taken(chunk_ids[number], level, layer) or why
-
-    def _has(self, chunk_id: bytes, level: str, layer: int) -> bool:
-        return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
+            value = self._fetched.get((chunk_ids[number], level), {}).get(layer)
+            if value is None:
+                reads[number] = why
+                continue
+            copy = aligned(len(value))
+            copy[:] = value
+            reads[number] = read_record(chunk_ids[number], level, layer, copy)
 
     def _fetch(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> None:
         """Fetch a layer of some chunks, and request their other layers, too.
@@ -135,7 +130,6 @@ class Tier:
                 raise
 
     def _take(self, asked: Sequence[Place], lacking: set[_Record]) -> None:
-        """Request some chunks, and keep what arrives until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
         try:
             self._ask(arrivals, asked)
@@ -162,23 +156,14 @@ class Tier:
         self._coming += [(place, number) for number, place, _ in asked]
         arrivals.ask([wanted for _, _, wanted in asked])
 
-    def _taken(self, chunk_id: bytes, level: str, layer: int) -> KVRead | KvtoolError | None:
-        value = self._fetched.get((chunk_id, level), {}).get(layer)
-        if value is None:
-            return None
-        copy = aligned(len(value))
-        copy[:] = value
-        return read_record(chunk_id, level, layer, copy)
-
     # ---- streaming (core/streaming) ----
 
     def arrivals(self) -> Prefetcher:
-        """Open a stream of values of the shared store."""
         return Prefetcher(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
-        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged or
-        too large."""
+        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged or too
+        large."""
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
         held = self._fetched.setdefault(place, {})
@@ -190,7 +175,6 @@ class Tier:
         return True
 
     def give_up(self, error: KvtoolError) -> None:
-        """Send no more requests to the shared store."""
         if self._there is not None:
             self._there = None
             self._warn(f"{error.message}: what is not here is computed", error.hint)
@@ -206,12 +190,11 @@ class Tier:
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
 
     def _write_fetched(self) -> None:
-        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched. Raises as
-        `Store.writer` does, and NoSpaceError."""
+        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched."""
         whole, sizes = self._whole(), Counter[bytes]()
         self._fetched = {}
         for chunk_id, _, _, records in whole:
-            sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
+            sizes[chunk_id] += sum(pages(len(record)) + _ROW for record in records)
         with self._store.writer(0.0) as writer:
             kept, mine = evict_until_fits(self._store, writer, sizes), self._is_in_force()
             for chunk_id, info, level, records in whole:
@@ -242,7 +225,6 @@ class Tier:
         return False
 
     def close(self) -> None:
-        """Close the connection."""
         if self._arrivals is not None:
             self._arrivals.close()
         self._blobs.close()
@@ -251,7 +233,7 @@ class Tier:
 # ---- eviction: the local cache has a budget, by the rules of `store prune` ---------------------------------------
 
 MOST_BUDGET = 20 * 10**9
-_ROW = 256
+_ROW = 256  # bytes of the B-tree for a record
 _SLACK = 3 * 2**19  # tree pages, locks, notes of use until they are folded, and what else a commit touches
 _SPARE = 1 - LOW_WATER  # share of the budget that an eviction leaves free
 
@@ -263,35 +245,25 @@ def default_budget(path: Path) -> int:
 
 
 def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) -> set[bytes]:
-    """Evict as :func:`plan_eviction` says. Returns the incoming chunks that fit."""
-    kept, evicted = plan_eviction(store, coming)
-    _drop(writer, evicted)
+    """Evict the least used KV until the incoming chunks, of so many bytes each, fit into the store's budget. Return
+    those that fit.
+
+    No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
+    itself. Pinned documents and chunks, and the prompt's own beginning, stay. An eviction leaves a share of the budget
+    free, so that the next one is not due at once."""
     budget = store.budget()
-    if budget is not None and space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
+    if budget is None:
+        return {*coming}
+    room = budget - space.folder_bytes(store.path) + store.environment.free_bytes() - _SLACK
+    kept = {*coming} if sum(coming.values()) <= room else _evict(store, writer, coming, budget, room)
+    if space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
         with suppress(NoSpaceError):
             writer.compact()
     return kept
 
 
-def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes], dict[str, list[bytes]]]:
-    """Plan the eviction of the least used KV until the incoming chunks fit into the store's budget.
-
-    No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
-    itself. Pinned documents and chunks, and the prompt's own beginning, stay. All that is evicted can be fetched again.
-    An eviction leaves a share of the budget free, so that the next one is not due at once.
-
-    Parameters
-    ----------
-    coming : bytes by chunk.
-
-    Returns
-    -------
-    The incoming chunks that fit; and the stored chunks to evict, by level.
-    """
-    budget = store.budget()
-    if budget is None or sum(coming.values()) <= _room(store, budget):
-        return {*coming}, {}
-    plan = _Eviction(store, {*coming}, _room(store, budget))
+def _evict(store: Store, writer: Writer, coming: Mapping[bytes, int], budget: int, room: int) -> set[bytes]:
+    plan = _Eviction(store, {*coming}, room)
     plan.until(0)  # a budget that was lowered is met, whatever comes
     kept = set[bytes]()
     for chunk_id in sorted(coming, key=lambda chunk_id: (-plan.score(chunk_id), chunk_id)):
@@ -300,7 +272,8 @@ def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes]
             kept.add(chunk_id)
             plan.room -= coming[chunk_id]
     plan.until(int(budget * _SPARE), below=min(map(plan.score, coming)))
-    return kept, plan.evicted
+    _drop(writer, plan.evicted)
+    return kept
 
 
 def evict_some(store: Store, writer: Writer) -> bool:
@@ -317,11 +290,6 @@ def evict_for_files(store: Store, writer: Writer, size: int) -> None:
     while budget is not None and space.folder_bytes(store.path) + size > budget and evict_some(store, writer):
         with suppress(NoSpaceError):
             writer.compact()
-
-
-def bytes_of(record: int) -> int:
-    """Return the bytes on disk that a record of this many bytes needs, with its share of the B-tree."""
-    return pages(record) + _ROW
 
 
 class _Eviction:
@@ -351,7 +319,3 @@ class _Eviction:
 def _drop(writer: Writer, evicted: Mapping[str, list[bytes]]) -> None:
     for level in known(evicted):  # the finer first: none is ever there without what it refines
         writer.drop_level(evicted[level], level)
-
-
-def _room(store: Store, budget: int) -> int:
-    return budget - space.folder_bytes(store.path) + store.environment.free_bytes() - _SLACK

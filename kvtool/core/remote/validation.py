@@ -1,7 +1,6 @@
 """Validation of values that a shared store sends: types, lengths, bounds. An invalid value is a ValueError.
 
-The bounds are far above what is ever written, and far below a machine's memory.
-"""
+The bounds are far above what is ever written, and far below a machine's memory."""
 
 from __future__ import annotations
 
@@ -53,56 +52,49 @@ def _finite(text: str) -> float:
 
 
 def object_of(value: Any) -> dict[str, Any]:
-    """Check that a value is an object."""
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value
 
 
 def list_of(value: Any, length: int | None = None) -> list[Any]:
-    """Check that a value is a list, of this length."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise ValueError("not a list of the right length")
     return value
 
 
 def text_of(value: Any) -> str:
-    """Check that a value is a string."""
     if not isinstance(value, str):
         raise ValueError("not a string")
     return value
 
 
 def name_of(value: Any) -> str:
-    """Check that a value is a short name of plain characters."""
     if not _KEY.fullmatch(text_of(value)):
         raise ValueError("not a name")
     return str(value)
 
 
 def hex_of(value: Any, size: int) -> str:
-    """Check that a value is so many bytes in lower-case hex."""
     if not isinstance(value, str) or len(value) != 2 * size or not _HEX.fullmatch(value):
         raise ValueError("not bytes in hex of the right length")
     return value
 
 
 def count_of(value: Any, least: int, most: int) -> int:
-    """Check that a value is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError("not a whole number within bounds")
     return value
 
 
 def flag_of(value: Any) -> bool:
-    """Check that a value is true or false."""
     if not isinstance(value, bool):
         raise ValueError("neither true nor false")
     return value
 
 
 def plain(value: Any, left: int = _MOST_NESTED) -> Any:
-    """Check that a value's numbers fit in 64 bits, that it is not nested too deep, and that its keys are names."""
+    """Check that numbers fit in 64 bits, that keys are names, and that nothing is nested too deep."""
     if left == 0:
         raise ValueError("nested too deep")
     if isinstance(value, dict):
@@ -122,7 +114,6 @@ def plain(value: Any, left: int = _MOST_NESTED) -> Any:
 
 
 def identity_of(value: Any) -> dict[str, Any]:
-    """Check the types in the identity of a store (core/identity), the inputs that its KV depends on."""
     identity: dict[str, Any] = plain(object_of(value))
     for name in ("model", "fingerprint", "dtype", "system", "namespace"):
         text_of(identity.get(name, ""))
@@ -136,7 +127,6 @@ def identity_of(value: Any) -> dict[str, Any]:
 
 
 def codec_of(value: Any) -> dict[str, Any]:
-    """Check the state of the codec levels: a profile, and numbers by profile and level."""
     state: dict[str, Any] = plain(object_of(value))
     if state.get("profile", "") != "":
         hex_of(state["profile"], 16)

@@ -33,17 +33,14 @@ _SEPARATOR = re.compile(r"[/\\]")  # of whatever system the file was ingested on
 
 
 def meta_value(store: Store, name: str) -> bytes:
-    """Return the sealed value of a name in `META`."""
     return sealed_meta(name, META[name](store))
 
 
 def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
-    """Seal a value at hand as the one of a name in `META`."""
     return seal(name.encode(), Kind.MANIFEST, dump_json(value))
 
 
 def open_meta(name: str, value: bytes) -> dict[str, Any]:
-    """Inverse of :func:`meta_value`; raises DamagedError."""
     try:
         meta = validation.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
         return _CHECKS[name](meta)
@@ -61,8 +58,7 @@ _CHECKS = {"manifest": _manifest_of, "codec": validation.codec_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
-    """Seal a file's entry and its documents, as they are stored except for their origin. Raises DamagedError if one of
-    them is lost."""
+    """Seal a file's entry and its documents, as they are stored except for their origin."""
     parts: list[bytes | memoryview] = [replace(entry, origin=HERE).to_bytes()]
     for source in entry.documents:
         document = store.document_bytes(source)
@@ -74,27 +70,27 @@ def file_value(store: Store, entry: FileEntry) -> bytes:
 
 
 def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
-    """Inverse of :func:`file_value`; raises DamagedError."""
     parts = _parts_of_file(key, value)
     return _checked_file(key, FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]])
 
 
 def value_of(store: Store, name: str) -> bytes | None:
-    """Return a store's own value by the name of a `meta`, `profile`, `file` or `chunk`, whatever mark the name has.
-
-    None if the store has no such file or chunk. Raises DamagedError.
-    """
+    """Return a store's own value by the name of a `meta`, `profile`, `file` or `chunk`, whatever mark the name has;
+    None if the store has no such file or chunk. Raises DamagedError."""
     kind, _, rest = name.partition("/")
     key = rest.rpartition("-")[0]
     if kind == "meta":
         return meta_value(store, key)
     if kind == "profile":
-        return profile_value(store, rest)
+        data = store.profile(bytes.fromhex(rest))
+        if data is None:
+            raise DamagedError(f"the codec profile {rest} is lost")
+        return seal(bytes.fromhex(rest), Kind.PROFILE, data)
     if kind == "file":
         entry = store.file_at(bytes.fromhex(key))
         return None if entry is None else file_value(store, entry)
     info = store.chunk_info(bytes.fromhex(key))
-    return None if info is None else chunk_value(bytes.fromhex(key), info)
+    return None if info is None else seal(bytes.fromhex(key), Kind.CHUNK, info.to_bytes())
 
 
 def unpacked_size(key: bytes, value: bytes) -> int:
@@ -119,7 +115,6 @@ def _parts_of_file(key: bytes, value: bytes) -> list[memoryview]:
 def _checked_file(
     key: bytes, entry: FileEntry, documents: list[DocumentEntry]
 ) -> tuple[FileEntry, list[DocumentEntry]]:
-    """Check that it is the file that was asked for, and that its chunks are within its documents."""
     sources = [document.source for document in documents]
     if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
         raise DamagedError("it is another file, or has other documents than it names")
@@ -142,23 +137,8 @@ def _checked_file(
     return entry, documents
 
 
-def chunk_value(chunk_id: bytes, info: ChunkInfo) -> bytes:
-    """Seal a chunk's description."""
-    return seal(chunk_id, Kind.CHUNK, info.to_bytes())
-
-
 def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layers: int) -> ChunkInfo:
-    """Inverse of :func:`chunk_value`.
-
-    Parameters
-    ----------
-    identity : of the store that it belongs to: a chunk's id is a digest of that, its lead-in and its token ids.
-    layers : that it has to have.
-
-    Raises
-    ------
-    DamagedError : it cannot be read, or describes another chunk.
-    """
+    """Read a chunk's value, of a store of this identity. A chunk's id is a digest of its contents."""
     info = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
     described = chunk_id_of(
         namespace=identity.get("namespace", ""),
@@ -171,17 +151,7 @@ def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layer
     return info
 
 
-def profile_value(store: Store, digest: str) -> bytes:
-    """Seal a codec profile. Raises DamagedError."""
-    key = bytes.fromhex(digest)
-    data = store.profile(key)
-    if data is None:
-        raise DamagedError(f"the codec profile {digest} is lost")
-    return seal(key, Kind.PROFILE, data)
-
-
 def open_profile(digest: str, value: bytes) -> bytes:
-    """Inverse of :func:`profile_value`; raises DamagedError."""
     key = bytes.fromhex(digest)
     data = bytes(unseal(key, Kind.PROFILE, value))
     if hashlib.blake2b(data, digest_size=len(key)).digest() != key:
@@ -214,7 +184,6 @@ _AT_ONCE = 256  # chunks or files
 
 
 def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
-    """Return all records of a chunk at a level as they are stored. Raises DamagedError."""
     records = []
     with store.snapshot() as snapshot:
         for layer in range(layers):
@@ -229,12 +198,10 @@ def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[b
 
 
 def mark_of_records(records: Sequence[bytes]) -> str:
-    """Return the digest of all records of a level, from their own digests."""
     return digest_of(b"".join(record[-DIGEST_BYTES:] for record in records))
 
 
 def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
-    """Return the coarser level that a record refines. Raises DamagedError."""
     return base_level(level, decode_record(chunk_id, record)[1])
 
 
@@ -248,12 +215,8 @@ def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
 
 
 def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes], sealed: bool = False) -> None:
-    """Raises DamagedError where the records of a level are not those that a catalogue means.
-
-    Parameters
-    ----------
-    sealed : the catalogue's signature has to cover them.
-    """
+    """Raises DamagedError where the records of a level are not those that a catalogue means. `sealed`: the catalogue's
+    signature has to cover them."""
     meant = chunk.levels[level]
     if sealed and meant.seal != seal_of(records):
         raise DamagedError("the signature does not cover these records")
@@ -264,7 +227,6 @@ def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[byt
 
 
 def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool:
-    """Return True if a store's records of a level are sound, and the ones that a catalogue describes."""
     try:
         return mark_of_records(records_of(store, chunk_id, level, chunk.layers)) == chunk.levels[level].mark
     except DamagedError:
@@ -272,14 +234,9 @@ def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool
 
 
 def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
-    """Build the catalogue of a store. KV is read only where `known` does not give its mark.
-
-    Parameters
-    ----------
-    known : of the shared store: a level of the same size counts as the same, unless another lossy one differs.
-    damaged : called with what cannot be sent.
-    sealed : for a signature: a level that has no seal in `known` is read.
-    """
+    """Build the catalogue of a store. A level of the same size as in `known`, the shared store's, is not read and
+    counts as the same, unless another lossy one differs, or it is to be `sealed` for a signature and is not in `known`.
+    `damaged` is called with what cannot be sent."""
     files = _survey_files(store, known.files if known is not None else {}, damaged)
     chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
     meta = {name: digest_of(meta_value(store, name)) for name in META}
@@ -289,9 +246,8 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool
 
 def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
     files = dict[str, File]()
-    named = sorted(
-        (tables.name_key(entry.path), entry) for entry in store.files()
-    )  # the order of documents in the store
+    # in the order of documents in the store
+    named = sorted((tables.name_key(entry.path), entry) for entry in store.files())
     for name, entry in _in_views(store, named):
         try:
             file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
@@ -307,11 +263,10 @@ def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, s
         key = chunk_id.hex()
         try:
             chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign)
-        except DamagedError as error:
-            damaged(f"chunk {key}", error.message)
-        else:
             if chunk is not None:
                 chunks[key] = chunk
+        except DamagedError as error:
+            damaged(f"chunk {key}", error.message)
     return chunks
 
 
@@ -337,7 +292,7 @@ def survey_chunk(
 
     Parameters
     ----------
-    known_chunk : its entry in `known`, of :func:`survey`.
+    known_chunk : its entry in the shared store's catalogue, see :func:`survey`.
     foreign : another user made it.
     asked : only these levels, with the coarser ones that they refine; None: all.
     read : is given the records of each level that was read.
@@ -405,22 +360,15 @@ def _checked_base(
     return base
 
 
-def is_complete(store: Store, mine: Catalogue) -> bool:
-    """Return True if the store's catalogue has all chunks of its documents."""
-    return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)
-
-
 # ---- measurements of the codec levels ------------------------------------------------------------------------------
 
 State = Mapping[str, Any]
 
 
 def join_codec(mine: State, theirs: State) -> dict[str, Any]:
-    """Join a store's own codec state with what another store has measured.
-
-    New records go on being made with the store's own profile. Losses are kept for each profile that records may name;
-    of a level that both have measured with one profile its own counts.
-    """
+    """Join a store's own codec state with what another store has measured. New records go on being made with the
+    store's own profile. Losses are kept for each profile that records may name; of a level that both have measured with
+    one profile its own counts."""
     if not mine or not theirs:
         return dict(mine or theirs)
     ours, other = (dict(state.get("losses") or {}) for state in (mine, theirs))

@@ -1,9 +1,6 @@
-"""Conformance checks of a model on a store's chunks: its error in each law (invariant) of `kvtool help design`.
-
-They run when a model first uses a store. Law 6, that records and states of another arithmetic serve as well as this
-one's own, is measured when such are first used: the arithmetic is no part of a record's name, but its rounding is part
-of the numbers.
-"""
+"""Conformance checks of a model on a store's chunks: its error in each law (invariant) of `kvtool help design`. They
+run when a model first uses a store. Law 6, that records and states of another arithmetic serve as well, is measured
+when such are first used: their rounding is part of the numbers, but not of a record's name."""
 
 from __future__ import annotations
 
@@ -69,12 +66,7 @@ TURNS = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 3, torch.int8: 3}
 def gate_store(
     store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
 ) -> ConformanceResult | None:
-    """Return the stored result, or measure and store one; None without a chunk to check with.
-
-    Parameters
-    ----------
-    chunks : token ids to check with; None: some of the store's.
-    """
+    """Return the stored result, or measure one on `chunks` (token ids; None: the store's); None without any chunk."""
     arithmetic = decoder.loaded.arithmetic
     result = stored_result(store, identity.fingerprint, arithmetic) if decoder.loaded.fingerprint else None
     if result is not None:
@@ -106,10 +98,8 @@ def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
 def check_invariants(
     decoder: Decoder, fingerprint: str, prefix: Ids, chunks: Sequence[Ids], question: Ids = _QUESTION
 ) -> ConformanceResult:
-    """Check laws 1, 3, 4 and 7 on some chunks (token ids; long ones are cut); of a recurrent model, law 3.
-
-    The chunks are prefilled here after the plain prefix, whatever the store's lead-in: then the laws hold exactly.
-    """
+    """Check laws 1, 3, 4 and 7 on some chunks (token ids; long ones are cut); of a recurrent model, law 3. The chunks
+    are prefilled here after the plain prefix, whatever the store's lead-in: then the laws hold exactly."""
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
     arithmetic = str(decoder.loaded.arithmetic)
     if decoder.keeps_states:  # no number is rounded to the store's format here
@@ -166,8 +156,6 @@ def _distance(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 class _Prompts:
-    """The chunks, their KV after the prefix, and the prompts that they make."""
-
     def __init__(self, decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> None:
         self._decoder, self._prefix, self._chunks, self._question = decoder, prefix, chunks, question
         self._references: dict[Ids, torch.Tensor] = {}
@@ -206,11 +194,10 @@ class _Prompts:
         return worst
 
     def lossless(self) -> float:
-        """Return 0 if every lossless codec decodes to the same bits."""
         kv = self._kv[b"0"]
         own = kv.layers[0]
         for codec in (CODECS[level] for level in exact()):
-            data = b"".join(codec.encode(*own))
+            data = b"".join(codec.encode_layers([own])[0])
             item = Encoded(bytearray(data), shape_of_layer(own), NAMES[kv.dtype])
             sides = codec.decode([item])[0]
             if not all(torch.equal(a, b) for a, b in zip(sides, own, strict=True)):
@@ -219,7 +206,7 @@ class _Prompts:
 
 
 def _by_id(decoder: Decoder, prefix: Ids, kvs: Sequence[ChunkKV]) -> dict[bytes, ChunkKV]:
-    """Return the KV of chunks by their number, and of the prompt's prefix."""
+    """Map the numbers of chunks to their KV, and `prefix` to that of the prompt's prefix."""
     found = {b"%d" % number: kv for number, kv in enumerate(kvs)}
     if prefix:
         found[b"prefix"] = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(prefix)])[0]
@@ -227,16 +214,13 @@ def _by_id(decoder: Decoder, prefix: Ids, kvs: Sequence[ChunkKV]) -> dict[bytes,
 
 
 def _plan(prefix: Ids, chunks: dict[bytes, Ids], question: Ids, lead_in: bytes = b"") -> Plan:
-    """Plan a prompt of stored chunks, given by id."""
     candidates = [Candidate(ids, chunk, lead_in, RAW) for chunk, ids in chunks.items()]
     return build_plan(Candidate(prefix, b"prefix", ids_digest([]), RAW if prefix else None), candidates, question)
 
 
 def _prefix_error(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> float:
     """Answer a prompt, encode its prefix, restore it; return the distance of the question's logits to full prefill's.
-
-    Models differ in whether their forward continues a state with several tokens at once; some silently restart.
-    """
+    Models differ in whether their forward continues a state with several tokens at once; some silently restart."""
     from kvtool.core.fusion.prefix_cache import StoredPrefix, encode_part, fuse_prefix  # of transformers
 
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
@@ -327,10 +311,8 @@ def _chunks_of(
 def _compare_records(
     decoder: Decoder, identity: StoreIdentity, made: Arithmetic, chunks: Sequence[Chunk], allowed: float
 ) -> Compared:
-    """Compare records that were made in `made` with this decoder's own records of the same chunks.
-
-    The prompt is these chunks, none of them recomputed, and the model copies their first tokens.
-    """
+    """Compare records made in `made` with this decoder's own records of the same chunks. The prompt is these chunks,
+    none of them recomputed, and the model copies their first tokens."""
     lead_in = LeadIn(decoder, identity.lead_in.ids)
     own = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
     ids, theirs = zip(*chunks, strict=True)
@@ -339,7 +321,6 @@ def _compare_records(
 
 
 def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> torch.Tensor:
-    """Return log-probabilities of the copy task after a prompt of these records."""
     first, script = copy_task(chunks)
     plan = _plan(prefix, {b"%d" % number: ids for number, ids in enumerate(chunks)}, (first,))
     fused = fuse(decoder, plan, Reuse(), MemorySource(_by_id(decoder, prefix, kvs)), reserve=len(script))
@@ -347,10 +328,8 @@ def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequ
 
 
 def _made_prefix(segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic) -> int:
-    """Count the segments of a stored prefix to compare: they end with a state, and this arithmetic has made some.
-
-    They have `_MAX_PREFIX_TOKENS` at most, unless the first such state is later; 0: it has made none.
-    """
+    """Count the segments of a stored prefix to compare: they end with a state, and this arithmetic has made some. They
+    have `_MAX_PREFIX_TOKENS` at most, unless the first such state is later; 0: it has made none."""
     infos, tokens = found.infos[: found.usable], list(accumulate(map(len, segments)))
     first = next((number for number, info in enumerate(infos, 1) if info and info.arithmetic == made), len(infos) + 1)
     ends = [number for number, info in enumerate(infos, 1) if number >= first and info and info.states]
@@ -360,13 +339,8 @@ def _made_prefix(segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic)
 def compare_prefix(
     decoder: Decoder, segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic, read: ReadPart, allowed: float
 ) -> Compared | None:
-    """Compare a stored prefix of a prompt with this decoder's own one; None if it is damaged.
-
-    Parameters
-    ----------
-    segments : token ids of the prefix, the prompt's instruction first; `found` names as many checkpoints.
-    allowed : the largest difference of logits that rounding explains.
-    """
+    """Compare a stored prefix of a prompt with this decoder's own one; None if it is damaged. `segments`: token ids of
+    the prefix, the prompt's instruction first. `allowed`: the largest difference of logits that rounding explains."""
     from kvtool.core.fusion.prefix_cache import fuse_prefix  # of transformers
 
     prefix, *chunks = segments
@@ -383,33 +357,22 @@ def compare_prefix(
 
 
 def _compared(decoder: Decoder, name: str, own: torch.Tensor, theirs: torch.Tensor, allowed: float) -> Compared:
-    """Compare log-probabilities over another arithmetic's KV with those over this one's own.
-
-    Returns
-    -------
-    The check, and the loss: KL divergence in nats, the mean over tokens; infinity for a number that is not finite.
-    """
+    """Compare log-probabilities over another arithmetic's KV with those over this one's own: the check, and the loss,
+    which is the KL divergence in nats, the mean over tokens; infinity for a number that is not finite."""
     loss = float(F.kl_div(theirs, own, reduction="none", log_target=True).sum(-1).mean())
     check = ConformanceCheck(6, name, _distance(own, theirs), allowed, str(decoder.loaded.arithmetic))
     return check, loss if loss == loss else float("inf")
 
 
 def copy_task(chunks: Sequence[Ids]) -> tuple[int, list[int]]:
-    """Make a text that copies the first tokens of chunks: its first token, which ends the prompt, and the others.
-
-    A model can only copy what it finds in its cache.
-    """
+    """Make a text that copies the first tokens of chunks: its first token, which ends the prompt, and the others. A
+    model can only copy what it finds in its cache."""
     first, *script = [token for ids in chunks for token in ids[:_COPIED]]
     return first, script
 
 
 def copy_log_probs(decoder: Decoder, logits: torch.Tensor, cache: PromptCache, script: Sequence[int]) -> torch.Tensor:
-    """Return log-probabilities after a prompt and after each token of a script, float64 `[1 + script, vocabulary]`.
-
-    Parameters
-    ----------
-    logits : of the prompt's last token.
-    cache : of the prompt, with room for the script.
-    """
+    """Return log-probabilities after a prompt, of whose last token `logits` are, and after each token of a script,
+    float64 `[1 + script, vocabulary]`. The cache has room for the script."""
     rows = [logits[None], *([decoder.extend(script, cache)] if script else [])]
     return torch.cat(rows).double().log_softmax(-1)

@@ -1,8 +1,8 @@
 """The identity of a store: model, the prompt's fixed parts, lead-in and splitting; with what was measured of it.
 
 `compress` measures the losses of codec profiles, and the gate (`session/gate.py`, which needs torch) a model's error in
-the laws of `kvtool help design`. A model answers from fused caches only if it conforms to these. Its results are next
-to the store, in one file for each model and arithmetic.
+the laws of `kvtool help design`, one file for each model and arithmetic. A model answers from fused caches only if it
+conforms to these.
 """
 
 from __future__ import annotations
@@ -42,19 +42,14 @@ NEIGHBOUR = "neighbour"
 
 @dataclass(frozen=True, slots=True)
 class LeadInIds:
-    """Token ids that every chunk is prefilled after.
-
-    Attributes
-    ----------
-    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
-    ids : shared by all chunks; `neighbour` adds the document's previous chunk.
-    """
+    """Token ids that every chunk is prefilled after; `neighbour` adds the document's previous chunk. `mode`: `warm`,
+    `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file."""
 
     mode: str
     ids: Ids
 
     def digest(self, before: Ids = ()) -> bytes:
-        """Return the digest of the ids that a chunk is prefilled after; `before` is its own part of them."""
+        """Digest of the ids that a chunk is prefilled after; `before` is its own part of them."""
         return ids_digest([*self.ids, *before])
 
 
@@ -84,21 +79,18 @@ class StoreIdentity:
     keeps_states: bool = False
 
     def chunk_id(self, ids: Ids, before: Ids = ()) -> bytes:
-        """Return the id of a chunk after this lead-in, and `before`, its own part of it."""
         return self._id(ids, self.lead_in.digest(before))
 
     def wanted(self, ids: Ids, before: Ids = ()) -> ChunkSpec:
-        """Specify a chunk after this lead-in."""
         return ChunkSpec(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
     @property
     def most_tokens(self) -> int:
-        """Return the largest number of tokens of a chunk: the end of a sentence may exceed the size it was split by."""
+        """Largest number of tokens of a chunk: the end of a sentence may exceed the size it was split by."""
         return 2 * self.split.max_tokens + 64
 
     @property
     def default_mode(self) -> str:
-        """Return the fusion mode that answers of this model take by default."""
         return EXACTLY[0] if self.keeps_states else WEIGHED
 
     def check_modes(self, modes: Iterable[str], deferred: bool) -> None:
@@ -114,7 +106,6 @@ class StoreIdentity:
             )
 
     def check_movable(self, what: str) -> None:
-        """Refuse what needs movable chunks. Raises UsageError."""
         if self.keeps_states:
             needed = "that would need a state that is the same at every position of its chunk"
             raise UsageError(
@@ -128,14 +119,14 @@ class StoreIdentity:
 
     @property
     def prefix_id(self) -> bytes:
-        """Return the id of the prompt's prefix, which is prefilled after nothing."""
+        """Id of the prompt's prefix, which is prefilled after nothing."""
         return self._id(self.prefix, ids_digest([]))
 
     def _id(self, ids: Ids, lead_in: bytes) -> bytes:
         return chunk_id(namespace=self.namespace, model_fingerprint=self.fingerprint, lead_in=lead_in, token_ids=ids)
 
     def settings_digest(self) -> str:
-        """Return the digest of all settings that decide a file's chunks; a file's entry has it."""
+        """Digest of all settings that decide a file's chunks; a file's entry has it."""
         text = json.dumps([self.fingerprint, self.namespace, asdict(self.split), asdict(self.lead_in)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -144,7 +135,6 @@ class StoreIdentity:
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
-        """Read the identity in a store's manifest; None in a new store."""
         if "identity" not in manifest:
             return None
         try:
@@ -168,7 +158,6 @@ def store_identity(store: Store) -> StoreIdentity:
 
 
 def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
-    """Compute a store's lead-in, and the other one that the sensitivity of chunks is measured against."""
     from kvtool.core.model.prefill import LeadIn
     from kvtool.core.records.encode import LeadIns
 
@@ -177,10 +166,8 @@ def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
 
 
 def other_lead_in_ids(identity: StoreIdentity, tokenizer: Any) -> Ids:
-    """Return the lead-in for comparison: how far does a text before a chunk move its values?
-
-    For a store whose chunks follow a text of their own (`warm`, a file) that is the plain prefix; else the warm one.
-    """
+    """Choose the lead-in for comparison: how far does a text before a chunk move its values? For a store whose chunks
+    follow their own text (`warm`, a file) that is the plain prefix; else the warm one."""
     from kvtool.core.model.prompt import PromptParts, lead_in_ids
 
     own, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
@@ -189,30 +176,16 @@ def other_lead_in_ids(identity: StoreIdentity, tokenizer: Any) -> Ids:
 
 
 def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
-    """Find the files of a store's model, by default where they were.
-
-    Parameters
-    ----------
-    made_by : origin of the model's name in the manifest.
-
-    Raises
-    ------
-    ModelError : they cannot be found, or are another model's.
-    """
+    """Find the files of a store's model, by default where they were. `made_by`: origin of the model's name in the
+    manifest. Raises ModelError: they cannot be found, or are another model's."""
     files = resolve_named(wanted.model, identity.model, made_by, wanted.offline)
     check_same_model(files, identity)
     return files
 
 
 def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool, once: Once = unnoticed) -> ModelFiles:
-    """Find the model that the user names, else the one that the store names.
-
-    A model that another person's store names is not downloaded unless the user names it, too.
-
-    Raises
-    ------
-    ModelError : as of `resolve`; or it would have to be downloaded.
-    """
+    """Find the model that the user names, else the one that the store names. Raises ModelError, also if the model that
+    another person's store names is not on this machine: it is not downloaded unless the user names it, too."""
     if asked or stored == DEFAULT_MODEL or not made_by.is_foreign:
         return resolve(asked or stored, offline=offline, once=once)
     try:
@@ -223,7 +196,7 @@ def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool
 
 
 def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
-    """Refuse another model than the store's. Raises ModelError if weights, configuration or tokenizer differ."""
+    """Raises ModelError if weights, configuration or tokenizer differ from those of the store's model."""
     if model_fingerprint(files, known.dtype) != known.fingerprint:
         raise ModelError(
             f"the store was built with another model than {files.ref} (it was {known.model})",
@@ -235,10 +208,8 @@ def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
 
 
 class MeasuredLosses:
-    """Measured losses of the lossy levels, by codec profile: KL of the answer in nats a token, as of `compress`.
-
-    An unreadable state counts as not measured. A level without profiles has one loss.
-    """
+    """Measured losses of the lossy levels, by codec profile: KL of the answer in nats a token, as of `compress`. An
+    unreadable state counts as not measured. A level without profiles has one loss."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -257,7 +228,6 @@ class MeasuredLosses:
             self._rows = measured
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
-        """Return the losses of a chunk's lossy levels that were measured with its records' profiles."""
         measured = {level for rows in self._rows.values() for level in rows}.union(self._alone)
         found = {level: self._loss(chunk_id, level) for level in measured.intersection(levels)}
         return {level: loss for level, loss in found.items() if loss is not None}
@@ -268,11 +238,11 @@ class MeasuredLosses:
         return self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
 
     def of_new(self, level: str) -> float | None:
-        """Return the loss of records with the store's current profile; None if not measured."""
+        """Loss of records with the store's current profile; None if not measured."""
         return self._alone.get(level, self._rows.get(self._maker, {}).get(level))
 
     def at_most(self) -> dict[str, float]:
-        """Return by level the largest loss of any stored chunk, of levels whose chunks' losses are all known."""
+        """Map to each level the largest loss of any stored chunk, if the losses of all its chunks are known."""
         lost: dict[str, float] = {}
         for chunk in self._store.chunk_ids() if self._rows or self._alone else ():
             stored = lossy(self._store.levels(chunk))
@@ -310,7 +280,6 @@ class ProfileCache:
         self._read: dict[bytes, Profile] = {}
 
     def __call__(self, digest: bytes) -> Profile:
-        """Return a profile. Raises DamagedError if it is missing or damaged."""
         from kvtool.core.codec.profile import Profile, digest_of
 
         found = self._read.get(digest)
@@ -324,7 +293,7 @@ class ProfileCache:
         return found
 
     def current(self) -> Profile | None:
-        """Return the profile of new records; None before the first `compress`. Raises DamagedError if it is lost."""
+        """Profile of new records; None before the first `compress`. Raises DamagedError if it is lost."""
         digest = self._store.codec_state().get("profile", "")
         return self(bytes.fromhex(digest)) if digest else None
 
@@ -341,22 +310,18 @@ class ConformanceCheck:
     law: int
     name: str
     difference: float
-    allowed: float
+    tolerance: float
     arithmetic: str  # such as "bfloat16 on cpu"
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.allowed
+        return self.difference <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class ConformanceResult:
-    """The checks of a model, stored by its fingerprint and its arithmetic.
-
-    Attributes
-    ----------
-    cross_dtype_loss : nats a token that records of another arithmetic ("float32 on cpu") lose against this one's own.
-    """
+    """The checks of a model, stored by its fingerprint and its arithmetic. `cross_dtype_loss`: nats a token that
+    records of another arithmetic ("float32 on cpu") lose against this one's own."""
 
     fingerprint: str
     checks: tuple[ConformanceCheck, ...]
@@ -368,7 +333,7 @@ class ConformanceResult:
 
     @property
     def compared(self) -> set[Arithmetic]:
-        """Return the arithmetics whose records were compared with this one's own."""
+        """Arithmetics whose records were compared with this one's own."""
         known = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
         return {one for one in known if str(one) in self.cross_dtype_loss}
 
@@ -386,16 +351,15 @@ class ConformanceResult:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> ConformanceResult:
-        keys = ("law", "name", "difference", "allowed", "arithmetic")
+        keys = ("law", "name", "difference", "tolerance", "arithmetic")
         checks = tuple(ConformanceCheck(**{key: check[key] for key in keys}) for check in row["checks"])
         cross_dtype_loss = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
         return cls(row["fingerprint"], checks, cross_dtype_loss)
 
     def enforce(self) -> None:
-        """Refuse fused answers when a check failed."""
         failed = [check for check in self.checks if not check.passed]
         if failed:
-            numbers = "; ".join(f"law {c.law} ({c.name}): {c.difference:.3g} > {c.allowed:.3g}" for c in failed)
+            numbers = "; ".join(f"law {c.law} ({c.name}): {c.difference:.3g} > {c.tolerance:.3g}" for c in failed)
             raise GateError(
                 f"the gate refuses this model: {numbers}",
                 "use --fusion full, or --force to answer from caches that are known to be wrong",
@@ -403,7 +367,7 @@ class ConformanceResult:
 
 
 def stored_result(store: Store, model: str, arithmetic: Arithmetic) -> ConformanceResult | None:
-    """Return the stored result of a model that computes in `arithmetic`; None before its first use of the store."""
+    """Read the result of a model that computes in `arithmetic`; None before its first use of the store."""
     try:
         return ConformanceResult.from_json(store.read_side(_file(model, arithmetic), format=GATE_FORMAT))
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -425,7 +389,6 @@ def known_result(store: Store, model: str) -> ConformanceResult | None:
 
 
 def keep_result(store: Store, result: ConformanceResult, arithmetic: Arithmetic) -> None:
-    """Store a result next to the store; if that fails, the checks are run again next time."""
     store.write_side(_file(result.fingerprint, arithmetic), result.to_json())
 
 

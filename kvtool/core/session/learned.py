@@ -1,9 +1,9 @@
 """Store of learned passages: chunks of texts that clients send, each found again only for those who sent it.
 
-It is a store of its own in kvtool's cache folder. So nothing of it is retrieved, listed, pushed or exported, and it
-takes no space from ingested documents. Each of its documents is one chunk, `OWNER/CHUNK ID`. The owner is part of a
-chunk's id, so two owners of one text have a copy each, and neither can tell by any time what the other has. So is the
-arithmetic: servers on different devices do not replace each other's chunks.
+It is a separate store in kvtool's cache folder: nothing of it is retrieved, listed, pushed or exported, and it takes no
+space from ingested documents. Each of its documents is one chunk, `OWNER/CHUNK ID`. The owner is part of a chunk's id,
+so two owners of one text have a copy each, and neither can tell by any time what the other has. So is the arithmetic:
+servers on different devices do not replace each other's chunks.
 """
 
 from __future__ import annotations
@@ -38,20 +38,9 @@ _SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is
 
 
 class LearnedStore:
-    """The learned passages of a store. One thread uses it.
-
-    Parameters
-    ----------
-    uuid : of the store.
-    identity : of the store. Chunks of another lead-in or model are never found, nor those of another arithmetic.
-    decoder : its model.
-    budget : maximum bytes of the folder; the least recently used passages are evicted first.
-    warn : reports damage, once.
-
-    Raises
-    ------
-    KvtoolError : the folder cannot be used.
-    """
+    """The learned passages of a store. One thread uses it. Chunks of another lead-in, model or arithmetic are never
+    found. `budget`: maximum bytes of the folder; the least recently used passages are evicted first. `warn` reports
+    damage, once. Raises KvtoolError: the folder cannot be used."""
 
     def __init__(self, uuid: str, identity: StoreIdentity, decoder: Decoder, budget: int, warn: Warn) -> None:
         folder = cache_dir() / "learned" / uuid
@@ -70,11 +59,8 @@ class LearnedStore:
         self._lead_ins: tuple[StoreIdentity, LeadIns] | None = None
 
     def close(self) -> None:
-        """Close the store."""
         self._spotters.clear()  # they hold this object
         self.store.close()
-
-    # ---- finding ----
 
     def spot(self, ids: Sequence[int], owner: str) -> list[Span]:
         """Find an owner's passages in a prompt's token ids; see `Spotter.spot`. A damaged store holds none."""
@@ -109,14 +95,13 @@ class LearnedStore:
         self._places, self._revision = places, revision
 
     def _place(self, key: bytes) -> tuple[str, bytes]:
-        """Return the owner and the chunk id of a file's document. Raises DamagedError."""
         entry = self.store.file_at(key)
         assert entry is not None  # `key` is of the same view
         owner, _, chunk_id = entry.path.rpartition("/")
         return owner, bytes.fromhex(chunk_id)
 
     def _token_ids(self, owner: str, chunk_id: bytes) -> Sequence[int]:
-        """Return the token ids of a chunk; none if it is damaged, or would be computed otherwise now."""
+        """Read the token ids of a chunk; none if it is damaged, or would be computed otherwise now."""
         run_pending()
         with suppress(DamagedError):
             info = self.store.chunk_info(chunk_id)
@@ -127,23 +112,13 @@ class LearnedStore:
         return ()
 
     def passage(self, chunk_id: bytes) -> Passage:
-        """Return the passage of a chunk as answers name it: of no document."""
         return Passage(chunk_id, f"learned:{chunk_id.hex()[:12]}", 0, 0, 0)
 
-    # ---- writing ----
-
     def wanted(self, owner: str, ids: Ids) -> ChunkSpec:
-        """Specify the chunk of an owner's passage, as it is computed here."""
         return replace(self.identity, namespace=f"{owner}, {self._decoder.loaded.arithmetic}").wanted(ids)
 
     def put(self, owner: str, chunk: ChunkSpec, text: str) -> None:
-        """Compute and store a passage of an owner.
-
-        Raises
-        ------
-        NoSpaceError : the budget is too small.
-        StoreLockedError : another process is writing.
-        """
+        """Compute and store a passage of an owner. Raises NoSpaceError, StoreLockedError."""
         source = f"{owner}/{chunk.chunk_id.hex()}"
         with self.store.writer(_LOCK_WAIT, self._budget) as writer:  # before anything is computed
             if not self.store.manifest():
@@ -158,7 +133,6 @@ class LearnedStore:
         self._follow()  # in the time of who has it learned, not of who asks next
 
     def _lead_in(self) -> LeadIns:
-        """Return the store's lead-in, computed once."""
         if self._lead_ins is None or self._lead_ins[0] is not self.identity:
             self._lead_ins = self.identity, lead_ins_of(self.identity, self._decoder)
         return self._lead_ins[1]
@@ -184,8 +158,7 @@ class LearnedStore:
 
     def trim(self, owners: Collection[str] | None) -> None:
         """Drop what exceeds the budget, and the passages of all owners but these, unless none of these has any: they
-        are then of a key file that is mistyped or missing. Raises KvtoolError.
-        """
+        are then of a key file that is mistyped or missing. Raises KvtoolError."""
         self._follow()  # what takes long, before the lock
         due = self.store.path.with_suffix(".compact")  # until the text of dropped passages has left the disk
         with self.store.writer(_TRIM_WAIT, self._budget) as writer:
@@ -204,10 +177,8 @@ class LearnedStore:
             self._make_room(writer, 0)
 
     def forget(self, chunk_ids: Set[bytes]) -> None:
-        """Drop passages whose records cannot be read; they are learned again. Raises KvtoolError.
-
-        While another server is writing, none is dropped: the next answer that reads them tries again.
-        """
+        """Drop passages whose records cannot be read; they are learned again. While another server is writing, none is
+        dropped: the next answer that reads them tries again. Raises KvtoolError."""
         with suppress(StoreLockedError), self.store.writer(_LOCK_WAIT) as writer:
             self._drop(writer, chunk_ids)
 

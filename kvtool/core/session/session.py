@@ -40,27 +40,19 @@ _STORES_OWN = ModelOptions()
 
 
 class Session:
-    """A store and what belongs to it: model, lead-in, codec profiles and losses, gate result, this machine's speeds,
-    search index, and source of KV.
+    """A store with its model, lead-in, codec profiles and losses, gate result, this machine's speeds, search index, and
+    source of KV.
 
     Each is made at its first use; :meth:`refresh` follows the changes of other writers. Threads may share a session: a
     thread that runs the model holds `lock`, since selectors hook into the model.
 
     Parameters
     ----------
-    wanted : the model as the user names it, and its device.
     identity : of the store that is being made; None: the identity in the store's manifest.
     gradients : True if gradients will be computed; the model is packed for speed otherwise.
-    decoder : the store's model if it is loaded already.
-    warn : reports problems that do not stop the work.
-
-    Raises
-    ------
-    StoreNotFoundError : nothing was ever ingested into the store.
 
     Attributes
     ----------
-    lock : held by the thread that runs the model.
     warn_once : as `warn`, without repeating a text for every question.
     timeline : collects spans; None: nothing is timed.
     say : reports that the machine's speeds are about to be measured, which takes seconds.
@@ -95,25 +87,15 @@ class Session:
 
     @classmethod
     def open(cls, store: Store, wanted: ModelOptions = _STORES_OWN, *, warn: Warn = warn_nobody) -> Self:
-        """Open a session with its model loaded.
-
-        Raises
-        ------
-        StoreNotFoundError : nothing was ever ingested into the store.
-        ModelError : the wanted model is not the store's, or cannot be loaded.
-        """
+        """Open a session with its model loaded. Raises StoreNotFoundError: the store is empty; ModelError: the wanted
+        model is not the store's, or cannot be loaded."""
         session = cls(store, wanted, warn=warn)
         _ = session.decoder
         return session
 
     def refresh(self) -> None:
-        """Reload what other writers have changed; without a new revision nothing is read.
-
-        Raises
-        ------
-        ModelError : the store was made anew with another model.
-        StoreFormatError : the store was replaced by another one.
-        """
+        """Reload what other writers have changed. Raises ModelError: the store was made anew with another model;
+        StoreFormatError: the store was replaced by another one."""
         revision = self.store.revision()
         if revision == self._revision:
             return
@@ -130,11 +112,8 @@ class Session:
             source.recheck()
         self._revision = revision
 
-    # ---- the model ----
-
     @cached_property
     def files(self) -> ModelFiles:
-        """Find the model's files. Raises ModelError if they are not the store's model."""
         return model_files(self.identity, self._wanted, self.store.made_by())
 
     @property
@@ -143,11 +122,8 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """Load the model at the first use. Raises ModelError.
-
-        KV is stored in the store's number format. The model computes in the format that this machine is fast in, unless
-        the user names one.
-        """
+        """Load the model at the first use. KV is stored in the store's number format. The model computes in the format
+        that this machine is fast in, unless the user names one. Raises ModelError."""
         import torch
 
         from kvtool.core.checkpoint.load import load_model, resolve_device
@@ -161,7 +137,7 @@ class Session:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Return the arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
+        """Arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
         if self.is_loaded:
             return self.decoder.loaded.arithmetic
         from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
@@ -171,14 +147,13 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Load the tokenizer, which needs no loaded model."""
         from kvtool.core.checkpoint.load import load_tokenizer
 
         return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
 
     @cached_property
     def layers(self) -> int:
-        """Return the number of layers that a chunk has records of; a chunk with another number is not this model's."""
+        """Number of layers that a chunk has records of; a chunk with another number is not this model's."""
         from kvtool.core.checkpoint.load import supported_config
         from kvtool.core.checkpoint.support import kept_layers
 
@@ -186,36 +161,26 @@ class Session:
 
     @property
     def parts(self) -> PromptParts:
-        """Return the store's own prefix of a prompt, and its answer header."""
         return PromptParts(self.identity.prefix, self.identity.answer_header)
 
     @cached_property
     def lead_in(self) -> LeadIn:
-        """Compute the lead-in, which chunks are prefilled after."""
         from kvtool.core.model.prefill import LeadIn
 
         return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
-        """Run the conformance checks at a model's first use of the store, and refuse the model if it failed.
-
-        Parameters
-        ----------
-        chunk_ids : chunks that are about to be used; some that another arithmetic has made are compared with this one's
-            own records.
-
-        Returns
-        -------
-        False: what another arithmetic has made of these chunks could not be compared, so none of it can be read.
-
-        Raises
-        ------
-        GateError : with the measured numbers.
-        """
+        """Run the conformance checks at a model's first use of the store, and compare those of `chunk_ids` that another
+        arithmetic has made with this one's own records. False: they could not be compared, so none of them can be read.
+        Raises GateError, with the measured numbers."""
         if self._conformance is None:
             is_known = not self.is_loaded or self.decoder.loaded.fingerprint
             stored = stored_result(self.store, self.identity.fingerprint, self.arithmetic) if is_known else None
-            self._conformance = stored or self._meet()
+            if stored is None:
+                from kvtool.core.session.gate import gate_store
+
+                stored = gate_store(self.store, self.decoder, self.identity)
+            self._conformance = stored
         if self._conformance is None:
             return False
         own, makers = {None, self.arithmetic}, self.store.arithmetics(chunk_ids)
@@ -229,37 +194,21 @@ class Session:
         return own.union(self._conformance.compared).issuperset(makers)
 
     def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
-        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use.
-
-        Parameters
-        ----------
-        segments : token ids of the prompt's segments, of which `found` are the checkpoints.
-
-        Raises
-        ------
-        GateError : with the measured numbers.
-        """
+        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use. `segments`:
+        token ids of the prompt's segments, of which `found` are the checkpoints. Raises GateError."""
         if self._conformance is not None:
             from kvtool.core.session.gate import cross_dtype_prefix
 
             self._conformance = cross_dtype_prefix(self.store, self.decoder, self._conformance, segments, found)
             self._conformance.enforce()
 
-    def _meet(self) -> ConformanceResult | None:
-        from kvtool.core.session.gate import gate_store
-
-        return gate_store(self.store, self.decoder, self.identity)
-
-    # ---- reading ----
-
     @cached_property
     def finder(self) -> Finder:
-        """Open the finder of chunks: the search index, and vectors if the store has some."""
         return Finder(self.store, self.warn)
 
     @cached_property
     def source(self) -> KVSource:
-        """Return the source of KV: the store, cached in memory after :meth:`cache_chunks`."""
+        """The store, cached in memory after :meth:`cache_chunks`."""
         return StoreSource(self.store, self.decoder, self.profiles)
 
     @cached_property
@@ -274,12 +223,7 @@ class Session:
         self.recent_chunks = RecentChunks(limit)
 
     def learn(self, budget: int, owners: Collection[str] | None = None) -> None:
-        """Open the store of learned passages, of at most `budget` bytes. Raises KvtoolError.
-
-        Parameters
-        ----------
-        owners : whose passages stay; None: all.
-        """
+        """Open the store of learned passages, of at most `budget` bytes, and keep those of `owners` (None: all)."""
         from kvtool.core.session.learned import LearnedStore
 
         self.identity.check_movable("--learn")
@@ -292,13 +236,12 @@ class Session:
             self.warn_once(f"the learned passages could not be trimmed: {error}", hint)
 
     def close(self) -> None:
-        """Close the store, and that of learned passages."""
         if self.learned is not None:
             self.learned.close()
         self.learned = self.store.more = None
         self.store.close()
 
     def holds(self, segment: Segment) -> bool:
-        """Return True if all of a segment's KV is held in memory."""
+        """True if all of a segment's KV is held in memory."""
         source = self.__dict__.get("source")  # a new source holds nothing, and would load the model
         return isinstance(source, ChunkCache) and source.holds(segment, self.layers)

@@ -18,7 +18,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.preemption import run_pending, uninterrupted
+from kvtool.core.model.preemption import between_layers, run_pending
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.identity import ProfileCache
 
@@ -44,10 +44,6 @@ class SpeedBook:
 
     A model has one file, with a row for each device, core and thread count and dtype. An unreadable file is measured
     again. Speeds of a busy machine, or of a read-only store, serve this process only.
-
-    Parameters
-    ----------
-    say : reports what is about to be measured.
     """
 
     def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
@@ -60,12 +56,8 @@ class SpeedBook:
         self._unreadable: set[str] = set()
 
     def speeds(self, levels: Sequence[str], own: Sequence[bytes]) -> Speeds:
-        """Return the speeds, with those of loading at these levels (`MEMORY`, too) that have a readable record.
-
-        Parameters
-        ----------
-        own : chunks of the prompt; others are measured if possible, since a second read of a record is faster.
-        """
+        """Return the speeds, with those of loading at these levels (`MEMORY`, too) that have a readable record. Chunks
+        other than the prompt's `own` are measured if possible, since a second read of a record is faster."""
         if self._passes is None:
             stored = _stored_speeds(self._store, self._fingerprint, self._machine)
             self._passes, self._loads = stored or (None, {})
@@ -104,13 +96,12 @@ class SpeedBook:
 
 
 def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: int) -> Speeds | None:
-    """Return a model's stored speeds on this machine, without loading it; None if not measured."""
+    """Read a model's speeds on this machine, without loading it; None if not measured."""
     found = _stored_speeds(store, fingerprint, machine_of(device, dtype))
     return None if found is None else _on(device, *found, layers)
 
 
 def _stored_speeds(store: Store, fingerprint: str, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
-    """Read a machine's speeds of a model; None without a readable row."""
     try:
         row = _machines(store, fingerprint)[machine]
         loads = {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
@@ -141,7 +132,6 @@ def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int
 
 
 def machine_of(device: str, dtype: str) -> str:
-    """Name the machine that speeds are valid for."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
     return f"{device} ({name}), {cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
@@ -165,14 +155,9 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
     return {level: [one for one in with_stored_rows(store, chunks) if one.level] for level, chunks in found.items()}
 
 
-# ---- computing ---------------------------------------------------------------------------------------------------
-
-
 def measure_pass(decoder: Decoder) -> PassSpeed:
-    """Time passes over the first rows of a prompt, of some sizes, and over rows scattered in a longer one.
-
-    Every size is timed in every round, and its least time counts: one disturbed round does not bend the fit.
-    """
+    """Time passes over the first rows of a prompt, of some sizes, and over rows scattered in a longer one. Every size
+    is timed in every round, and its least time counts: one disturbed round does not bend the fit."""
     shapes = _shapes(decoder)
     works = [_work(decoder, positions) for positions in shapes]
     least = [math.inf] * len(works)
@@ -187,7 +172,6 @@ def measure_pass(decoder: Decoder) -> PassSpeed:
 
 
 def _shapes(decoder: Decoder) -> list[range]:
-    """Return the prompt positions of each pass."""
     longest = max(1, min(decoder.context, _LONGEST))
     sizes = [rows for rows in _ROWS.get(decoder.device.split(":")[0], _ROWS["cpu"]) if rows <= longest] or [longest]
     step = max(1, longest // sizes[len(sizes) // 2])
@@ -208,15 +192,12 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
 
     def timed() -> float:
         run_pending()
-        with uninterrupted():
+        with between_layers(None):
             started = time.perf_counter()
             decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
             return time.perf_counter() - started
 
     return timed
-
-
-# ---- loading -----------------------------------------------------------------------------------------------------
 
 
 def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
@@ -270,8 +251,6 @@ def _of_ones(decoder: Decoder, there: torch.device | None) -> ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A sample of loading."""
-
     chunks: int
     tokens: int
     seconds: float
@@ -295,7 +274,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     run_pending()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with uninterrupted(), Loader(decoder, segments, cache, source) as loader:
+        with between_layers(None), Loader(decoder, segments, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU

@@ -1,8 +1,7 @@
 """The adaptive policy with a processor that is not idle while the link fetches: it computes from the other end.
 
-Cake (arXiv 2410.03065, section 4) computes a prompt's KV from its beginning and loads it from its end until both meet.
-kvtool's chunks do not depend on each other, so any may be computed: the link begins with the most relevant chunk, the
-processor with the least relevant one. A computed chunk is exact, so it is worth more than the coarse level it replaces.
+As Cake does (arXiv 2410.03065, section 4), but kvtool's chunks do not depend on each other: the link begins with the
+most relevant chunk, the processor with the least relevant one. A computed chunk is exact.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class OverlapPolicy(Adaptive):
         else:
             self._refused.add(chunk)
         row = text_row(chunk, MEANWHILE if whole else f"gave up computing: {self._level(chunk) or 'text'} stands")
-        self._log.append(row | {"meanwhile_ms": seconds * 1e3})
+        self._log.append(row | {"compute_ms": seconds * 1e3})
 
     def stop_at(self, chunk: int) -> float | None:
         if self.task.objective is not None and (self._promised or chunk not in self._missing):
@@ -94,7 +93,6 @@ class OverlapPolicy(Adaptive):
         return self._now  # the pass computes it sooner
 
     def _worth_computing(self, now: float, chunk: int, end: float) -> bool:
-        """Return True if a computation that ends then is in time, and of any use."""
         if not self._in_time_computed(chunk, end):
             return False
         if chunk not in self._missing:
@@ -112,8 +110,7 @@ class OverlapPolicy(Adaptive):
         return end <= self._all_by() or end < self._expected(self._now, chunk)
 
     def _texts(self) -> Iterator[int]:
-        """Chunks that may be computed, in the order in which they would be: what is missing and not under way, then
-        what is, then what is there and loses something."""
+        """Chunks that may be computed: what is missing and not under way, then what is, then what loses something."""
         rest = [ladder.chunk for ladder in reversed(self.task.ladders) if self._may_compute(ladder)]
         flying = self._chunks_flying
         yield from sorted(rest, key=lambda chunk: 2 if chunk not in self._missing else int(chunk in flying))
@@ -127,7 +124,7 @@ class OverlapPolicy(Adaptive):
     # ---- both of them ------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[Ladder]:
-        """Return the ladders by relevance; the running chunk last, and only if the link is expected to be sooner."""
+        """By relevance; the running chunk last, and only if the link is expected to be sooner."""
         running = self._running
         order = [ladder for ladder in self.task.ladders if running is None or ladder.chunk != running.chunk]
         if running is not None and running.chunk in self._missing:
@@ -138,7 +135,7 @@ class OverlapPolicy(Adaptive):
         return order
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Return True, if only time counts, also for what arrives before the processor has computed all others."""
+        """If only time counts, also for what arrives before the processor has computed all others."""
         if super()._sooner(now, ladder, rate):
             return True
         through = self._through(self._missing - self._chunks_flying)
@@ -150,7 +147,7 @@ class OverlapPolicy(Adaptive):
         return [ladder for ladder in self._open() if ladder.chunk not in meanwhile]
 
     def _meanwhile(self, until: float) -> set[int]:
-        """Return chunks neither there nor requested that the processor is expected to have computed by then."""
+        """Chunks neither there nor requested that are expected to be computed by then."""
         found: set[int] = set()
         free = self._free()
         if self._running is not None and free <= until:
@@ -164,18 +161,15 @@ class OverlapPolicy(Adaptive):
         return found
 
     def _through(self, chunks: frozenset[int]) -> float:
-        """When all of these are expected to be computed."""
         rest = chunks - self._refused - ({self._running.chunk} if self._running is not None else set())
         return self._free() + sum(self._seconds(chunk) for chunk in rest)
 
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _sure(self) -> frozenset[int]:
-        """Return the chunks that are counted on in addition to those that have arrived."""
         return frozenset() if self._promised else self._bases_flying()
 
     def _seconds(self, chunk: int) -> float:
-        """Return the seconds that computing a chunk is expected to take."""
         speed = (self._speed.bytes_per_second or 1.0) * (1 - self._margin)
         if self._running is not None and self._running.chunk != chunk:  # it may be overdue already
             took = self._end_of_running() - self._running.since - (self._decoding - self._running.decoded)
@@ -183,7 +177,6 @@ class OverlapPolicy(Adaptive):
         return self.task.alone(chunk) / speed
 
     def _free(self) -> float:
-        """When the processor is expected to be."""
         return max(self._now, self._decoded_at) if self._running is None else self._end_of_running()
 
     def _end_of_running(self) -> float:
@@ -193,7 +186,6 @@ class OverlapPolicy(Adaptive):
         return end if self._now <= end else begun + AS_LONG_AGAIN * (self._now - begun)
 
     def _expected(self, now: float, chunk: int) -> float:
-        """When the link is expected to have brought a chunk."""
         ladder, pace = self._ladders[chunk], self._pace(now)
         if chunk in self._closed or not ladder.rungs or pace is None:
             return math.inf
@@ -210,7 +202,6 @@ class OverlapPolicy(Adaptive):
         return (self._busy_since if self._flying else now) + size / pace
 
     def _pace(self, now: float) -> float | None:
-        """Bytes a second of the link, by the transfers that have ended and the one that has not."""
         rate = self._rate
         if not self._flying:
             return rate

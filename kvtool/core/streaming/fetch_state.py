@@ -22,41 +22,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A level that a chunk can be decoded at.
-
-    Attributes
-    ----------
-    loss : nats a token of the answer; 0 for `raw` and `lossless`.
-    parts : all that must be there. A nested level: the coarser levels that it refines, and its own. Another: its own.
-    """
-
     level: str
-    loss: float
-    parts: tuple[Part, ...]
+    loss: float  # nats a token of the answer; 0 for `raw` and `lossless`
+    parts: tuple[Part, ...]  # all that must be there: coarser levels that a nested one refines, and its own
 
     @property
     def size(self) -> int:
-        """Bytes from nothing."""
         return sum(part.size for part in self.parts)
 
     def absent(self, held: Set[str]) -> tuple[Part, ...]:
-        """Return the parts that are still to be fetched when those of the `held` levels are there."""
         return tuple(part for part in self.parts if part.level not in held)
 
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The levels of one chunk, the coarsest first.
+    """The levels of one chunk, the coarsest first."""
 
-    Attributes
-    ----------
-    chunk : its number in the prompt.
-    rungs : with every step the loss falls and the size grows; empty: nothing is stored, the text is all there is.
-    """
-
-    chunk: int
+    chunk: int  # its number in the prompt
     tokens: int
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Rung, ...]  # with every step the loss falls and the size grows; empty: nothing is stored
 
     @classmethod
     def of(cls, chunk: int, tokens: int, rungs: Iterable[Rung]) -> Ladder:
@@ -69,15 +53,13 @@ class Ladder:
 
     @property
     def loses(self) -> bool:
-        """Return True if any level loses something."""
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:
-        """Return the bytes that a rung still needs when the parts of the `held` levels are there."""
         return sum(part.size for part in rung.absent(held))
 
     def reached(self, held: Set[str]) -> int:
-        """Number of the finest rung whose parts are all there; -1: none."""
+        """The finest rung whose parts are all there; -1: none."""
         whole = (number for number, rung in enumerate(self.rungs) if not rung.absent(held))
         return max(whole, default=-1)
 
@@ -94,15 +76,13 @@ class Estimator(Protocol):
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Return the expected throughput of the next transfer; None before the first."""
+        """The expected throughput of the next transfer; None before the first."""
 
 
 class Ewma:
-    """Exponentially weighted moving average: a single odd transfer fades, a change is followed with a delay.
+    """Moving average: a single odd transfer fades, a change is followed with a delay.
 
-    Parameters
-    ----------
-    newest : weight of the newest transfer; with 1 only it counts (CacheGen, arXiv 2310.07240, section 5.3).
+    With a weight of 1 only the newest transfer counts (CacheGen, arXiv 2310.07240, section 5.3).
     """
 
     def __init__(self, newest: float = _NEWEST) -> None:
@@ -140,12 +120,6 @@ DEFAULT_MARGIN = 0.1  # of the estimate that is not counted on
 
 
 def make_estimator(name: str) -> Estimator:
-    """Return a fresh estimator.
-
-    Raises
-    ------
-    UsageError : no estimator has that name.
-    """
     if name not in PREDICTORS:
         raise UsageError(f"there is no predictor {name!r}", f"known: {', '.join(PREDICTORS)}")
     return PREDICTORS[name]()
@@ -153,20 +127,11 @@ def make_estimator(name: str) -> Estimator:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A request to the shared store: these parts of one chunk, which is then held at `level`.
-
-    Attributes
-    ----------
-    give_up_at : seconds since the question's start after which waiting for it should end, as seen at the request; None:
-        never. `Policy.give_up_at` knows what has come since then, and is what a driver keeps to.
-    estimated_bytes_per_second : the estimate at the request, before the margin; None: no estimate yet.
-    """
-
     chunk: int
     level: str
     parts: tuple[Part, ...]
-    give_up_at: float | None
-    estimated_bytes_per_second: float | None
+    give_up_at: float | None  # seconds from the question's start, as seen at the request (`Policy.give_up_at`)
+    estimated_bytes_per_second: float | None  # at the request, before the margin; None: no estimate yet
 
     @property
     def size(self) -> int:
@@ -177,27 +142,21 @@ class Fetch:
 class Task:
     """A fetch task for one question.
 
-    Attributes
-    ----------
-    ladders : the most relevant chunk first; only levels that are allowed.
-    compute : seconds of the pass after streaming when these chunks are computed from their text. A chunk may add more
-        the more others there are, never less.
-    objective : seconds from the question's start to the first token; None: no target.
-    decode : seconds to decode so many tokens at a level; one chunk after another, during the fetching.
-    alone : seconds to compute a chunk without others, during the fetching; `math.inf`: it needs what precedes it.
+    `compute`: seconds of the pass after streaming when these chunks are computed from their text; a chunk may add more
+    the more others there are, never less. `decode`: seconds to decode so many tokens at a level, one chunk after
+    another, during the fetching. `alone`: seconds to compute a chunk without others, during the fetching; `math.inf`:
+    it needs what precedes it.
     """
 
-    ladders: tuple[Ladder, ...]
+    ladders: tuple[Ladder, ...]  # the most relevant chunk first; only levels that are allowed
     compute: Callable[[frozenset[int]], float]
-    objective: float | None = None
+    objective: float | None = None  # seconds from the question's start to the first token
     decode: Callable[[int, str], float] = lambda tokens, level: 0.0
     alone: Callable[[int], float] = lambda chunk: math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A fetch under way."""
-
     fetch: Fetch
     at: float  # of the request
     decision: str
@@ -236,34 +195,30 @@ class Policy(ABC):
 
     @abstractmethod
     def next(self, now: float) -> Fetch | None:
-        """Return the fetch to start now, `now` seconds after the question's start."""
+        """The fetch to start now, `now` seconds after the question's start."""
 
     def compute(self, now: float) -> int | None:
-        """Return the chunk whose text to compute now, without other chunks; None: none for now."""
+        """The chunk whose text to compute now, without other chunks; None: none for now."""
         return None
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
-        """Note the end of a chunk's computation.
+        """Note the end of a chunk's computation, without the decoding in between.
 
-        Parameters
-        ----------
-        seconds : its duration, without the decoding in between.
-        whole : False: it failed, or was stopped; nothing of it is kept.
+        Not `whole`: it failed, or was stopped; nothing of it is kept.
         """
         raise NotImplementedError("nothing was to be computed")
 
     def stop_at(self, chunk: int) -> float | None:
-        """Return when waiting for its computation should end; None: never."""
+        """When waiting for its computation should end; None: never."""
         return None
 
     @property
     def computed(self) -> frozenset[int]:
-        """Return the chunks that were computed during the fetching, whatever level they have reached."""
         return frozenset()
 
     @property
     def levels(self) -> dict[int, str | None]:
-        """Return the level that each chunk has been fetched at; None: its text is all there is."""
+        """The level that each chunk has been fetched at; None: its text is all there is."""
         return {chunk: self._level(chunk) for chunk in self._ladders}
 
     @property
@@ -273,17 +228,13 @@ class Policy(ABC):
         return self._log + [text_row(chunk, "text") for chunk in self._ladders if chunk not in told]
 
     def give_up_at(self, fetch: Fetch) -> float | None:
-        """Return when waiting for an outstanding fetch should end; None: never, unless what it refines is lost or was
-        computed."""
+        """When waiting for a fetch should end; None: never, unless what it refines is lost or was computed."""
         return self._now if fetch.chunk in self._closed else None
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
-        """Note the end of a fetch.
+        """Note the end of a fetch, which started after the one before it on the same link had ended.
 
-        Parameters
-        ----------
-        started : the later of its request and the end of the one before it on the same link.
-        arrived : False: it failed, or was given up; nothing of it is kept.
+        Not `arrived`: it failed, or was given up; nothing of it is kept.
         """
         flight = next(flight for flight in self._flying if flight.fetch == fetch)
         self._flying.remove(flight)
@@ -311,7 +262,6 @@ class Policy(ABC):
         return self._ladders[chunk].rungs[number].level if number >= 0 else None
 
     def _count(self, chunk: int) -> None:
-        """Note a chunk's rungs after a fetch of it has begun or ended."""
         ladder = self._ladders[chunk]
         self._reached[chunk] = ladder.reached(self._held[chunk])
         self._reaching[chunk] = ladder.reached(self._coming(ladder))
@@ -319,7 +269,6 @@ class Policy(ABC):
             self._missing -= {chunk}
 
     def _ask(self, now: float, ladder: Ladder, number: int, decision: str) -> Fetch:
-        """Fetch what rung `number` of a chunk still needs."""
         rung = ladder.rungs[number]
         rate = self._estimator.bytes_per_second
         draft = Fetch(ladder.chunk, rung.level, rung.absent(self._coming(ladder)), None, rate)
@@ -330,7 +279,6 @@ class Policy(ABC):
         return fetch
 
     def _coming(self, ladder: Ladder) -> set[str]:
-        """Return the levels of a chunk's parts that are there or under way."""
         flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
         return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
 
@@ -346,23 +294,20 @@ class Policy(ABC):
 
     @property
     def _busy_since(self) -> float:
-        """When the oldest outstanding fetch began."""
         return max(self._last_end, self._flying[0].at)
 
     def _arrival(self, now: float, size: int, rate: float) -> float:
-        """Return when so many bytes, requested now, are expected after all outstanding ones."""
         waiting = sum(flight.fetch.size for flight in self._flying)
         free = max(now, self._busy_since + waiting / rate) if self._flying else now
         return free + size / rate
 
 
 def text_row(chunk: int, decision: str) -> dict[str, Any]:
-    """Return the log's row of a chunk that is computed from its text."""
     return _row(chunk, None, decision)
 
 
 def _row(chunk: int, level: str | None, decision: str) -> dict[str, Any]:
-    numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms"))
+    numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms"))
     return {"chunk": chunk, "level": level, **numbers, "bytes": 0, "decision": decision}
 
 

@@ -1,8 +1,7 @@
 """The adaptive policy: every chunk coarsely first, then finer while there is time.
 
 CacheGen (arXiv 2310.07240, section 5.3) settles a chunk's level before it is fetched, so a link that then slows down
-costs the objective. Nested levels allow another order: the coarsest level of all chunks first, which is a complete
-context in few bytes, then the differences to the next finer one. What is cut off at the end was an improvement.
+costs the objective. Here the coarsest level of all chunks comes first; what is cut off at the end was an improvement.
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ class Adaptive(Policy):
         self._over = False
         self._best = math.inf  # bytes a second, of all fetches so far
         for ladder in task.ladders:
-            if not ladder.rungs or (task.objective is not None and self._slow_to_decode(ladder)):
+            slow = ladder.rungs and task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(
+                ladder.chunk, _NONE
+            )
+            if not ladder.rungs or (task.objective is not None and slow):
                 self._closed.add(ladder.chunk)
         self._promised = task.objective is not None and self._deadline(_NONE) >= 0
 
@@ -79,7 +81,6 @@ class Adaptive(Policy):
     # ---- what to fetch -----------------------------------------------------------------------------------------------
 
     def _order(self) -> Sequence[Ladder]:
-        """Return the order in which chunks are asked for."""
         return self.task.ladders
 
     def _everything(self, now: float) -> Fetch | None:
@@ -108,7 +109,6 @@ class Adaptive(Policy):
         return in_time or (not self._promised and self._on_course(now, rate))
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Return True if a base is expected to take less time than computing the chunk."""
         return ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying())
 
     def _refinement(self, now: float) -> Fetch | None:
@@ -126,7 +126,6 @@ class Adaptive(Policy):
         return None
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
-        """Return True if a refinement is expected to be decoded by the deadline."""
         rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
@@ -135,30 +134,28 @@ class Adaptive(Policy):
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, arriving: frozenset[int]) -> float:
-        """Return the latest moment at which computing what is not there meets the objective, if the `arriving`
-        arrive."""
+        """The latest moment at which computing what neither is there nor `arriving` meets the objective."""
         assert self.task.objective is not None
         return self.task.objective - self.task.compute(self._missing - arriving)
 
     def _all_by(self) -> float:
-        """When all bases must be decoded to meet the objective by them."""
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
-        """Return the latest moment at which the oldest outstanding base, or the next one, may arrive so that all the
-        others could still come in time, on a link that comes back."""
+        """When the oldest outstanding base, or the next one, must arrive at the latest.
+
+        All the others could then still come in time, on a link that comes back.
+        """
         first = next((flight.fetch.size for flight in self._flying if self._is_base(flight.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._to_come()) - first
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
-        """Return True if all bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._to_come() if self._reaching[ladder.chunk] < 0)
         decoded = max(now, self._decoded_at) + self._open_decode()
         return max(self._arrival(now, left, rate), decoded) <= self._all_by()
 
     def _course(self, fetch: Fetch) -> float:
-        """When an outstanding base is expected, if the link is on course; long ago if it is not."""
         rate = self._rate
         if rate is None or not self._on_course(self._now, rate):
             return -math.inf
@@ -178,21 +175,17 @@ class Adaptive(Policy):
         return self._busy_since + waited
 
     def _text_seconds(self, chunk: int, among: frozenset[int]) -> float:
-        """Return the seconds that computing a chunk adds to the pass."""
         return self.task.compute(among | {chunk}) - self.task.compute(among - {chunk})
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[Ladder]:
-        """Return the chunks that are held at no level yet, but may be fetched."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _to_come(self) -> list[Ladder]:
-        """Return the missing chunks that only the link will deliver."""
         return self._open()
 
     def _open_decode(self) -> float:
-        """Seconds that decoding their bases takes."""
         return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._to_come())
 
     def _bases_flying(self) -> frozenset[int]:
@@ -201,6 +194,3 @@ class Adaptive(Policy):
     def _is_base(self, fetch: Fetch) -> bool:
         first = next((flight.fetch for flight in self._flying if flight.fetch.chunk == fetch.chunk), None)
         return fetch == first and fetch.chunk in self._missing
-
-    def _slow_to_decode(self, ladder: Ladder) -> bool:
-        return self.task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(ladder.chunk, _NONE)

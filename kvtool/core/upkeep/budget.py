@@ -16,13 +16,7 @@ LOW_WATER = 0.9  # of the budget: the goal of a prune, so that it need not run a
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Budget of a store and its use, in bytes.
-
-    Attributes
-    ----------
-    budget : writes stop here; None: as much as the disk.
-    low : `prune` reduces the store to this.
-    """
+    """In bytes. Writes stop at `budget` (None: as much as the disk has), and `prune` aims at `low`."""
 
     path: str
     budget: int | None
@@ -31,30 +25,27 @@ class Budget:
     disk_free: int
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "path": self.path,
             "budget": self.budget,
-            "goal": self.low,
+            "target_bytes": self.low,
             "folder_bytes": self.used,
             "disk_free": self.disk_free,
         }
 
 
 def read_budget(store: Store) -> Budget:
-    """The budget in force, and how much of it is used."""
     size = store.budget()
     low = None if size is None else low_water(size)
     return Budget(str(store.path), size, low, space.folder_bytes(store.path), space.disk_free(store.path))
 
 
 def low_water(size: int) -> int:
-    """Return the bytes that a prune to this budget aims at."""
     return int(size * LOW_WATER)
 
 
 def budget_of(size: int | str | None) -> int | None:
-    """A budget in bytes, from how people write it; `none` is None: no budget. Raises UsageError."""
+    """Parse a size; `none` is None: no budget. Raises UsageError."""
     if isinstance(size, str):
         return None if size.strip().lower() == "none" else size_in_bytes(size)
     if size is not None and (type(size) is not int or size < 0):
@@ -63,12 +54,7 @@ def budget_of(size: int | str | None) -> int | None:
 
 
 def keep_budget(path: Path, size: int | str | None, *, lock_wait: float = 0.0) -> Budget:
-    """Keep a budget in the store; None lifts it. A store that is larger stays so until it is pruned.
-
-    Raises
-    ------
-    UsageError : that is no size.
-    """
+    """Keep a budget in the store; None lifts it. A larger store stays so until it is pruned. Raises UsageError."""
     wanted = budget_of(size)
     with Store.open(path) as store:
         with store.writer(lock_wait) as writer:

@@ -19,24 +19,17 @@ from kvtool.core.upkeep.selectors import named_documents
 
 
 class MuchError(UsageError):
-    """Error: more than half of several documents would be removed, without the user's consent."""
+    """More than half of several documents would be removed without consent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Documents, and the chunks that only they refer to.
+    """Documents, and the chunks that only they refer to."""
 
-    Attributes
-    ----------
-    sources : documents, and files without one.
-    size : bytes that a compaction gives back.
-    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
-    """
-
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # documents, and files without one
     chunks: int
-    size: int
-    refusal: UsageError | None = field(default=None, compare=False)
+    size: int  # bytes that a compaction gives back
+    refusal: UsageError | None = field(default=None, compare=False)  # of a dry run
 
 
 def forget(
@@ -55,11 +48,6 @@ def forget(
     yes : also if more than half of several documents would be removed.
     dry_run : change nothing; the `refusal` says why this would not be done, where it would not.
     before : called under the writer's lock with the sources that are about to be removed; if it raises, none is.
-
-    Raises
-    ------
-    UsageError : a word means nothing, or a document is pinned; MuchError: much would be removed without `yes`.
-    StoreNotFoundError, StoreLockedError, DamagedError : see `core/cache`.
     """
     with Store.open(path) as store:
         if dry_run:
@@ -94,7 +82,10 @@ def _removal(store: Store, targets: Sequence[str], yes: bool) -> Removal:
             size += sum(pages(length) for _, length in snapshot.sizes(tables.DOCUMENTS, key))
     refusal = _pinned(store, refs)
     if refusal is None and not yes:
-        refusal = _too_many(len(refs), len(refs) + index.documents - len(entries))
+        total = len(refs) + index.documents - len(entries)
+        if len(refs) > max(1, total // 2):
+            text = f"{len(refs)} of {total} documents would be removed"
+            refusal = MuchError(text, "`--dry-run` lists them; add --yes to do it")
     return Removal(tuple(sources), len(going), size, refusal)
 
 
@@ -103,18 +94,11 @@ def _pinned(store: Store, refs: Mapping[str, set[bytes]]) -> UsageError | None:
     chunks = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
     for source in sorted(refs):
         if source in pins["sources"] or refs[source] & chunks:
-            return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store unpin` it first")
+            return UsageError(f"{source} is pinned, so nothing was removed", "`kvtool store pin --remove` unpins it")
     return None
 
 
-def _too_many(count: int, total: int) -> MuchError | None:
-    if count <= max(1, total // 2):
-        return None
-    return MuchError(f"{count} of {total} documents would be removed", "`--dry-run` lists them; add --yes to do it")
-
-
 def collect(store: Store, writer: Writer) -> None:
-    """Drop the chunks that no document refers to any more."""
     writer.collect(keep=kept_always(store), referred=lambda chunks: index_of(store).holders(chunks))
 
 
@@ -125,12 +109,7 @@ def bring_index_up_to_date(store: Store) -> None:
 
 
 def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
-    """Pin documents (by path, folder or glob) or chunks (by id); returns all pins.
-
-    Raises
-    ------
-    UsageError : a word means nothing in the store.
-    """
+    """Pin documents (by path, folder or glob) or chunks (by id); returns all pins. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:
@@ -144,12 +123,7 @@ def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[s
 
 
 def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
-    """Take pins back; what is pinned and gone from the store is named by its whole path or id. Returns all pins.
-
-    Raises
-    ------
-    UsageError : nothing that is pinned is meant.
-    """
+    """Remove pins, and return those left; a removed document is named by its whole path. Raises UsageError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:

@@ -25,23 +25,12 @@ _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, whic
 
 @dataclass(frozen=True, slots=True)
 class ChunkHolding:
-    """A chunk.
-
-    Attributes
-    ----------
-    levels : bytes that dropping each level frees.
-    used : seconds of its last use; when it came, where it was never used.
-    pinned : nothing of it may be dropped.
-    measured : its lossy levels of which the loss is known.
-    warmth : how lately and how often it was used (`cache/access_log.py`).
-    """
-
     chunk_id: bytes
-    levels: Mapping[str, int]
-    used: int = 0
-    pinned: bool = False
-    measured: frozenset[str] = frozenset()
-    warmth: float = 0.0
+    levels: Mapping[str, int]  # bytes that dropping each level frees
+    used: int = 0  # seconds of its last use; when it came, where it was never used
+    pinned: bool = False  # nothing of it may be dropped
+    measured: frozenset[str] = frozenset()  # its lossy levels of which the loss is known
+    warmth: float = 0.0  # how lately and how often it was used (`cache/access_log.py`)
 
     @property
     def turn(self) -> float:
@@ -51,59 +40,32 @@ class ChunkHolding:
 
 @dataclass(frozen=True, slots=True)
 class DocumentHolding:
-    """A document.
-
-    Attributes
-    ----------
-    used, added : seconds, of the chunk that was used or that came last.
-    refs : the chunks that it refers to.
-    size : bytes that are dropped with it besides KV.
-    """
-
     source: str
-    used: int
+    used: int  # seconds, of the chunk that was used or that came last
     added: int
     pinned: bool
-    refs: tuple[bytes, ...]
-    size: int = 0
+    refs: tuple[bytes, ...]  # the chunks that it refers to
+    size: int = 0  # bytes that are dropped with it besides KV
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A store at one moment.
+    """A store at one moment."""
 
-    Attributes
-    ----------
-    documents : the least used first, by the most used of its chunks.
-    loose : chunks that no document refers to, but for the prompt's own beginning.
-    stretches : of answered prompts, each with its seconds of last use and its bytes; in the eviction order.
-    used : bytes of the folder's files.
-    free : bytes of them that a compaction would free now.
-    unfinished : chunks that only unfinished files refer to.
-    beginning : the chunk before every prompt's first, which stays.
-    profile : digest and bytes of the codec's current profile; None: none is stored.
-    old_profiles : of the profiles that no record names any more.
-    """
-
-    documents: tuple[DocumentHolding, ...]
+    documents: tuple[DocumentHolding, ...]  # the least used first, by the most used of its chunks
     chunks: Mapping[bytes, ChunkHolding]
-    loose: tuple[bytes, ...]
-    used: int
-    free: int
-    stretches: tuple[tuple[bytes, int, int], ...] = ()
-    unfinished: tuple[bytes, ...] = ()
-    beginning: bytes = b""
-    profile: tuple[bytes, int] | None = None
-    old_profiles: tuple[tuple[bytes, int], ...] = ()
+    loose: tuple[bytes, ...]  # chunks that no document refers to, but for the prompt's own beginning
+    used: int  # bytes of the folder's files
+    free: int  # bytes of them that a compaction would free now
+    stretches: tuple[tuple[bytes, int, int], ...] = ()  # id, seconds of last use, bytes; in eviction order
+    unfinished: tuple[bytes, ...] = ()  # chunks that only unfinished files refer to
+    beginning: bytes = b""  # the chunk before every prompt's first, which stays
+    profile: tuple[bytes, int] | None = None  # digest and bytes of the codec's current profile; None: none is stored
+    old_profiles: tuple[tuple[bytes, int], ...] = ()  # of the profiles that no record names any more
 
 
 def take_inventory(store: Store) -> Inventory:
-    """Read what a plan needs to know; no KV is read.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read, so what it refers to is unknown.
-    """
+    """Read what a plan needs to know; no KV is read. Raises DamagedError."""
     with store.snapshot() as snapshot:
         sizes: dict[bytes, dict[str, int]] = {chunk: {} for chunk in snapshot.keys(tables.CHUNKS)}
         sizes |= _level_sizes(snapshot)
@@ -172,7 +134,6 @@ def _beginning(store: Store) -> bytes:
 
 
 def _profiles(store: Store, digests: Collection[bytes]) -> tuple[tuple[bytes, int], ...]:
-    """Return the digest and the bytes of each of these profiles that is stored."""
     with store.snapshot() as snapshot:
         sizes = {digest: pages(size) for digest, size in snapshot.sizes(tables.PROFILES)}
     return tuple((digest, sizes[digest]) for digest in digests if digest in sizes)
@@ -203,12 +164,10 @@ def pinned_with_documents(store: Store) -> set[bytes]:
 
 
 def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
-    """Return the bytes of a chunk's records by level."""
     return _level_sizes(snapshot, chunk_id).get(chunk_id, {})
 
 
 def _level_sizes(snapshot: Snapshot, prefix: bytes = b"") -> dict[bytes, dict[str, int]]:
-    """Return the bytes of records by chunk and level."""
     sizes: dict[bytes, dict[str, int]] = {}
     for key, size in snapshot.sizes(tables.RECORDS, prefix):
         try:
@@ -228,25 +187,17 @@ def pages(size: int) -> int:
 
 
 def sizes_of(store: Store) -> dict[str, Any]:
-    """Count a store's chunks. Raises DamagedError if its manifest is damaged.
-
-    Returns
-    -------
-    `Store.stats`, with `chunks` and `tokens` of documents only; `beginning`: `id`, `tokens`, `levels[{level, bytes}]`
-    of the prompt's prefix, or None; and `unfinished`: `files`, `chunks`, `tokens`, `bytes` of interrupted ingests.
-    Records, bytes and levels are of all three.
-    """
+    """Count a store's chunks; the beginning and unfinished files' chunks are counted apart. Raises DamagedError."""
     sizes, identity = store.stats(), StoreIdentity.from_manifest(store.manifest())
     beginning = None if identity is None else _own_beginning(store, identity)
     if beginning is not None:
         sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
     unfinished = _unfinished(store)
     sizes = sizes | {name: sizes[name] - unfinished[name] for name in ("chunks", "tokens")}
-    return sizes | {"beginning": beginning, "unfinished": unfinished}
+    return sizes | {"prefix": beginning, "unfinished": unfinished}
 
 
 def _unfinished(store: Store) -> dict[str, int]:
-    """Count the chunks of files whose ingest was interrupted."""
     found = {"files": len(store.unfinished()), "chunks": 0, "tokens": 0, "bytes": 0}
     with suppress(DamagedError):  # a document, whose references are then unknown, or such a chunk
         for chunk in store.unfinished_chunks():
@@ -258,7 +209,6 @@ def _unfinished(store: Store) -> dict[str, int]:
 
 
 def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
-    """Describe the prompt's prefix, a chunk that no document has."""
     try:
         info = store.chunk_info(identity.prefix_id)
     except DamagedError:
@@ -271,12 +221,7 @@ def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | No
 
 
 def old_profiles(store: Store) -> list[bytes]:
-    """Return the digests of profiles that no record was made with, and that no new record would be made with.
-
-    Raises
-    ------
-    DamagedError : what is in use cannot be read.
-    """
+    """Return the digests of profiles that no record was made with, and no new one would be. Raises DamagedError."""
     current = str(store.codec_state().get("profile", ""))
     candidates = [digest for digest in store.profile_digests() if digest.hex() != current]
     if not candidates:

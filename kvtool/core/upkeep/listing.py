@@ -21,13 +21,7 @@ NEVER = math.inf  # age of what was never used
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A document without its text: a list of a million chunks would hold all texts else.
-
-    Attributes
-    ----------
-    origin : the pack, store or signer that it came from; "" for one that was ingested here.
-    modified : when its file was changed last before it was ingested, in seconds since 1970; None: not known.
-    """
+    """A document without its text, to list a million; `modified` in seconds since 1970."""
 
     source: str
     kind: str
@@ -37,7 +31,6 @@ class Listed:
 
     @classmethod
     def of(cls, document: DocumentEntry, files: Mapping[str, tuple[str, int]]) -> Listed:
-        """Return a document's entry in the listing; `files` as of :func:`files_of`."""
         origin, modified = files.get(document.source, ("", 0))
         return cls(document.source, document.kind, len(document.text), origin, modified or None)
 
@@ -51,15 +44,7 @@ def files_of(store: Store) -> dict[str, tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document's chunk.
-
-    Attributes
-    ----------
-    chunks : that its document has.
-    levels : bytes by level that is stored whole.
-    last_used : seconds since 1970; None: never.
-    age : seconds since then; NEVER.
-    """
+    """A document's chunk; `chunks` are those of its document, `age` is in seconds."""
 
     document: Listed
     ref: ChunkRef
@@ -71,21 +56,17 @@ class Row:
 
     @property
     def start(self) -> int:
-        """The character of its document at which it begins."""
         return self.ref.start
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens."""
         return self.ref.tokens
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all its records."""
         return sum(self.levels.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The chunk without its document."""
         return {
             "id": self.ref.chunk_id.hex(),
             "start": self.start,
@@ -100,13 +81,7 @@ class Row:
 
 @dataclass(slots=True)
 class DocumentRow:
-    """A document with what those of its chunks come to that are listed; the fields are those of a `Row`.
-
-    Attributes
-    ----------
-    last_used, age : of the chunk that was used last.
-    pinned : all of it, or a chunk.
-    """
+    """A document and its listed chunks; the fields are those of a `Row`, times of the chunk used last."""
 
     document: Listed
     start: int = 0
@@ -118,7 +93,6 @@ class DocumentRow:
     pinned: bool = False
 
     def add(self, row: Row) -> None:
-        """Count a chunk of the document in."""
         self.chunks += 1
         self.tokens += row.tokens
         for level, size in row.levels.items():
@@ -129,11 +103,9 @@ class DocumentRow:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all records of these chunks."""
         return sum(self.levels.values())
 
     def to_json(self, chunks: Iterable[Row]) -> dict[str, Any]:
-        """The document with these chunks."""
         own = {name: getattr(self.document, name) for name in ("source", "kind", "characters", "origin", "modified")}
         summed = {name: getattr(self, name) for name in ("tokens", "bytes", "last_used", "pinned")}
         return own | summed | {"chunks": [row.to_json() for row in chunks]}
@@ -171,12 +143,7 @@ _KEYS: dict[str, Callable[[Row | DocumentRow], Any]] = {
 
 
 def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
-    """A field, ascending, or with a minus before it descending: `used`: latest first; `level`: finest first.
-
-    Raises
-    ------
-    UsageError : there is no such field.
-    """
+    """Parse a field, ascending, or with a minus descending: `used`: latest first; `level`: finest first."""
     field = text.removeprefix("-")
     if field not in _KEYS:
         hint = did_you_mean(field, _KEYS) or f"known: {', '.join(_KEYS)}, each with a minus before it for the reverse"
@@ -188,7 +155,6 @@ def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
 
 
 def documents_of(rows: Iterable[Row]) -> list[DocumentRow]:
-    """Documents in the order of their first row, with what their rows come to."""
     by_source: dict[str, DocumentRow] = {}
     for row in rows:
         by_source.setdefault(row.document.source, DocumentRow(row.document)).add(row)
@@ -202,7 +168,6 @@ def without_chunks(store: Store) -> list[DocumentRow]:
 
 
 def listed(documents: Iterable[DocumentRow], rows: Iterable[Row]) -> dict[str, Any]:
-    """Give documents, each with its rows, as JSON; chunks that several have count once."""
     by_source: dict[str, list[Row]] = {}
     sizes = {}
     for row in rows:

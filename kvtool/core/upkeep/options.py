@@ -12,32 +12,19 @@ WHICH, LISTED = "Selection", "List"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(Options, settings=False, group=LISTED):
-    """Options of a listing and its order."""
-
     chunks: bool = option(False, "List chunks instead of documents.")
     sort: str = option("", "Sort by this field; a minus reverses the order.", metavar="[-]FIELD", instead="by path")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetOptions(LockOptions, settings=False, group=WHICH):
-    """Options of how documents are forgotten."""
-
     dry_run: bool = option(False, "Show what would be removed, and do nothing.")
     yes: bool = option(False, "Allow the removal of more than half.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(ForgetOptions, settings=False, group=WHICH):
-    """Options of how much to drop from a store.
-
-    Attributes
-    ----------
-    max_size : bytes; None: the store's own budget, down to its low watermark.
-    max_age, unused : seconds; documents that were not changed, or not used, for so long are removed; with `max_size`
-        last and only as far as that needs.
-    cold : seconds; what was not used for so long is kept only at its coarsest measured level.
-    compact : give free pages back to the disk where the size asks for it.
-    """
+    """Sizes are in bytes, ages in seconds. `max_size` None: the store's budget. `compact` gives free pages back."""
 
     max_size: int | None = max_size_option("Prune to this size.", "the budget", WHICH)
     max_age: float | None = option(

@@ -17,86 +17,57 @@ Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's l
 
 @dataclass(slots=True)
 class Step:
-    """Step of a plan, which drops one kind of thing.
+    """Step of a plan, which drops one kind of thing."""
 
-    Attributes
-    ----------
-    name : `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
-    drops : levels of chunks.
-    sources : documents that are forgotten whole.
-    loose : chunks without a reference, or without one then, of which everything is dropped.
-    stretches : of answered prompts.
-    profiles : of the codec, by digest.
-    size : bytes that the step gives back once the store is compacted.
-    """
-
-    name: str
+    name: str  # `unreferenced`, `unfinished`, `checkpoints`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
     drops: list[Drop] = field(default_factory=list, repr=False)  # raw ids, which nobody can read
-    sources: list[str] = field(default_factory=list)
-    loose: list[bytes] = field(default_factory=list, repr=False)
-    size: int = 0
-    stretches: list[bytes] = field(default_factory=list, repr=False)
-    profiles: list[bytes] = field(default_factory=list, repr=False)
+    sources: list[str] = field(default_factory=list)  # documents that are forgotten whole
+    loose: list[bytes] = field(default_factory=list, repr=False)  # without a reference
+    size: int = 0  # bytes that the step gives back once the store is compacted
+    stretches: list[bytes] = field(default_factory=list, repr=False)  # of answered prompts
+    profiles: list[bytes] = field(default_factory=list, repr=False)  # of the codec, by digest
 
     @property
     def is_empty(self) -> bool:
-        """Return True if the step drops nothing."""
         return not (self.drops or self.sources or self.loose or self.stretches or self.profiles)
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks that the step touches."""
         return len({chunk for chunk, _ in self.drops} | set(self.loose))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "step": self.name,
             "chunks": self.chunks,
             "chunk_levels": len(self.drops),
             "documents": len(self.sources),
-            "stretches": len(self.stretches),
+            "checkpoints": len(self.stretches),
             "bytes": self.size,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in their order.
-
-    Attributes
-    ----------
-    expected : bytes of the folder afterwards, at most, once it is compacted.
-    """
+    """Steps in their order; `expected`: bytes of the folder afterwards, at most, once it is compacted."""
 
     steps: tuple[Step, ...]
     expected: int
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Documents that are forgotten."""
         return tuple(source for step in self.steps for source in step.sources)
 
 
 @dataclass(frozen=True, slots=True)
 class PruneRequest:
-    """A request to prune; times are seconds since 1970.
+    """A request to prune; times are seconds since 1970."""
 
-    Attributes
-    ----------
-    goal : bytes that the folder is to have; None: no size.
-    cold_before : chunks not used since then keep only their coarsest measured level.
-    unused_before, added_before : documents not used, or not changed, since then are forgotten whole.
-    as_needed : those are forgotten last, and only until the goal is met; else all of them, first.
-    fetched : all KV can be fetched again, so that none is kept at a coarser level.
-    """
-
-    goal: int | None = None
-    cold_before: float | None = None
-    unused_before: float | None = None
+    goal: int | None = None  # bytes that the folder is to have; None: no size
+    cold_before: float | None = None  # chunks not used since then keep only their coarsest measured level
+    unused_before: float | None = None  # documents not used, or not changed, since then are forgotten whole
     added_before: float | None = None
-    as_needed: bool = False
-    fetched: bool = False
+    as_needed: bool = False  # those are forgotten last, and only until the goal is met; else all of them, first
+    fetched: bool = False  # all KV can be fetched again, so that none is kept at a coarser level
 
     @property
     def whatever_the_size(self) -> bool:
@@ -105,7 +76,6 @@ class PruneRequest:
         return self.cold_before is not None or (ages and not self.as_needed)
 
     def forgets(self, document: DocumentHolding) -> bool:
-        """Return True if a document may be forgotten."""
         unused = self.unused_before is not None and document.used < self.unused_before
         old = self.added_before is not None and document.added < self.added_before
         return not document.pinned and (unused or old)
@@ -135,8 +105,6 @@ def plan_prune(inventory: Inventory, request: PruneRequest) -> Plan:
 
 
 class _Planner:
-    """Adds steps, and counts what is expected to be left after each."""
-
     def __init__(self, inventory: Inventory, goal: int | None) -> None:
         self.inventory, self.goal = inventory, goal
         self.steps: list[Step] = []
@@ -167,7 +135,7 @@ class _Planner:
 
     def drop_stretches(self, cold_before: float) -> None:
         """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
-        step = Step("stretches")
+        step = Step("checkpoints")
         self.steps.append(step)
         for stretch, used, size in self.inventory.stretches:
             if used < cold_before or not self.is_enough:
@@ -182,12 +150,7 @@ class _Planner:
                 self._drop_levels(step, held.chunk_id, _finer_than_coarsest(self.left[held.chunk_id], held.measured))
 
     def drop_kv(self, whole: bool) -> None:
-        """Drop levels of chunks until it is enough, exact ones first.
-
-        Parameters
-        ----------
-        whole : all levels of a chunk at once; the profile is kept.
-        """
+        """Drop levels of chunks, exact ones first, until it is enough; `whole`: all of a chunk at once."""
         chunks = sorted(self._evictable(), key=lambda held: held.turn)
         ladders: dict[str, Ladder] = {}
         if not whole:

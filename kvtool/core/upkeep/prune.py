@@ -26,65 +26,41 @@ _MARGIN = 16 * 1024  # notes of use until the next prune, and tree pages that re
 
 @dataclass(slots=True)
 class PruneReport:
-    """Report of a prune, or of a dry run; bytes are those of the folder's files.
+    """Report of a prune, or of a dry run; bytes are those of the folder's files."""
 
-    Attributes
-    ----------
-    limit : bytes that the store may hold; None: no size was asked for.
-    goal : bytes that the plan aims at: the limit, or its low watermark.
-    after : on a dry run the expected bytes.
-    spared : chunks whose exact records stayed, because the level that was to replace them is damaged.
-    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
-    shortfall : if the limit is not met, and that is no refusal: the reason, and what would help.
-    """
-
-    limit: int | None
-    goal: int | None
+    limit: int | None  # bytes that the store may hold; None: no size was asked for
+    goal: int | None  # bytes that the plan aims at: the limit, or its low watermark
     before: int
-    after: int
+    after: int  # on a dry run the expected bytes
     steps: list[Step] = field(default_factory=list)
     compacted: int = 0
-    spared: int = 0
+    exact_retained: int = 0  # chunks whose exact records stayed, because the level that was to replace them is damaged
     dry_run: bool = False
-    refusal: KvtoolError | None = None
-    shortfall: NoSpaceError | None = None
+    refusal: KvtoolError | None = None  # of a dry run: why it would not be done as it was asked for; None: it would
+    shortfall: NoSpaceError | None = None  # why the limit is not met, if that is no refusal
 
     @property
-    def reached(self) -> bool:
-        """Return True if the folder is within its limit."""
+    def within_budget(self) -> bool:
         return self.limit is None or self.after <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "budget": self.limit,
-            "goal": self.goal,
+            "target_bytes": self.goal,
             "bytes_before": self.before,
             "bytes_after": self.after,
             "bytes_freed": self.compacted,
             "profiles": sum(len(step.profiles) for step in self.steps),
-            "spared": self.spared,
+            "exact_retained": self.exact_retained,
             "dry_run": self.dry_run,
-            "reached": self.reached,
-            "refused": None if self.refusal is None else self.refusal.message,
+            "within_budget": self.within_budget,
+            "refusal": None if self.refusal is None else self.refusal.message,
             "steps": [step.to_json() for step in self.steps],
         }
 
 
 def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneReport:
-    """Make a store smaller: drop the least used first, in the order of :func:`plan_prune`.
-
-    Parameters
-    ----------
-    now : seconds since 1970.
-
-    Raises
-    ------
-    UsageError : no option says how far, or much would be dropped without `yes`.
-    NoSpaceError : only a size was asked for, and it cannot be reached: nothing was dropped. Or the disk has no space
-        for the copy without free pages; what was dropped is dropped.
-    DamagedError : a document cannot be read, so what it refers to is unknown; nothing was dropped.
-    """
+    """Drop the least used first (see :func:`plan_prune`). Raises UsageError, NoSpaceError or DamagedError."""
     now = time.time() if now is None else now
     with Store.open(path) as store:
         if options.dry_run:
@@ -99,23 +75,14 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """A decision on what to drop from a store.
+    """A decision on what to drop from a store."""
 
-    Attributes
-    ----------
-    limit : bytes that the store may have; None: no size was asked for.
-    request : without a goal if the limit cannot be reached.
-    used : bytes of the folder's files.
-    shortfall : the reason why the limit cannot be reached; None: it can.
-    refusal : the reason for doing nothing; None: the plan is carried out.
-    """
-
-    limit: int | None
-    request: PruneRequest
-    used: int
+    limit: int | None  # bytes that the store may have; None: no size was asked for
+    request: PruneRequest  # without a goal if the limit cannot be reached
+    used: int  # bytes of the folder's files
     plan: Plan
-    shortfall: NoSpaceError | None = None
-    refusal: KvtoolError | None = None
+    shortfall: NoSpaceError | None = None  # the reason why the limit cannot be reached; None: it can
+    refusal: KvtoolError | None = None  # the reason for doing nothing; None: the plan is carried out
 
     def report(self) -> PruneReport:
         goal = self.limit if self.request.goal is None else self.request.goal
@@ -137,30 +104,25 @@ def _prune(store: Store, writer: Writer, decision: _Decision, options: PruneOpti
         raise decision.refusal
     report, plan = decision.report(), decision.plan
     while True:
-        report.spared += len(_apply(store, writer, plan))
+        report.exact_retained += len(_apply(store, writer, plan))
         report.steps += plan.steps
         if options.compact and _is_too_large(space.folder_bytes(store.path), report.goal):
             report.compacted += writer.compact()
         report.after = space.folder_bytes(store.path)
-        if report.reached or not plan.steps:
+        if report.within_budget or not plan.steps:
             break
         inventory = take_inventory(store)  # sizes of small records are estimates
         if options.compact:  # free pages that a compaction has left stay
             inventory = replace(inventory, free=0)
         plan = plan_prune(inventory, decision.request)
-    if not report.reached and report.shortfall is None:
+    if not report.within_budget and report.shortfall is None:
         holds = f"the store holds {shown_size(report.after)}, over {shown_size(report.limit or 0)}"
         report.shortfall = NoSpaceError(holds, "" if options.compact else "leave out --no-compact")
     return report
 
 
 def _apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
-    """Drop what the plan says, a batch of chunks a transaction: killed anywhere, the store is whole and smaller.
-
-    Returns
-    -------
-    Chunks whose exact records stay after all: the level that was to replace them is damaged, and dropped.
-    """
+    """Drop what the plan says, a batch a transaction; return chunks that keep exact records for want of others."""
     spared: set[bytes] = set()
     for step in plan.steps:
         if step.stretches:
@@ -197,7 +159,6 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
 
 
 def _rest_is_readable(store: Store, chunk: bytes, going: set[str]) -> bool:
-    """Return True if the finest level that stays of a chunk can be read, or none is to stay."""
     staying = [level for level in store.levels(chunk) if level not in going]
     if not staying:
         return True
@@ -219,11 +180,6 @@ def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
     A limit that cannot be reached lets nothing go: all KV would have to be computed again, for a store that is too
     large all the same. What was asked for whatever the size is done; where that is nothing, the prune is refused.
     Where the limit can be reached and its low watermark cannot, it is the limit that is gone down to, likewise.
-
-    Raises
-    ------
-    UsageError : nothing says how far.
-    DamagedError : a document cannot be read, so what it refers to is unknown.
     """
     limit, request = _request(store, options, now)
     inventory = take_inventory(store)
@@ -239,7 +195,7 @@ def _decide(store: Store, options: PruneOptions, now: float) -> _Decision:
             f"the store cannot get down to {shown_size(limit)}, so nothing was removed for the size; without all that "
             f"may be removed it holds up to {shown_size(plan.expected)}",
             f"--max-size {size_from(plan.expected + _MARGIN)} can be reached; "
-            "`kvtool store unpin` and --unused let more be removed",
+            "`kvtool store pin --remove` and --unused let more be removed",
         )
         if not request.whatever_the_size:
             return _Decision(limit, request, inventory.used, plan, shortfall, shortfall)
@@ -291,15 +247,12 @@ def _too_much(inventory: Inventory, plan: Plan, options: PruneOptions) -> UsageE
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """Bytes of the folder before and after; chunks that nobody referred to and profiles that nothing named, dropped."""
-
     before: int
     after: int
     chunks: int = 0
     profiles: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
         return {
             "bytes_before": self.before,
             "bytes_after": self.after,
@@ -310,15 +263,7 @@ class Compacted:
 
 
 def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:
-    """Drop what nothing refers to, and give free pages back to the disk.
-
-    The second copy is not counted against the size budget: it is gone, or the first one is, before anything else is
-    written. The disk needs space for it.
-
-    Raises
-    ------
-    NoSpaceError : the disk has no space for it; what nothing refers to is dropped all the same.
-    """
+    """Drop what nothing refers to, and copy the store without free pages. Raises NoSpaceError."""
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         before = space.folder_bytes(store.path)
         chunks = writer.collect(keep=kept_always(store))

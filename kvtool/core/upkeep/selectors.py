@@ -16,12 +16,7 @@ Named = Mapping[str, str]  # source of a document -> path of its file; a file wi
 
 
 def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
-    """Sources of all documents that these words mean, sorted; paths of files that gave no document, too.
-
-    Raises
-    ------
-    UsageError : a word means nothing in the store, or several files' ends.
-    """
+    """Sources of all documents that these words mean, sorted; paths of files without a document, too."""
     sources: set[str] = set()
     named: Named | None = None
     for target in targets:
@@ -34,7 +29,6 @@ def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
 
 
 def _exactly(store: Store, target: str) -> set[str]:
-    """The documents of the file, or the one document, of just this path: found without a look at any other."""
     for path in (os.path.abspath(target), target) if target else ():
         entry, document = store.file(path), store.document(path)
         sources = {*(entry.documents or (path,))} if entry is not None else set()
@@ -44,7 +38,6 @@ def _exactly(store: Store, target: str) -> set[str]:
 
 
 def documents_of(store: Store) -> dict[str, str]:
-    """Every document's source with its file's path."""
     paths = {}
     for entry in store.files():
         for source in entry.documents or (entry.path,):

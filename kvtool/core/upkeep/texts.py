@@ -27,16 +27,7 @@ def stored_tokenizer(store: Store) -> Any:
 
 
 def compare_texts(store: Store, tokenizer: Any, sample: Fraction = Fraction(1)) -> tuple[int, list[Damage]]:
-    """Tokenise the passages of documents, and compare them with the token ids of their chunks.
-
-    Parameters
-    ----------
-    sample : share of the documents that are compared, always the same ones.
-
-    Returns
-    -------
-    The number of compared documents, and a damage for each that differs from its chunks.
-    """
+    """Compare a `sample` of documents with their chunks' token ids; return how many, and the differing ones."""
     compared, damaged = 0, list[Damage]()
     for source in store.sources():
         key = tables.name_key(source)

@@ -6,7 +6,7 @@ import { counted, join, plural, seconds, t } from "./text.js";
 
 const KINDS = [
   [
-    "standing",
+    "resident",
     t("kept from earlier turns"),
     t("The conversation so far: the server still has it in memory, so that nothing is read or computed."),
   ],
@@ -47,7 +47,7 @@ const REASONS = {
 
 /** Show what belongs to a complete answer. `ask`: asks the same question in another way. */
 export function showFacts(article, number, answer, about, prefill, ask) {
-  const chunks = [...about.chunks, ...(about.again ?? [])].sort((a, b) => (b.score ?? 0) - (a.score ?? 0));
+  const chunks = [...about.chunks, ...(about.resident_chunks ?? [])].sort((a, b) => (b.score ?? 0) - (a.score ?? 0));
   const text = article.querySelector(".text");
   put(text, ...cited(answer, about.citations ?? [], number));
   Object.entries(foreign(answer)).forEach(([name, value]) => text.setAttribute(name, value));
@@ -160,8 +160,8 @@ function source(chunk, citations, number) {
   const own = new Map(citations.filter((one) => one.chunk === chunk.id).map((one) => [one.number, one]));
   const about = [
     own.size && t("cited as {0}", [...own.keys()].map((each) => `[${each}]`).join(" ")),
-    chunk.since_ingest === "changed" && t("the file has changed since"),
-    chunk.since_ingest === "gone" && t("the file is gone"),
+    chunk.staleness === "changed" && t("the file has changed since"),
+    chunk.staleness === "deleted" && t("the file is gone"),
     chunk.origin && t("from {0}", chunk.origin),
   ];
   return h(
@@ -247,7 +247,7 @@ function times(about, prefill, ask, tell) {
     const rows = row(t("this answer"), timing.ttft, "reused");
     if (full != null)
       rows.push(...row(isMeasured ? t("full prefill, measured") : t("full prefill, estimated"), full, "fresh"));
-    const turns = full != null && tokens.standing && t("It computes earlier turns, too.");
+    const turns = full != null && tokens.resident && t("It computes earlier turns, too.");
     put(box, ...rows, h("p", { class: "dim" }, join([verdict(timing.ttft, full), how, turns])));
     tell(began(timing.ttft, full, isMeasured));
   };
@@ -302,7 +302,7 @@ function measuring(ask, draw) {
     put(said, " ", t("Full prefill runs…"));
     try {
       for await (const event of events(await ask({ fusion: "full" }, { max_tokens: 1 }))) {
-        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.kept), true);
+        if (event.kvtool) draw(event.kvtool.timing_ms.ttft, measuredHow(event.kvtool.turn?.cached), true);
       }
       put(said);
       button.remove();
@@ -323,7 +323,7 @@ const reasonOf = (span) => REASONS[span.reason] ?? span.reason;
 
 /** Return the passages in the order of the prompt, with the recomputed tokens marked. */
 function map(about) {
-  const chunks = about.chunks.filter((chunk) => chunk.explained);
+  const chunks = about.chunks.filter((chunk) => chunk.explanation);
   if (!chunks.length) return false;
   const counts = countsOf(chunks);
   const sum = (entries) => entries.reduce((total, [, count]) => total + count, 0);
@@ -341,7 +341,7 @@ function map(about) {
     );
     body.append(h("p", {}, label), strip(chunks, total, label), legendOf(counts), chosen);
     for (const chunk of chunks) {
-      const text = chunk.explained.spans.map((span) => marked(span, placeOf(chunk), chosen));
+      const text = chunk.explanation.spans.map((span) => marked(span, placeOf(chunk), chosen));
       body.append(h("h3", {}, placeOf(chunk)), h("p", foreign(chunk.text, { class: "passage" }), ...text));
     }
   });
@@ -352,7 +352,7 @@ function map(about) {
 function countsOf(chunks) {
   const counts = { "": 0 };
   const add = (reason, count) => (counts[reason] = (counts[reason] ?? 0) + count);
-  for (const { reasons, spans } of chunks.map((chunk) => chunk.explained)) {
+  for (const { reasons, spans } of chunks.map((chunk) => chunk.explanation)) {
     for (const span of spans) add(span.reason === "dropped" ? "dropped" : "", length(span));
     for (const [reason, count] of Object.entries(reasons)) {
       add(reason, count);
@@ -400,7 +400,7 @@ function strip(chunks, total, label) {
   tell(picture, "aria-label", label);
   let at = 0;
   for (const chunk of chunks) {
-    for (const span of chunk.explained.spans) {
+    for (const span of chunk.explanation.spans) {
       picture.append(draw("rect", { x: at, y: 0, width: length(span), height: 1, class: kindOf(span) }));
       at += length(span);
     }

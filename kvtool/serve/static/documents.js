@@ -308,7 +308,7 @@ function base64(file) {
 /** Return what became of a file, and whether that is a failure. */
 function outcome(report) {
   const { added, changed, unchanged } = report.documents;
-  const failed = [...report.failures, ...report.still_failing][0];
+  const failed = [...report.failures, ...report.known_failures][0];
   if (failed) return [reasonOf(failed.error), true];
   if (added && !report.tokens) return [t("added: the store had its text already"), false];
   if (added) return [t("added"), false];

@@ -88,7 +88,7 @@ OPERATIONS = (
     ),
     Operation("watch, until it watches", lambda place: ["watch", str(place.files), *_ASK], until="watching "),
     Operation("store pin, one document", lambda place: ["store", "pin", place.file(7)]),
-    Operation("store unpin", lambda place: ["store", "unpin", place.file(7)]),
+    Operation("store pin --remove", lambda place: ["store", "pin", "--remove", place.file(7)]),
     Operation(
         "compress, one chunk", lambda place: ["compress", "--level", "lossless", "--chunks", _chunk(place, 8), *_ASK]
     ),

@@ -47,7 +47,7 @@ def encode(symbols: U8, ids: U16, tables: TableSet, contexts: U8 | None = None) 
         states = np.where(full, states >> np.uint64(16), states)
         states = (states // frequency << np.uint64(PROBABILITY_BITS)) + states % frequency + cumulative[step]
     backwards = np.concatenate(words) if words else np.empty(0, np.uint16)
-    return Stream(np.ascontiguousarray(backwards[::-1]), states.astype(np.uint32))
+    return Stream.of(np.ascontiguousarray(backwards[::-1]), states.astype(np.uint32))
 
 
 def decode(stream: Stream, rows: int, ids: U16, tables: TableSet, contexts: U8 | None = None) -> U8:

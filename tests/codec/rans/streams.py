@@ -58,14 +58,12 @@ TERNARY = TableSet(
 
 
 def symbols_for(tables: TableSet, which: np.ndarray[Any, Any], random: np.random.Generator) -> U8:
-    """A symbol for each table number: as often as the table says, and one in eight from all that it has."""
     often = tables.slots[which * SLOTS + random.integers(0, SLOTS, which.shape)] & 255
     any_ = np.argmax(np.where(tables.frequencies[which] > 0, random.random((*which.shape, ALPHABET)), -1), -1)
     return np.where(random.random(which.shape) < 1 / 8, any_, often).astype(np.uint8)
 
 
 def sample(rows: int, columns: int, seed: int = 0, tables: TableSet = TABLES) -> tuple[U8, U16]:
-    """Symbols `[rows, columns]` and the tables of their columns."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, len(tables), columns).astype(np.uint16)
     return symbols_for(tables, np.broadcast_to(ids.astype(np.int64), (rows, columns)), random), ids
@@ -78,15 +76,12 @@ def int16_job(stream: Stream, ids: U16, rows: int, tables: TableSet = TABLES, re
 
 
 def encoded(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:
-    """By the back-end that is chosen."""
     return encode(Encoding(symbols, columns, contexts))[0]
 
 
 def stream_of(symbols: U8, ids: U16, tables: TableSet = TABLES) -> Stream:
-    """By the reference."""
     return reference.encode(symbols, ids, tables)
 
 
 def bfloat16_bits(values: np.ndarray[Any, np.dtype[np.float32]]) -> U16:
-    """As torch rounds."""
     return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)

@@ -82,7 +82,7 @@ def golden_sample() -> tuple[Any, Any]:
 def test_golden(machine: str) -> None:
     """The format does not change: neither what is written nor how it is read."""
     symbols, ids = golden_sample()
-    golden = Stream(
+    golden = Stream.of(
         np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
     )
     assert same(encoded(symbols, in_order(ids, TABLES)), golden)
@@ -112,7 +112,6 @@ def test_encoding_any_symbols(machine: str, rows: int, groups: int, seed: int, c
 
 @pytest.mark.parametrize("form", ["int16", "bfloat16"])
 def test_blocks_go_to_their_places(machine: str, form: Any) -> None:
-    """In any order, at any column, into rows of a larger array; the numbers between keep their values."""
     symbols, ids = sample(17, 128, seed=5)
     places = np.array([101, 3, 133, 50], np.int32)
     dtype = {"int16": np.int16, "bfloat16": np.uint16}[form]
@@ -129,7 +128,6 @@ def test_blocks_go_to_their_places(machine: str, form: Any) -> None:
 
 
 def held(form: str, numbers: Any) -> Any:
-    """Whole numbers as an output holds them."""
     if form == "bfloat16":
         return bfloat16_bits(np.float32(numbers))
     return numbers.astype(np.int16)
@@ -137,7 +135,6 @@ def held(form: str, numbers: Any) -> Any:
 
 @pytest.mark.parametrize("form", ["int16", "bfloat16"])
 def test_escapes_are_replaced_in_the_streams_order(machine: str, form: Any) -> None:
-    """Some rows full of them, most without; blocks go elsewhere than the order of the stream."""
     random = np.random.default_rng(6)
     ids = np.resize(np.array([0, 5], np.uint16), 128)  # all symbols, or 0 and 255
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (11, 128)), random)
@@ -167,7 +164,7 @@ def test_no_escapes_where_none_are_marked(machine: str) -> None:
     job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
     decode(replace(job, marked=np.empty(0, np.int16), marks=[0]))
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
-    nothing = int16_job(Stream(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
+    nothing = int16_job(Stream.of(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
     decode(replace(nothing, marked=np.empty(0, np.int16), marks=[0]))
     for rows in (job, nothing):
         with pytest.raises(DamagedError):
@@ -175,7 +172,6 @@ def test_no_escapes_where_none_are_marked(machine: str) -> None:
 
 
 def test_streams_of_many_sizes_from_one_read_only_buffer(machine: str) -> None:
-    """Read in place, or copied if what follows is unknown; into rows in another order, some left unchanged."""
     parts, found = bytearray(b"odd"), []
     ids = np.resize(np.arange(len(TABLES), dtype=np.uint16), 128)
     for index in range(40):
@@ -187,10 +183,10 @@ def test_streams_of_many_sizes_from_one_read_only_buffer(machine: str) -> None:
         parts += stream.words.tobytes() + stream.states.tobytes()
     payload = np.frombuffer(bytes(parts), np.uint8)
     streams = []
-    for index, (at, count, _) in enumerate(found):
+    for at, count, _ in found:
         words = np.frombuffer(payload, np.uint16, count, at)
         states = np.frombuffer(payload, np.uint32, 64, at + 2 * count)
-        streams.append(Stream(words, states, address(payload) + at if index % 2 else 0))
+        streams.append(Stream(words, states, address(payload) + at))
     rows = [len(symbols) for *_, symbols in found]
     starts = [sum(rows[index + 1 :]) + len(rows) - index for index in range(len(rows))]
     out = np.full((sum(rows) + len(rows) + 1, 128), 999, np.int16)
@@ -209,7 +205,6 @@ def test_nothing_to_do(machine: str) -> None:
 
 @pytest.mark.parametrize("columns", [64, 320])
 def test_refining(machine: str, columns: int) -> None:
-    """Contexts come from what is there, and so does the sign; numbers of hostile streams wrap."""
     random = np.random.default_rng(columns)
     coarse = random.integers(-4, 5, (17, columns)).astype(np.int16)
     coarse[3] = np.resize([32767, -32768, 10923, -10923, 10922, -10922, 0], columns)
@@ -231,7 +226,6 @@ def test_refining(machine: str, columns: int) -> None:
 
 
 def test_refining_by_any_number(machine: str) -> None:
-    """No encoder writes tables that hold more than -1, 0 and 1, but they must not do harm."""
     random = np.random.default_rng(2)
     ids = random.integers(0, len(TABLES) - 2, 64).astype(np.uint16)
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
@@ -242,7 +236,6 @@ def test_refining_by_any_number(machine: str) -> None:
 
 
 def test_two_threads(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own batch, from the first compilation on."""
     monkeypatch.setattr(jit, "kernel_for", compile_once(jit.kernel_for.__wrapped__))  # type: ignore[attr-defined]
     wrong: list[int] = []
     start = threading.Barrier(2)
@@ -300,7 +293,6 @@ def test_an_encoder_refuses_wrong_arrays(machine: str) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_symbols_of_numbers(machine: str, rows: int) -> None:
-    """At the columns' places; an escape where the table lacks the number, at both ends of int16 too."""
     random = np.random.default_rng(rows)
     ids = random.integers(0, len(TABLES), 128).astype(np.uint16)
     places = np.array([101, 3, 133, 50], np.int32)
@@ -329,7 +321,6 @@ def test_numbers_that_are_none_are_refused(machine: str) -> None:
 
 
 def test_an_encoder_leaves_its_stream_in_one_piece(machine: str) -> None:
-    """So a decoder reads it where it is."""
     symbols, ids = sample(5, 64)
     made = encoded(symbols, in_order(ids, TABLES))
     assert made.states.ctypes.data == made.words.ctypes.data + made.words.nbytes

@@ -126,7 +126,6 @@ def next_states(isa: Isa) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in isas.runnable() if name != "scalar"])
 def test_the_division_is_exact(name: str) -> None:
-    """For every frequency: multiples of it, their neighbours and both ends, over all the states an encoder meets."""
     run, random = next_states(isas.ISAS[name]), np.random.default_rng(0)
     for frequency in range(1, 2049):
         quotients = np.concatenate(

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from kvtool.cli.app import main
-from kvtool.core.cache.layout import read_store_file
+from kvtool.core.cache.layout import read_uuid
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
@@ -192,7 +192,7 @@ def start_learning(half: Path, folder: Path) -> None:
     """Put a store into a folder, and its learned passages next to it."""
     copy(half, folder / "main")
     (folder / "store").mkdir(exist_ok=True)
-    link = folder / "cache/learned" / read_store_file(half).uuid
+    link = folder / "cache/learned" / read_uuid(half)
     link.parent.mkdir(parents=True)
     link.symlink_to(folder / "store")
 

@@ -248,6 +248,5 @@ def test_every_row_sees_something() -> None:
 
 
 def test_memory_of_a_thread_does_not_grow_with_the_prompt() -> None:
-    """What a thread has to itself: a block of rows, a tile of keys."""
     sizes = [tiling.scratch_bytes(128, 128) for tiling in TILINGS]
     assert max(sizes) < 500_000

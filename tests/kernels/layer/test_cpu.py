@@ -29,7 +29,6 @@ def code(request: pytest.FixtureRequest) -> LayerKernels:
 
 @pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
 def test_a_norm_that_rounds_once_and_a_rotation_in_float32(isa: Isa) -> None:
-    """As OLMo 2 computes them in bfloat16."""
     code = layer_kernels(isa, torch.bfloat16, "silu", Rounding(norm_first=False, rope_in_float32=True))
     x, weight = random(13, 77, dtype=torch.bfloat16, seed=0), random(77, dtype=torch.float32, seed=1)
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)

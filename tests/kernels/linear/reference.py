@@ -8,7 +8,6 @@ from kvtool.core.kernels.linear.qtensor import BLOCK, QuantizedTensor
 
 
 def dequantize(matrix: QuantizedTensor) -> torch.Tensor:
-    """Compute the weights, float32 `[rows, columns]`: scale · (code - zero_point) + min, exact but for the addition."""
     layout = matrix.layout
     if layout.dense:
         return matrix.data.float()
@@ -21,7 +20,6 @@ def dequantize(matrix: QuantizedTensor) -> torch.Tensor:
 
 
 def _factors(matrix: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scales and group_mins of every group, float32 `[rows, groups]`."""
     layout = matrix.layout
     if not layout.superblocks:
         return matrix.scales.float(), matrix.group_mins.float() if layout.group_mins else None
@@ -35,7 +33,6 @@ def _factors(matrix: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
-    """Return the codes `[rows, columns]`: uint8, of eight bits int8."""
     layout = matrix.layout
     if layout.bits == 8:
         return matrix.data.view(torch.int8)

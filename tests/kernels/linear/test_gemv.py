@@ -58,7 +58,6 @@ def test_it_is_the_product_of_the_numbers(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_rows_are_apart(isa: str, kind: str) -> None:
-    """A part of the rows gives the same bits, and touches no other."""
     call, matrix, x = native(isa, kind), random_matrix(kind, 9, 768), torch.randn(768)
     whole, parts = torch.zeros(9), torch.full((9,), 7.0)
     run(call, matrix, x, whole, 0, 9)
@@ -72,7 +71,6 @@ def test_rows_are_apart(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:
-    """Bit by bit, for any number of them; the memory between them is not touched."""
     alone = native(isa, kind)
     for height in (2, 3, 4):
         together = native(isa, kind, height)

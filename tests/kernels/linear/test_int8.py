@@ -71,7 +71,6 @@ def test_it_is_the_product_of_the_rounded_rows(isa: Isa, kind: str) -> None:
 
 @pytest.mark.parametrize(("isa", "kind"), CASES, ids=str)
 def test_no_sum_is_too_large_for_its_bits(isa: Isa, kind: str) -> None:
-    """Every code and every q the largest there is."""
     random = random_matrix(kind, 16, 512)
     matrix = QuantizedTensor(
         kind, 16, 512, torch.full_like(random.data, 127 if kind == "q8_0" else 255), random.scales, random.group_mins
@@ -100,7 +99,6 @@ def test_what_is_no_number_stays_none_in_its_row(isa: Isa, kind: str) -> None:
 
 @pytest.mark.parametrize("isa", SETS, ids=str)
 def test_a_row_is_the_same_whatever_stands_beside_it(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whatever the number of threads, also where there are fewer rows than a tile has, and on every set."""
     matrix, x = random_matrix("q4_k", 48, 512), torch.randn(600, 512, generator=torch.Generator().manual_seed(0))
     whole = int8_gemm(matrix, x, isa=isa)
     assert torch.equal(whole, int8_gemm(matrix, x, isa=SETS[0]))

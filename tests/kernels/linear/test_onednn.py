@@ -67,7 +67,6 @@ print(resident() - before)
 
 
 def free() -> dict[str, str]:
-    """The environment without what another test's model has set."""
     return {name: value for name, value in os.environ.items() if name not in KERNELS_KEPT}
 
 

@@ -18,7 +18,6 @@ SIZES = [(4, 256, 4), (20, 768, 7), (36, 512, 33), (8, 288, 6), (12, 32, 5)]  # 
 
 
 def cases() -> list[tuple[Isa, str, torch.dtype]]:
-    """What there is code for on this CPU."""
     return [
         (isa, kind, dtype)
         for isa in (ISAS[name] for name in runnable())
@@ -29,7 +28,6 @@ def cases() -> list[tuple[Isa, str, torch.dtype]]:
 
 
 def weights(matrix: QuantizedTensor) -> torch.Tensor:
-    """As they are multiplied: rounded to bfloat16 as in a converted folder."""
     return (dequantize(matrix) if matrix.layout.dense else dequantize(matrix).bfloat16()).double()
 
 
@@ -59,7 +57,6 @@ def test_it_is_the_product_of_the_numbers(isa: Isa, kind: str, dtype: torch.dtyp
 def test_a_row_is_the_same_whatever_stands_beside_it(
     isa: Isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And whatever the number of threads; more rows than fit the cache are multiplied a block at a time."""
     matrix, x = random_matrix("q4_1", 40, 576), random(23, 576, dtype=dtype)
     whole = small_batch_gemm(matrix, x, isa=isa)
     assert torch.equal(small_batch_gemm(matrix, x[5:12].contiguous(), isa=isa), whole[5:12])

@@ -38,7 +38,7 @@ def test_batches_are_paired_by_question(tmp_path: Path) -> None:
 
 def journal(path: Path, wrong: int, count: int = 4) -> str:
     """Results of some questions, of which the first `wrong` are answered wrongly by reuse; the last is torn."""
-    head = {"type": "kvtool inspect quality", "facts": {}}
+    head = {"type": "kvtool eval", "facts": {}}
     rows = [json.dumps(head)]
     for place in range(count):
         for run, score, distance in (("full", 1.0, 0.0), ("reuse", float(place >= wrong), 0.5), ("none", 0.0, 2.0)):

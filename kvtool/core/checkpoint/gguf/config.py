@@ -46,16 +46,7 @@ _OWN_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the model that scales by 
 
 
 def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
-    """Build a file's configuration.
-
-    Parameters
-    ----------
-    alone : path of the file, in a folder without other files.
-
-    Raises
-    ------
-    ModelError : `transformers` does not read the architecture, or its positions are scaled in an unknown way.
-    """
+    """Build a file's configuration; in the folder of `alone` there are no other files."""
     from transformers import CONFIG_MAPPING
 
     read = _read(gguf, header, alone)
@@ -68,7 +59,6 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
 
 
 def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
-    """Read what `transformers` reads, by its names."""
     import transformers
 
     if header.architecture == GPT_OSS:
@@ -87,7 +77,6 @@ def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
 
 
 def _architectures() -> set[str]:
-    """Return the architectures that `transformers` reads, by GGUF's names for them."""
     from gguf.constants import MODEL_ARCH_NAMES
     from transformers import CONFIG_MAPPING
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
@@ -101,7 +90,6 @@ def _architectures() -> set[str]:
 
 
 def _stated(header: GgufHeader, kind: Any) -> dict[str, Any]:
-    """Return the values of the file that a kind of configuration has. A window of 0 is none (Phi-4)."""
     known = kind.__dataclass_fields__
     stated = {ours: header.value(theirs) for theirs, ours in _TOLD.items() if ours in known}
     return {name: value or None for name, value in stated.items() if value is not None}
@@ -143,11 +131,7 @@ def _restore_attention_scale(header: GgufHeader, config: Any) -> None:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 
-POSITIONS = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
+POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1 and 3.2
 _LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
@@ -155,12 +139,6 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def restore_rope(gguf: Path, header: GgufHeader, config: Any) -> None:
-    """Set a configuration's RoPE to the file's: base, rotated part of a head, and scaling.
-
-    Raises
-    ------
-    ModelError : positions are scaled in a way that no configuration can state.
-    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     whole = rope.get(_FULL)
     stated = (whole if isinstance(whole, dict) else rope) | _scaling(gguf, header, config)
@@ -179,14 +157,12 @@ def _base(header: GgufHeader, of: str = "") -> dict[str, Any]:
 
 
 def _part(header: GgufHeader, config: Any) -> dict[str, Any]:
-    """Return the share of a head that is rotated, if that is not all of it."""
     rotated = header.value("rope.dimension_count")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {} if rotated in (None, 0, head) else {"partial_rotary_factor": rotated / head}
 
 
 def _scaling(gguf: Path, header: GgufHeader, config: Any) -> dict[str, Any]:
-    """Return the scaling of the RoPE of layers without a window."""
     if divisors := header.tensors.get(POSITIONS[0]):
         stored = _numbers(gguf, divisors)
         return _proportional(stored) or _llama3(gguf, header, stored)

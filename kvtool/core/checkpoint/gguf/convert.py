@@ -57,15 +57,6 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
     """Find the folder with a GGUF file's model in bfloat16 safetensors; it is made on first use.
 
     The folder is named by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
-
-    Parameters
-    ----------
-    once : entered while it is made.
-
-    Raises
-    ------
-    ModelError : no such file, damaged, hostile, or of an architecture that cannot be used.
-    NoSpaceError : the cache has no space for the converted model.
     """
     if not gguf.is_file():
         raise ModelError(f"there is no file {gguf}", "check the path")
@@ -86,7 +77,6 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return True if a folder was converted to its end, and still has its packed weights. Raises ModelError."""
     return (folder / SOURCE).is_file() and PACKED in read_origin(folder).files and (folder / PACKED).is_file()
 
 
@@ -174,7 +164,6 @@ def _check_header(gguf: Path, header: GgufHeader) -> None:
 
 @contextlib.contextmanager
 def _guarded(gguf: Path) -> Iterator[None]:
-    """Turn any exception of the reader into an error about the file, which came from elsewhere."""
     try:
         yield
     except KvtoolError:
@@ -203,7 +192,6 @@ _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codesh
 
 
 def _read_tokenizer(header: GgufHeader, alone: Path) -> Any:
-    """Read the fast tokenizer of a file that is stored in a folder of its own."""
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     # AutoTokenizer would read the whole header once more

@@ -31,7 +31,7 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class _MalformedError(ValueError):
-    """A breach of the format."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,6 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """The value of `general.architecture`; "" without one."""
         value = self.metadata.get("general.architecture", "")
         return value if isinstance(value, str) else ""
 
@@ -64,17 +63,11 @@ class GgufHeader:
 
     @property
     def elements(self) -> int:
-        """Number of elements of all tensors together."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Parse and check a GGUF file's header. Memory and time are bounded by the file's own size.
-
-    Raises
-    ------
-    ModelError : not GGUF, cut short, or a count, length or offset that does not fit the file.
-    """
+    """Parse and check a GGUF file's header. Memory and time are bounded by the file's own size."""
     try:
         with reading(path), path.open("rb") as file:
             if not path.stat().st_size:
@@ -86,8 +79,6 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """A cursor over the file that refuses to leave it."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._size = len(data)

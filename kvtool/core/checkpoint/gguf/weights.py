@@ -25,16 +25,7 @@ _BLOCK = re.compile(r"^blk\.(\d+)\.")
 
 
 def load_weights(gguf: Path, header: GgufHeader, config: Any, alone: Path) -> Any:
-    """Build a file's model in bfloat16.
-
-    Parameters
-    ----------
-    alone : path of the file, in a folder without other files.
-
-    Raises
-    ------
-    ModelError : weights are missing or left over, or the header describes more than the file holds.
-    """
+    """Build a file's model in bfloat16; in the folder of `alone` there are no other files."""
     import torch
 
     wanted = _laid_out(gguf, header, config)
@@ -197,7 +188,6 @@ def _tensor(numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _filled(gguf: Path, wanted: Any, weights: Iterator[tuple[str, np.ndarray[Any, Any]]]) -> Any:
-    """Put weights, by the model's own names, into a model without numbers."""
     state = {name: _tensor(numbers).to(wanted.dtype) for name, numbers in weights}
     _refuse_missing(gguf, sorted(wanted.state_dict().keys() - state.keys()))
     wanted.load_state_dict(state, strict=True, assign=True)
@@ -230,10 +220,6 @@ def weights_of(header: GgufHeader, read: Callable[[TensorInfo], _Numbers]) -> It
     """Read each weight of a gpt-oss model, whose experts the reader of `transformers` does not find, by its own name.
 
     llama.cpp keeps gate and up separate, a row an output; the model keeps them interleaved, a column an output.
-
-    Raises
-    ------
-    ModelError : the model has no weight for a tensor.
     """
     for name, tensor in header.tensors.items():
         if match := _NAME.match(name):

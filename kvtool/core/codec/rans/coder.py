@@ -1,8 +1,4 @@
-"""rANS encoder and decoder in machine code (the bytes: tables.py).
-
-Kernels check nothing: every array and
-length is checked here, before a kernel sees it.
-"""
+"""rANS encoder and decoder in machine code that checks nothing: all arrays and lengths are checked here."""
 
 from __future__ import annotations
 
@@ -10,24 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtool.core.codec.rans import kernels_ir
 from kvtool.core.codec.rans.kernels_ir import REFINE, Decode, Encode
-from kvtool.core.codec.rans.tables import (
-    LANES,
-    LEAST_STATE,
-    MOST_CONTEXT,
-    U8,
-    U16,
-    U32,
-    Columns,
-    Stream,
-    TableSet,
-)
+from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, MOST_CONTEXT, U8, Columns, Stream
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.jit import Function, kernel
 from kvtool.core.native.job import Jobs, address, scratch
@@ -38,13 +23,10 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
     "bfloat16": np.dtype(np.uint16),
 }
 _SLACK = 16  # words an encoder may write after the last: those of a register
-_AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
 _NOTHING = np.zeros(1, np.uint16)
-_entries: WeakKeyDictionary[TableSet, tuple[U32, int]] = WeakKeyDictionary()
 
 
 def compile_ahead(dtype: str) -> None:
-    """Compile the decoders to numbers of this format before they are needed."""
     for form in kernels_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
             kernel(Decode(form))
@@ -55,17 +37,9 @@ def compile_ahead(dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Symbols to encode.
-
-    Attributes
-    ----------
-    symbols : `[rows, columns]`.
-    contexts : uint8 `[rows, columns]`, at most 2, added to the column's table id; where the columns refine.
-    """
-
-    symbols: U8
+    symbols: U8  # `[rows, columns]`
     columns: Columns
-    contexts: U8 | None = None
+    contexts: U8 | None = None  # `[rows, columns]`, at most 2, added to the column's table id; where the columns refine
 
 
 def encode(*encodings: Encoding) -> list[Stream]:
@@ -79,7 +53,8 @@ def encode(*encodings: Encoding) -> list[Stream]:
     if any((one.contexts is not None) != contexts for one in encodings):
         raise ValueError("all have contexts, or none has")
     made = iter(_encode(kernel(Encode(contexts)), [one for one in encodings if one.symbols.size]))
-    return [next(made) if one.symbols.size else _empty_stream() for one in encodings]
+    empty = np.empty(0, np.uint16), np.full(LANES, LEAST_STATE, np.uint32)
+    return [next(made) if one.symbols.size else Stream.of(*empty) for one in encodings]
 
 
 def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
@@ -94,10 +69,6 @@ def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
         raise ValueError("contexts up to 2, of columns that refine")
 
 
-def _empty_stream() -> Stream:
-    return _in_one_piece(np.empty(0, np.uint16), np.full(LANES, LEAST_STATE, np.uint32))
-
-
 def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     if not encodings:
         return []
@@ -107,7 +78,8 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     starts = [end - size - _SLACK for end, size in zip(ends, sizes, strict=True)]
     states = np.full((len(encodings), LANES), LEAST_STATE, np.uint32)
     counts = np.zeros((len(encodings), 2), np.int64)
-    held = [(one.columns.for_encoder, *_encoder_entries(one.columns.tables)) for one in encodings]
+    held = [one.columns.for_encoder for one in encodings]
+    entries = [one.columns.tables.encoder_entries for one in encodings]
     at = address(counts) + np.arange(len(encodings)) * counts.strides[0]
     jobs = Jobs(kernels_ir.ENCODE, len(encodings))
     jobs.set(
@@ -116,8 +88,8 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
             0 if one.contexts is None else address(one.contexts) + size
             for one, size in zip(encodings, sizes, strict=True)
         ],
-        bases=[of.first_entries for of, _, _ in held],
-        entries=[place for _, _, place in held],
+        bases=[of.first_entries for of in held],
+        entries=[address(own) for own in entries],
         states=address(states) + np.arange(len(encodings)) * states.strides[0],
         words=address(words) + np.array(starts) * words.itemsize,
         rows=[len(one.symbols) for one in encodings],
@@ -129,28 +101,9 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     if (counts[:, 1] & (1 << 31)).any():
         raise ValueError("a symbol that its table does not have")
     return [
-        _in_one_piece(words[start : start + count][::-1], own)
+        Stream.of(words[start : start + count][::-1], own)
         for start, count, own in zip(starts, counts[:, 0].tolist(), states[:, ::-1].copy(), strict=True)
     ]
-
-
-def _in_one_piece(words: U16, states: U32) -> Stream:
-    size = len(words)
-    whole = np.empty(size + 2 * len(states), np.uint16)
-    whole[:size] = words
-    whole[size:] = states.view(np.uint16)
-    return Stream(whole[:size], whole[size:].view(np.uint32), address(whole))
-
-
-def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
-    """Return an encoder's lookup and its address, uint32 `[tables * 256]`: frequency | cumulative << 12, or MISSING."""
-    entries = _entries.get(tables)
-    if entries is None:
-        frequencies = tables.frequencies.astype(np.uint32)
-        present = frequencies | tables.cumulative.astype(np.uint32) << np.uint32(kernels_ir.CUMULATIVE_AT)
-        looked_up = np.where(frequencies == 0, np.uint32(kernels_ir.MISSING), present).reshape(-1)
-        entries = _entries[tables] = looked_up, address(looked_up)
-    return entries
 
 
 # ---- decoding ----------------------------------------------------------------------------------------------------
@@ -158,27 +111,16 @@ def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Streams with the same columns, to decode into rows of one array.
-
-    Parameters
-    ----------
-    streams : their words and states may be views of a read-only buffer; see `Stream.address`.
-    starts, rows : first row in `out` of each stream, and its number of rows; they do not overlap.
-    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits.
-    form : format of `out`.
-    marked : numbers that the escapes stand for, stream after stream, each row by row, in the format of `out`.
-        None: escapes stay the number 127.
-    marks : number of these of each stream.
-    """
+    """Streams with the same columns, to decode into rows of one array."""
 
     streams: Sequence[Stream]
     columns: Columns
-    starts: Sequence[int]
-    rows: Sequence[int]
-    out: npt.NDArray[Any]
-    form: Form = "int16"
-    marked: npt.NDArray[Any] | None = None
-    marks: Sequence[int] = ()
+    starts: Sequence[int]  # first row in `out` of each stream
+    rows: Sequence[int]  # of each stream; they do not overlap
+    out: npt.NDArray[Any]  # `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits
+    form: Form = "int16"  # of `out`
+    marked: npt.NDArray[Any] | None = None  # what the escapes stand for, stream after stream; None: they stay 127
+    marks: Sequence[int] = ()  # number of these of each stream
 
     @property
     def kind(self) -> str:
@@ -188,14 +130,12 @@ class Decoding:
 def decode(*jobs: Decoding) -> None:
     """Decode the streams of jobs of one kind in one call, on one core; other threads run meanwhile.
 
-    A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` (int16) holds: with
-    r = symbol - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond
+    A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` (int16) holds: with r
+    = symbol - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond
     int16 wrap.
 
-    Raises
-    ------
-    DamagedError : no encoder made a stream; `out` may hold anything.
-    ValueError : arrays have the wrong shape or type, places are outside `out`, or kinds differ.
+    Raises DamagedError: no encoder made a stream; `out` may hold anything. Raises ValueError: arrays have the wrong
+    shape or type, places are outside `out`, or kinds differ.
     """
     kinds = {job.kind for job in jobs}
     if len(kinds) > 1:
@@ -218,10 +158,6 @@ def decode(*jobs: Decoding) -> None:
 
 
 def _check_decoding(job: Decoding) -> None:
-    """Check everything that a kernel relies upon to stay inside its arrays."""
-    for stream in job.streams:
-        if not stream.address:
-            _check_stream(stream)
     out, held, count = job.out, HELD.get(job.form), len(job.streams)
     if out.ndim != 2 or out.dtype != held or not out.flags.behaved or (out.size and out.strides[1] != out.itemsize):
         raise ValueError(f"output is {job.form}, [rows, stride], rows contiguous, aligned, and can be written")
@@ -237,16 +173,6 @@ def _check_decoding(job: Decoding) -> None:
         raise ValueError("marked values are a vector of what the output holds")
 
 
-def _check_stream(stream: Stream) -> None:
-    words, states = stream.words, stream.states
-    if words.dtype != np.uint16 or words.ndim != 1 or states.dtype != np.uint32 or states.ndim != 1:
-        raise ValueError("a stream is words of uint16 and states of uint32")
-    if len(states) != LANES:
-        raise DamagedError("a stream without its 64 lanes")
-    if not (words.flags.c_contiguous and states.flags.c_contiguous):
-        raise ValueError("a stream's words and states are contiguous")
-
-
 def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
     fits = marked.dtype == HELD[job.form] and marked.ndim == 1 and marked.flags.c_contiguous
     return (
@@ -255,7 +181,7 @@ def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
 
 
 def _with_rows(job: Decoding) -> list[int]:
-    """Return the streams that a kernel is to run, as its loops run once at least. The others are checked here."""
+    """The streams that a kernel is to run, as its loops run once at least. The others are checked here."""
     some = [number for number, rows in enumerate(job.rows) if rows] if len(job.columns) else []
     if len(some) < len(job.streams):
         for number in set(range(len(job.streams))).difference(some):
@@ -274,10 +200,8 @@ def _check_escapes(job: Decoding, number: int, count: int) -> None:
 def run(function: Function, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
     """Run some streams of checked jobs, in one call.
 
-    Returns
-    -------
-    For each stream, one job after another, the number of words it asked for, negative where its states do not end
-    right; and the number of escapes that were replaced.
+    Returns for each stream, one job after another, the number of words it asked for, negative where its states do not
+    end right; and the number of escapes that were replaced.
     """
     results = np.empty((2, sum(len(some) for _, some in work)), np.int64)
     kept: list[npt.NDArray[Any]] = []
@@ -296,10 +220,8 @@ def _fields(
 ) -> Iterator[tuple[int, ...]]:
     """Yield for each stream the fields of kernels_ir.DECODE, in their order.
 
-    Parameters
-    ----------
-    at, further : address of the first stream's count of words, and bytes from it to the count of its escapes.
-    kept : collects what must outlive the call.
+    `at` is the address of the first stream's count of words, `further` the bytes from it to the count of its escapes.
+    `kept` collects what must outlive the call.
     """
     out, columns = job.out, job.columns
     first, stride, groups = address(out), out.strides[0], columns.groups
@@ -309,11 +231,10 @@ def _fields(
     marks, replace = _marks(job), 0 if job.marked is None else -1
     for place, number in enumerate(some):
         stream = job.streams[number]
-        words, states = _addresses(stream, kept)
         yield (
-            words,
+            stream.address,
             len(stream.words),
-            states,
+            stream.address + 2 * len(stream.words),
             bases,
             slots,
             places,
@@ -337,11 +258,3 @@ def _marks(job: Decoding) -> list[tuple[int, int]]:
     return [
         (first + size * min(before, last), max(0, count - 1)) for before, count in zip(befores, job.marks, strict=True)
     ]
-
-
-def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
-    """Return the addresses of words and states. After the words a kernel may read the states, or else zeros."""
-    if stream.address:
-        return stream.address, stream.address + 2 * len(stream.words)
-    kept.append(np.concatenate([stream.words, _AFTER]))
-    return address(kept[-1]), address(stream.states)

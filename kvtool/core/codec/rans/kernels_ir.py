@@ -1,6 +1,4 @@
-"""rANS decoders and encoders in LLVM IR: one module for each instruction set and form of output, and for each
-instruction set with contexts and without (the bytes: reference.py); and the kernels that make symbols of numbers, the
-same for every instruction set: LLVM splits the vectors.
+"""rANS decoders and encoders in LLVM IR (the bytes: tables.py), and kernels that make symbols of numbers.
 
 A decoder checks only its own reading. At every step it reads at most 64 words from no later than the end of the words,
 so the 128 bytes after them must be readable. It counts the words that a stream asks for, which the caller compares with
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from kvtool.core.codec.rans.tables import (
     ALPHABET,
     BLOCK,
+    CUMULATIVE_AT,
     ESCAPE,
     LANES,
     LEAST_STATE,
@@ -92,8 +91,6 @@ STRAY = Job(
     **_SOURCE,  # places are those of the blocks that are not coded
     some="i64*",  # not 0 where a number in one of these blocks is not 0
 )
-CUMULATIVE_AT = 12
-MISSING = 1 << 31 | 1  # with a frequency, so that no kernel divides by 0
 
 _OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
 
@@ -103,48 +100,44 @@ _OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The kernel for a form of output, or for `refine`."""
-
     form: str
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
+        """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
         k = FunctionBuilder("run", isa, JOBS)
-        _decode(k, self.form)
+        width, zero = k.width, k.constant("i64")
+        memory = [k.alloca(f"<{width} x i32>").of("i32") for _ in range(LANES // width)]
+        with DECODE.each(k) as job:
+            starts = [job.states.load(lane, width, align=1) for lane in range(0, LANES, width)]
+            rows = k.loop(job.rows, job.out, zero, zero, *starts)
+            row, *carried = rows.values
+            steps = k.loop(job.groups, *carried)
+            position, escapes, *states = steps.values
+
+            column, block = steps.index << 6, steps.index << 1
+            outs = [row.at(job.places.load(block + half).to("i64")) for half in range(2)]
+            parts = [outs[lane // BLOCK].at(lane % BLOCK) for lane in range(0, LANES, width)]
+            firsts = [job.bases.at(column).load(lane, width) for lane in range(0, LANES, width)]
+            coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if self.form == REFINE else []
+            if coarse:
+                firsts = [_with_context(*pair) for pair in zip(firsts, coarse, strict=True)]
+            entries = [
+                _entries_by_memory(job.slots, first + (state & (SLOTS - 1)), own)
+                for first, state, own in zip(firsts, states, memory, strict=True)
+            ]
+            states = [
+                ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
+                for entry, state in zip(entries, states, strict=True)
+            ]
+            position, states = _filled(job, position, states)
+            _write(self.form, entries, coarse, parts)
+            if self.form != REFINE:
+                escapes = _with_escapes(job, entries, outs, escapes)
+
+            carried = steps.close(position, escapes, *states)
+            _, position, escapes, *states = rows.close(row.skip(job.stride), *carried)
+            _finish(job, position, escapes, states)
         return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
-
-
-def _decode(k: FunctionBuilder, form: str) -> None:
-    """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
-    width, zero = k.width, k.constant("i64")
-    memory = [k.alloca(f"<{width} x i32>").of("i32") for _ in range(LANES // width)]
-    with DECODE.each(k) as job:
-        starts = [job.states.load(lane, width, align=1) for lane in range(0, LANES, width)]
-        rows = k.loop(job.rows, job.out, zero, zero, *starts)
-        row, *carried = rows.values
-        steps = k.loop(job.groups, *carried)
-        position, escapes, *states = steps.values
-
-        column, block = steps.index << 6, steps.index << 1
-        outs = [row.at(job.places.load(block + half).to("i64")) for half in range(2)]
-        parts = [outs[lane // BLOCK].at(lane % BLOCK) for lane in range(0, LANES, width)]
-        firsts = [job.bases.at(column).load(lane, width) for lane in range(0, LANES, width)]
-        coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if form == REFINE else []
-        if coarse:
-            firsts = [_with_context(*pair) for pair in zip(firsts, coarse, strict=True)]
-        entries = [
-            _entries_by_memory(job.slots, first + (state & (SLOTS - 1)), own)
-            for first, state, own in zip(firsts, states, memory, strict=True)
-        ]
-        states = [_moved(*pair) for pair in zip(entries, states, strict=True)]
-        position, states = _filled(job, position, states)
-        _write(form, entries, coarse, parts)
-        if form != REFINE:
-            escapes = _with_escapes(job, entries, outs, escapes)
-
-        carried = steps.close(position, escapes, *states)
-        _, position, escapes, *states = rows.close(row.skip(job.stride), *carried)
-        _finish(job, position, escapes, states)
 
 
 def _entries_by_memory(table: Value, indices: Value, memory: Value) -> Value:
@@ -158,11 +151,6 @@ def _entries_by_memory(table: Value, indices: Value, memory: Value) -> Value:
         index = k.emit_value("i32", f"load volatile i32, ptr {memory.at(lane)}, align 4")
         found = found.with_lane(lane, table.load(index.to("i64")))
     return found
-
-
-def _moved(entry: Value, state: Value) -> Value:
-    """Compute frequency * (state >> 11) + bias."""
-    return ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
 
 
 def _filled(job: Fields, position: Value, states: Sequence[Value]) -> tuple[Value, list[Value]]:
@@ -191,12 +179,11 @@ def _expanded(words: Value, mask: Value, bits: Value) -> Value:
 
 
 def _expansions() -> list[list[int]]:
-    """Return for every mask of eight lanes each lane's word: the number of lower lanes in the mask."""
+    """For every mask of eight lanes each lane's word: the number of lower lanes in the mask."""
     return [[(mask & ((1 << lane) - 1)).bit_count() for lane in range(8)] for mask in range(256)]
 
 
 def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value]) -> None:
-    """Store the number of words that were asked for, or its negative complement; and the number of escapes."""
     job.escapes.store(escapes)
     wrong = states[0].like(0)
     for state in states:
@@ -205,7 +192,6 @@ def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value
 
 
 def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
-    """Write the symbols of slot entries as numbers of a form, or merged into a coarser level."""
     for index, (entry, out) in enumerate(zip(entries, parts, strict=True)):
         numbers = (entry & 255) - ZERO
         if form == REFINE:
@@ -216,7 +202,6 @@ def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: 
 
 
 def _with_context(bases: Value, coarse: Value) -> Value:
-    """Return the first slots of the tables that coarser numbers choose: min(|q|, 2) tables on."""
     size = coarse.compare("slt", 0).select(-coarse, coarse)
     return bases + ((size > MOST_CONTEXT).select(size.like(MOST_CONTEXT), size) << PROBABILITY_BITS)
 
@@ -243,54 +228,44 @@ def _with_escapes(job: Fields, entries: Sequence[Value], outs: Sequence[Value], 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """The kernel that encodes with or without contexts."""
-
     contexts: bool
 
     def __call__(self, isa: Isa) -> str:
-        """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
-        _encode(k, self.contexts)
+        width = k.width
+        with ENCODE.each(k) as job:
+            starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
+            rows = k.loop(job.rows, job.words, k.constant("i64"), k.zeros(width, "i32"), *starts)
+            steps = k.loop(job.groups, *rows.values)
+            words, end, missing, *states = steps.values
+
+            end = end - LANES
+            bases = job.bases.at(steps.index << 6)
+            entries = []
+            for lane in range(0, LANES, width):
+                at = end + (LANES - width - lane)
+                index = bases.load(lane, width) + _backwards(job.symbols, at, width)
+                if self.contexts:
+                    index = index + _backwards(job.contexts, at, width) * ALPHABET
+                entries.append(_look_up(job.entries, index))
+            for place, entry in enumerate(entries):
+                missing = missing | entry
+                words, states[place] = _put(words, entry, states[place])
+
+            words, _, missing, *states = rows.close(*steps.close(words, end, missing, *states))
+            missing = any_bits(missing)
+            job.written.store((words.to("i64") - job.words.to("i64")) >> 1)
+            job.missing.store(missing)
+            for lane, state in zip(range(0, LANES, width), states, strict=True):
+                job.states.store(state, lane)
         return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
 
 
-def _encode(k: FunctionBuilder, contexts: bool) -> None:
-    """Keep 64 states in registers."""
-    width = k.width
-    with ENCODE.each(k) as job:
-        starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
-        rows = k.loop(job.rows, job.words, k.constant("i64"), k.zeros(width, "i32"), *starts)
-        steps = k.loop(job.groups, *rows.values)
-        words, end, missing, *states = steps.values
-
-        end = end - LANES
-        bases = job.bases.at(steps.index << 6)
-        entries = []
-        for lane in range(0, LANES, width):
-            at = end + (LANES - width - lane)
-            index = bases.load(lane, width) + _backwards(job.symbols, at, width)
-            if contexts:
-                index = index + _backwards(job.contexts, at, width) * ALPHABET
-            entries.append(_look_up(job.entries, index))
-        for place, entry in enumerate(entries):
-            missing = missing | entry
-            words, states[place] = _put(words, entry, states[place])
-
-        words, _, missing, *states = rows.close(*steps.close(words, end, missing, *states))
-        missing = any_bits(missing)
-        job.written.store((words.to("i64") - job.words.to("i64")) >> 1)
-        job.missing.store(missing)
-        for lane, state in zip(range(0, LANES, width), states, strict=True):
-            job.states.store(state, lane)
-
-
 def _backwards(pointer: Value, index: Value, width: int) -> Value:
-    """Load bytes from an index on, the last first, as i32."""
     return pointer.load(index, width).shuffle([*reversed(range(width))]).to("i32")
 
 
 def _look_up(table: Value, indices: Value) -> Value:
-    """Look up `table[indices]`, lane by lane: no slower than a gather, and much faster on some CPUs."""
     found = indices.k.poison(indices.type)
     for lane in range(indices.lanes):
         found = found.with_lane(lane, table.load(indices.lane(lane).to("i64")))
@@ -298,7 +273,6 @@ def _look_up(table: Value, indices: Value) -> Value:
 
 
 def _put(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
-    """Encode one symbol a lane: full states give a word first. Returns the next place for words, and the states."""
     frequency, cumulative = entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
     full = (state >> (32 - PROBABILITY_BITS)) >= frequency  # frequency << 21 would not fit for one of 2048
     bits = bits_of(full)
@@ -330,13 +304,11 @@ def _compressed(state: Value, mask: Value, bits: Value) -> Value:
 
 
 def _compressions() -> list[list[int]]:
-    """Return for every mask of eight lanes its lanes, then zeros."""
     lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
     return [row + [0] * (8 - len(row)) for row in lanes]
 
 
 def symbols_module(isa: Isa) -> str:
-    """Make the kernel for symbols of numbers, 32 at a time."""
     k = FunctionBuilder("run", isa, JOBS)
     with SYMBOLS.each(k) as job:
         rows = k.loop(job.rows, job.numbers, job.symbols, k.constant("i64"))
@@ -362,7 +334,6 @@ def _column(job: Fields, block: Value) -> Value:
 
 
 def finer_module(isa: Isa) -> str:
-    """Make the kernel for symbols and contexts that refine coarser numbers to finer ones."""
     k = FunctionBuilder("run", isa, JOBS)
     with FINER.each(k) as job:
         rows = k.loop(job.rows, k.constant("i64"), k.constant("i64"))
@@ -382,7 +353,6 @@ def finer_module(isa: Isa) -> str:
 
 
 def wider_module(isa: Isa) -> str:
-    """Make the kernel for a level's numbers of the next finer one's: floor((number + 1) / 3)."""
     k = FunctionBuilder("run", isa, JOBS)
     with WIDER.each(k) as job, k.loop(job.blocks) as block:
         third = (job.numbers.load(block << 5, BLOCK) + (_OFFSET + 1)) // 3
@@ -391,7 +361,6 @@ def wider_module(isa: Isa) -> str:
 
 
 def stray_module(isa: Isa) -> str:
-    """Make the kernel that looks for numbers other than 0 where none are coded."""
     k = FunctionBuilder("run", isa, JOBS)
     with STRAY.each(k) as job:
         rows = k.loop(job.rows, job.numbers, k.zeros(BLOCK, "i16"))

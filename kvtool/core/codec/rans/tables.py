@@ -35,6 +35,8 @@ ZERO = 128  # the symbol of the number 0
 ESCAPE = 255  # the symbol of a number that the alphabet or a table has no symbol for
 _MOST_TABLES = 4096
 _SYMBOL_BITS, _BIAS_AT = 8, 20
+CUMULATIVE_AT = 12
+_MISSING = np.uint32(1 << 31 | 1)  # with a frequency, so that no kernel divides by 0
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -69,7 +71,6 @@ class TableSet:
 
     @cached_property
     def cumulative(self) -> U16:
-        """Sum the frequencies of smaller symbols, uint16 `[tables, 256]`."""
         sums = np.cumsum(self.frequencies, 1, dtype=np.int64)
         return (sums - self.frequencies).astype(np.uint16)
 
@@ -81,6 +82,13 @@ class TableSet:
         bias = np.tile(np.arange(SLOTS), len(self)) - self.cumulative[tables, symbols]
         entries = symbols | (self.frequencies[tables, symbols].astype(np.int64) << _SYMBOL_BITS) | (bias << _BIAS_AT)
         return np.asarray(entries, np.uint32)
+
+    @cached_property
+    def encoder_entries(self) -> U32:
+        """An encoder's lookup, uint32 `[tables * 256]`: frequency | cumulative << 12, or `_MISSING`."""
+        frequencies = self.frequencies.astype(np.uint32)
+        present = frequencies | self.cumulative.astype(np.uint32) << np.uint32(CUMULATIVE_AT)
+        return np.where(frequencies == 0, _MISSING, present).reshape(-1)
 
     @cached_property
     def costs(self) -> npt.NDArray[np.float32]:
@@ -133,22 +141,14 @@ class EncoderAddresses(NamedTuple):
 class Columns:
     """Columns of streams: checked once, laid out for a kernel once, used for every stream that has them.
 
-    Parameters
-    ----------
-    ids : table of each column, uint16 `[columns]`; columns are a multiple of 64.
-    places : int32 `[columns / 32]`: first column in an output of each block of 32; blocks do not overlap.
-    refines : a symbol's context chooses among three tables, from its column's on.
-
-    Raises
-    ------
-    DamagedError : a column names no table, or the columns do not fill 64 lanes.
-    ValueError : a vector has the wrong type or shape.
+    Raises DamagedError: a column names no table, or the columns do not fill 64 lanes; ValueError: a vector has the
+    wrong type or shape.
     """
 
-    ids: U16
+    ids: U16  # table of each column, uint16 `[columns]`; columns are a multiple of 64
     tables: TableSet
-    places: I32
-    refines: bool = False
+    places: I32  # int32 `[columns / 32]`: first column in an output of each block of 32; blocks do not overlap
+    refines: bool = False  # a symbol's context chooses among three tables, from its column's on
 
     def __post_init__(self) -> None:
         for vector, dtype in ((self.ids, np.uint16), (self.places, np.int32)):
@@ -165,22 +165,18 @@ class Columns:
 
     @property
     def groups(self) -> int:
-        """Count the steps of a row, each of 64 columns."""
         return len(self.ids) // LANES
 
     @cached_property
     def reach(self) -> int:
-        """Return the least number of columns of an output."""
         return int(self.places.max()) + BLOCK if len(self.places) else 0
 
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return each column's place in a row of an output."""
         return columns_of(self.places)
 
     @cached_property
     def limits(self) -> tuple[I16, I16]:
-        """Return the least number of each column's table, and the count of its numbers: int16 `[columns]`."""
         low, high = self.tables.bounds
         return low[self.ids], (high - low + np.int16(1))[self.ids]
 
@@ -188,12 +184,11 @@ class Columns:
 
     @cached_property
     def first_slots(self) -> U32:
-        """Return the first slot of each column's table among all tables'."""
         return self.ids.astype(np.uint32) * np.uint32(SLOTS)
 
     @cached_property
     def for_encoder(self) -> EncoderAddresses:
-        """Return the vectors that an encoder reads; entries are those of the last column first."""
+        """The first entries are those of the last column first."""
         first_entries = self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
         arrays = (self.places, *self.limits, first_entries)
         places, low, many, first = [address(array) for array in arrays]
@@ -201,12 +196,10 @@ class Columns:
 
 
 def columns_of(places: I32) -> npt.NDArray[np.int64]:
-    """Return the columns of the blocks that begin at `places`."""
     return (places[:, None].astype(np.int64) + np.arange(BLOCK)).reshape(-1)
 
 
 def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
-    """Return columns whose blocks are stored one after another."""
     return Columns(ids, tables, np.arange(0, len(ids), BLOCK, dtype=np.int32), refines)
 
 
@@ -217,15 +210,22 @@ def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
 class Stream:
     """An encoded stream: `words` uint16 in the order a decoder reads them, `states` uint32 `[64]` it starts with.
 
-    `address` : of the words, where the states are known to follow them in memory; else 0.
+    `address`: of the words, which the states follow in memory.
     """
 
     words: U16
     states: U32
-    address: int = 0
+    address: int
+
+    @classmethod
+    def of(cls, words: U16, states: U32) -> Stream:
+        size = len(words)
+        whole = np.empty(size + 2 * len(states), np.uint16)
+        whole[:size] = words
+        whole[size:] = states.view(np.uint16)
+        return cls(whole[:size], whole[size:].view(np.uint32), address(whole))
 
 
 def check_ids(ids: U16, tables: TableSet, most_context: int) -> None:
-    """Refuse columns that name a table which is not there; raises DamagedError."""
     if len(ids) % LANES or (len(ids) and int(ids.max()) + most_context >= len(tables)):
         raise DamagedError("a column that names no table")

@@ -1,11 +1,8 @@
-"""rANS decoder for GPUs, in Triton: a batch of streams a launch, one warp a stream (the bytes: reference.py).
+"""rANS decoder for GPUs, in Triton: a batch of streams a launch, one warp a stream (the bytes: tables.py).
 
 A stream is sequential and short of work for a GPU, which many streams (layers, sides, chunks) at once fill. Its 64
 lanes are two halves of 32, one lane of each a thread, so that two ballots count the lanes that need a word. One step's
 columns are two groups of 32 for the same reason.
-
-Nothing imports triton before the first batch: kvtool works without it. With `TRITON_INTERPRET=1` in the environment of
-a process that has not imported triton yet, the same kernel runs on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.rans.tables import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
-from kvtool.core.common.installing import install_line
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError
+from kvtool.core.kernels.triton_jit import jit
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -35,30 +32,17 @@ _slots: weakref.WeakKeyDictionary[TableSet, dict[torch.device, torch.Tensor]] = 
 
 @dataclass(frozen=True, slots=True)
 class CudaDecoding:
-    """A stream and the place of its numbers.
-
-    Parameters
-    ----------
-    out : int16 `[rows, stride]` on the device, rows of adjacent numbers; numbers outside the columns' places are kept.
-    """
-
     stream: Stream
     columns: Columns
     rows: int
-    out: torch.Tensor
+    out: torch.Tensor  # int16 `[rows, stride]` on the device; numbers outside the columns' places are kept
 
 
 def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> None:
-    """Fill every job's `out` in one launch, and wait for it.
+    """Fill every job's `out` in one launch, as `coder.decode` does, and wait for it.
 
-    A number is its symbol - 128. Columns that refine make finer, in place, the coarser numbers q that `out` holds: q
-    becomes 3 q + r, or 3 q - r where q < 0. A column's table is then its own + min(|q|, 2).
-
-    Raises
-    ------
-    DamagedError : a stream does not end as an encoder began. `out` then holds nothing usable.
-    ValueError : a job's arrays do not fit each other, or only some jobs' columns refine.
-    KvtoolError : triton is missing.
+    Raises DamagedError: a stream does not end as an encoder began, and `out` holds nothing usable; ValueError: a job's
+    arrays do not fit each other, or only some jobs' columns refine; KvtoolError: triton is missing.
     """
     if not jobs:
         return
@@ -68,23 +52,18 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
         _check(job, device)
     if len({job.columns.refines for job in jobs}) > 1:
         raise ValueError("all columns refine, or none does")
-    kernel = _kernel()
     described = _described(jobs, device)
     ends = torch.empty((len(jobs), 2), dtype=torch.int32, device=device)
     options = constants(jobs[0].columns.refines, ballot=device.type == "cuda")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(len(jobs),)](described, ends, **options, num_warps=1)
+        _kernel()[(len(jobs),)](described, ends, **options, num_warps=1)
     expected = torch.tensor([(len(job.stream.words), LANES) for job in jobs], dtype=torch.int32)
     if not torch.equal(ends.cpu(), expected):
         raise DamagedError("an encoded stream that does not end where it should")
 
 
 def _check(job: CudaDecoding, device: torch.device) -> None:
-    """Check everything that the kernel relies upon to stay inside its arrays, beyond what `Columns` checks."""
-    words, states = job.stream.words, job.stream.states
-    if len(states) != LANES or states.dtype != np.uint32 or words.dtype != np.uint16:
-        raise ValueError("a stream of the wrong type")
-    if job.rows * len(job.columns) >= 1 << 31 or len(words) >= 1 << 31:
+    if job.rows * len(job.columns) >= 1 << 31 or len(job.stream.words) >= 1 << 31:
         raise ValueError("a stream of more symbols than an int32 counts")
     if job.out.dtype != torch.int16 or job.out.device != device or job.out.ndim != 2:
         raise ValueError(f"decoding needs an int16 matrix on {device}")
@@ -95,7 +74,6 @@ def _check(job: CudaDecoding, device: torch.device) -> None:
 
 
 def _described(jobs: Sequence[CudaDecoding], device: torch.device) -> torch.Tensor:
-    """Upload at once the jobs' descriptors, int64 `[jobs, 10]`, and after them everything that they point to."""
     rows = np.zeros((len(jobs), _FIELDS), np.int64)
     parts: list[npt.NDArray[Any]] = [rows]
     starts, at = [0], _aligned(rows.nbytes)
@@ -121,7 +99,6 @@ def _aligned(size: int) -> int:
 
 
 def _slots_on(tables: TableSet, device: torch.device) -> torch.Tensor:
-    """Upload the set's slots to the device once, and keep them as long as the set."""
     copies = _slots.setdefault(tables, {})
     if device not in copies:
         copies[device] = torch.from_numpy(tables.slots).to(device)
@@ -135,36 +112,16 @@ def constants(refine: bool, ballot: bool) -> dict[str, Any]:
 
 @functools.cache
 def _kernel() -> Any:
-    """Make the kernel, which triton compiles for each set of `constants`.
-
-    A kernel finds triton's language and the functions that it calls among its module's globals. They are put there at
-    the first use: decorators and an import would need triton for importing this module.
-    """
-    try:
-        import triton
-        import triton.language
-    except ImportError as error:
-        raise KvtoolError(
-            "decoding on the GPU needs triton", f"{install_line('triton')}, or decode on the CPU"
-        ) from error
-    globals()["tl"] = triton.language
-    for function in (_ahead, _ranks, _refilled, _number):
-        globals()[function.__name__] = triton.jit(function)
-    return triton.jit(_decode)
+    return jit(_decode, _ahead, _ranks, _refilled, _number)
 
 
 # Below: Triton. Its code cannot use this module's numbers, hence the literals: 10 fields, 64 lanes, 32 threads a warp.
 
 
 def _decode(
-    descriptors: tl.tensor,
-    ends: tl.tensor,
-    REFINE: tl.constexpr,
-    BALLOT: tl.constexpr,
-    BITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    LEAST: tl.constexpr,
-) -> None:
+    descriptors: tl.tensor, ends: tl.tensor, REFINE: tl.constexpr, BALLOT: tl.constexpr, BITS: tl.constexpr,
+    ZERO: tl.constexpr, LEAST: tl.constexpr,
+) -> None:  # fmt: skip
     """Decode one stream a program. `ends` int32 `[jobs, 2]`: words wanted, lanes that ended in 2^16."""
     job = descriptors + tl.program_id(0) * 10
     blocks = tl.load(job + 1).to(tl.int32)
@@ -213,15 +170,9 @@ def _decode(
 
 
 def _ahead(
-    ids: tl.tensor,
-    places: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    row: tl.tensor,
-    group: tl.tensor,
-    valid: tl.tensor,
-    REFINE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    ids: tl.tensor, places: tl.tensor, out: tl.tensor, stride: tl.tensor, row: tl.tensor, group: tl.tensor,
+    valid: tl.tensor, REFINE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Return the table ids of 32 columns, the coarser numbers there, and pointers to the places of their numbers."""
     lane = tl.arange(0, 32)
     table = tl.load(ids + group * 32 + lane, mask=valid, other=0).to(tl.int32)
@@ -259,14 +210,12 @@ def _ranks(low: tl.tensor, high: tl.tensor, BALLOT: tl.constexpr) -> tuple[tl.te
 
 
 def _refilled(state: tl.tensor, words: tl.tensor, at: tl.tensor, count: tl.tensor, LEAST: tl.constexpr) -> tl.tensor:
-    """Refill the states that need a word; after the stream's own words come zeros."""
     empty = state < LEAST
     word = tl.load(words + at, mask=empty & (at < count), other=0).to(tl.uint32)
     return tl.where(empty, (state << 16) | word, state)
 
 
 def _number(entry: tl.tensor, before: tl.tensor, REFINE: tl.constexpr, ZERO: tl.constexpr) -> tl.tensor:
-    """Make the numbers of the symbols of 32 columns."""
     number = (entry & 255).to(tl.int32) - ZERO
     if REFINE:
         number = 3 * before + tl.where(before < 0, -number, number)

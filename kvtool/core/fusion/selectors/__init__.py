@@ -33,18 +33,6 @@ AUTO = "auto"  # the controller (query/auto.py) chooses between a mode that reco
 WEIGHED = "union"  # the mode that recomputes a share
 FUSIONS = (*MODES, AUTO)  # what `--fusion` takes
 
-__all__ = [
-    "AUTO",
-    "EXACTLY",
-    "FUSIONS",
-    "MODES",
-    "REFERENCE",
-    "SELECTORS",
-    "WEIGHED",
-    "parameters_of_mode",
-    "selector_for",
-]
-
 
 def __getattr__(name: str) -> Any:
     """Import the selectors, and torch with them, only when they are asked for."""
@@ -61,7 +49,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _kind_of(mode: str) -> type[Selector]:
-    """Load a mode's class. Raises PluginError."""
     if mode in _OWN:
         kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), _OWN[mode])
         return kind
@@ -78,12 +65,7 @@ def _kind_of(mode: str) -> type[Selector]:
 
 def selector_for(options: object, mode: str) -> Selector:
     """Make the selector of a mode. Its parameters are the attributes of `options` with their names, and those that
-    `options.set` has as `MODE.PARAMETER=VALUE`.
-
-    Raises
-    ------
-    UsageError : the mode is unknown. PluginError : its plugin cannot be used.
-    """
+    `options.set` has as `MODE.PARAMETER=VALUE`. Raises UsageError: the mode is unknown; PluginError."""
     if mode not in MODES:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(MODES)}")
     kind = _kind_of(mode)
@@ -98,5 +80,4 @@ def selector_for(options: object, mode: str) -> Selector:
 
 
 def parameters_of_mode(mode: str) -> dict[str, Option]:
-    """Return the fields of a mode's selector as parameters, by field. Raises PluginError."""
     return parameters_of(_kind_of(mode), mode)

@@ -1,4 +1,4 @@
-"""Protocol of a fusion mode: select the cached rows to recompute, and say what that costs."""
+"""A fusion mode: selects the cached rows to recompute, and says what that costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pooling = Literal["rows", "last", "both"]  # see fusion/layerwise_selection.py
 
 
 def share_of(share: float, context: int) -> int:
-    """Return ⌈share · context⌉ of the decimal: 0.07 · 100 gives 7, though the product is 7.000000000000001."""
+    """⌈share · context⌉ of the decimal: 0.07 · 100 gives 7, though the product is 7.000000000000001."""
     return math.ceil(round(share * context, 6))
 
 
@@ -45,30 +45,27 @@ class Selector(ABC):
     reason: ClassVar[str] = ""
 
     def cost(self, prompt: PromptRows) -> Cost:
-        """Estimate what the mode reads and computes for a prompt."""
         raise NotImplementedError(f"{self.name} does not say what it costs")
 
     def expected_seconds(self, prompt: PromptRows) -> float:
-        """Estimate the seconds from the planned prompt to the first token."""
         return prompt.seconds(self.cost(prompt))
 
     @property
     def amount(self) -> float:
-        """Return the value of the field that `knob` names."""
+        """The value of the field that `knob` names."""
         return float(getattr(self, self.knob))
 
     def with_amount(self, amount: float) -> Self:
-        """Return a copy with another value of the field that `knob` names."""
         return cast(Self, replace(cast(Any, self), **{self.knob: amount}))
 
     @property
     def pooling(self) -> Pooling:
-        """Return how the question's rows of attention are combined (`question_attention`)."""
+        """How the question's rows of attention are combined (`question_attention`)."""
         return "rows"
 
     @property
     def shift(self) -> bool:
-        """Return True if reused rows are shifted as recomputed ones of their chunk change (fusion/shift.py)."""
+        """True if reused rows are shifted as recomputed ones of their chunk change (fusion/shift.py)."""
         return False
 
     def asked(self, plan: Plan, layers: int) -> range:
@@ -76,16 +73,12 @@ class Selector(ABC):
         return range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the cached rows to compute from the first layer on, bool `[plan.length]`; exact ones are ignored.
-
-        Parameters
-        ----------
-        attention : the question's attention to each place, float32 `[plan.length]`; None before it is measured.
-        """
+        """Choose the cached rows to compute from the first layer on, bool `[plan.length]`; exact ones are ignored.
+        `attention`: of the question to each place, float32 `[plan.length]`; None before it is measured."""
         return torch.zeros(plan.length, dtype=torch.bool)
 
     def reads(self, plan: Plan, layers: int) -> list[Segment]:
-        """Return the segments that are read: those with a row that is reused, or ranked before its recompute."""
+        """List the segments that are read: those with a row that is reused, or ranked before its recompute."""
         if not self.uses_cache:
             return []
         if self.asked(plan, layers) or self.narrowing(plan, layers):
@@ -94,18 +87,14 @@ class Selector(ABC):
         return [segment for segment in plan.cached if not rows[segment.start : segment.stop].all()]
 
     def reasons(self, plan: Plan, recomputed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return by reason the recomputed rows (bool `[plan.length]`); every row has one reason."""
+        """Map each reason to its recomputed rows (bool `[plan.length]`); every row has one reason."""
         return {self.reason: recomputed}
 
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
-        """Return by layer how many of the recomputed rows are kept from that layer on."""
+        """Map layers to how many of the recomputed rows are kept from there on."""
         return {}
 
     def worth(self, new: LayerKV, old: LayerKV) -> torch.Tensor:
-        """Score rows before they are narrowed, float32 `[rows]`: the highest scores are kept.
-
-        Parameters
-        ----------
-        new, old : recomputed and reused (keys, values) of the rows, `[1, kv_heads, rows, head_dim]` each.
-        """
+        """Score rows before they are narrowed, float32 `[rows]`: the highest are kept. `new`, `old`: recomputed and
+        reused (keys, values) of the rows, `[1, kv_heads, rows, head_dim]` each."""
         raise NotImplementedError(f"{self.name} does not narrow rows")

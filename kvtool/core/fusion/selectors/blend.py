@@ -18,17 +18,12 @@ Metric = Literal["v_sse", "k_sse", "kv_sse", "k_l1"]
 
 @dataclass(frozen=True, slots=True)
 class Blend(Selector):
-    """Recompute the ratio `ratio` of the context tokens with the highest KV deviation (HKVD tokens, section 4).
+    """Recompute the ratio `ratio` of the context tokens with the highest KV deviation, ⌈ratio · N⌉ rows (HKVD tokens,
+    section 4), of which `v_sse` is the authors' metric.
 
-    Layers before `check_layer` run over all context rows; there the deviation between recomputed and reused KV is
-    measured and `gradual` × ratio of the rows stay, shrinking linearly to `ratio` over the next `filter_layers`
-    layers, each time by the deviation at that layer (section 4.3, gradual filtering; the paper gives no schedule).
-
-    Attributes
-    ----------
-    ratio : share of the cached context tokens recomputed at the last layer, 0 … 1; ⌈ratio · N⌉ rows.
-    check_layer : at layer 0 keys and values depend only on the embedding and never deviate.
-    metric : `v_sse` is that of the authors' code; `k_l1` is of rotated keys.
+    Layers before `check_layer` run over all context rows (at layer 0 nothing deviates); there the deviation between
+    recomputed and reused KV is measured and `gradual` × ratio of the rows stay, shrinking linearly to `ratio` over the
+    next `filter_layers` layers, each time by the deviation at that layer (section 4.3; the paper gives no schedule).
     """
 
     name: ClassVar[str] = "blend"
@@ -64,7 +59,6 @@ class Blend(Selector):
         return {layer: share_of(self._share(layer, check, last), context) for layer in range(check, last + 1)}
 
     def _share(self, layer: int, check: int, last: int) -> float:
-        """Return the share kept from `layer` on: gradual · ratio at the check layer, down to ratio at the last one."""
         if layer == last:
             return self.ratio
         left = (last - layer) / (last - check)
@@ -78,5 +72,4 @@ class Blend(Selector):
 
 
 def _squared_error(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return the squared distance by row, float32 `[rows]`, of keys or values `[1, kv_heads, rows, head_dim]`."""
     return (new.float() - old.float()).square().sum((0, 1, 3))

@@ -11,8 +11,6 @@ from kvtool.core.fusion.selectors.base import Selector
 
 @dataclass(frozen=True, slots=True)
 class Full(Selector):
-    """Prefill the whole prompt; the cache is ignored."""
-
     name: ClassVar[str] = "full"
     reason: ClassVar[str] = "full recompute"
     uses_cache: ClassVar[bool] = False

@@ -17,12 +17,8 @@ POOLING = "How the question's rows of attention become one: their norm, the last
 
 @dataclass(frozen=True, slots=True)
 class Infoflow(Selector):
-    """Recompute the context tokens with the highest attention of the question, over reused KV at true positions.
-
-    Attributes
-    ----------
-    ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
-    """
+    """Recompute the share `ratio` of the cached context tokens, ⌈ratio · N⌉ rows, with the highest attention of the
+    question, over reused KV at true positions."""
 
     name: ClassVar[str] = "infoflow"
     knob: ClassVar[str] = "ratio"

@@ -11,8 +11,6 @@ from kvtool.core.fusion.selectors.base import Selector
 
 @dataclass(frozen=True, slots=True)
 class Reuse(Selector):
-    """Recompute nothing but the question."""
-
     name: ClassVar[str] = "reuse"
     ignores_question: ClassVar[bool] = True
 

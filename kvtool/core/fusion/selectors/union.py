@@ -16,15 +16,8 @@ from kvtool.core.options.option import option
 
 @dataclass(frozen=True, slots=True)
 class Union(Infoflow):
-    """Rank tokens by the question's attention × their sensitivity: those that are both attended to and wrong.
-
-    The sensitivity was stored at ingest, so no layer is computed in full.
-
-    Attributes
-    ----------
-    ratio, from_depth, pooling : see Infoflow.
-    links : 0 by default, since a warm lead-in makes them useless.
-    """
+    """Rank tokens by the question's attention × their sensitivity, stored at ingest: those that are both attended to
+    and wrong. `links` is 0 by default, since a warm lead-in makes them useless."""
 
     name: ClassVar[str] = "union"
     pooling: Pooling = option("both", POOLING)
@@ -41,5 +34,4 @@ class Union(Infoflow):
         return {Epic.reason: links, self.reason: recomputed & ~links}
 
     def _links(self, plan: Plan) -> torch.Tensor:
-        """Return the link tokens, bool `[plan.length]`."""
         return Epic(self.links).rows(plan) if self.links else plan.mask()

@@ -1,7 +1,4 @@
-"""Attention is computed by the first backend in `BACKENDS` that accepts a call.
-
-A backend is a module with the names of `AttentionBackend`. It declines a call with a reason; `explain` collects them.
-"""
+"""Attention by the first backend in `BACKENDS` that accepts a call; the others decline with a reason (`explain`)."""
 
 from __future__ import annotations
 
@@ -18,12 +15,7 @@ from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionPar
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention.
-
-    Attributes
-    ----------
-    name : as `KVTOOL_ATTENTION` and explanations have it.
-    """
+    """A way to compute attention; `name` is its value of `KVTOOL_ATTENTION`."""
 
     name: str
 
@@ -54,8 +46,6 @@ BACKENDS: tuple[AttentionBackend, ...] = (triton_rows, flash_cpu, sdpa, eager)
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The backend that serves a call, and those before it with their reasons to decline."""
-
     serves: AttentionBackend
     declined: tuple[tuple[str, str], ...]
 
@@ -64,14 +54,12 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """Return a line for each backend that declined."""
         return [f"not {name}: {reason}" for name, reason in self.declined]
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend with rows of which each sees keys of its own, in the first backend that accepts: see its `attend`."""
     return _backend(AttentionCall.of(query, key, value, params, ranges)).attend(query, key, value, params, ranges)
 
 
@@ -83,14 +71,10 @@ def attend_packed(
     spans: Spans,
     lead_in: KV | None = None,
 ) -> torch.Tensor:
-    """Attend with chunks side by side, each of which sees itself and the lead-in only: by `flash` in one call, by other
-    backends one after the other.
+    """Attend with chunks side by side, each of which sees itself and the lead-in only.
 
-    Parameters
-    ----------
-    query, key, value : see `AttentionBackend.attend`; the chunks' own rows.
-    spans : the chunks, whose window is that of `params`.
-    lead_in : keys and values `[1, kv_heads, lead-in tokens, …]` that every row sees before its own; None: none.
+    By `flash` in one call, by other backends one after the other. `lead_in`: keys and values `[1, kv_heads, tokens, …]`
+    that every row sees before its own.
     """
     if _backend(AttentionCall.of(query, key, value, params)) is flash_cpu:
         return flash_cpu.attend_packed(query, key, value, params, spans, lead_in)
@@ -105,12 +89,7 @@ def attend_packed(
 
 
 def explain(call: AttentionCall) -> Explanation:
-    """Return the backend that serves a call, and why each one before it does not.
-
-    Raises
-    ------
-    UsageError : the environment asks for a backend that serves nothing of the kind on this machine.
-    """
+    """Find the backend that serves a call. Raises UsageError: the one that is asked for serves nothing here."""
     declined: list[tuple[str, str]] = []
     for backend, reason in _considered(call):
         if not reason:
@@ -143,6 +122,5 @@ def _others(wanted: str) -> str:
 
 
 def prepare(dtype: torch.dtype, device: str) -> None:
-    """Start to compile the kernels for a prompt's rows in the background."""
     if device == "cpu" and asked(ATTENTION) in ("", flash_cpu.name):
         flash_cpu.compile_ahead(dtype)

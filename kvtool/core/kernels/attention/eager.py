@@ -16,21 +16,16 @@ name = "eager"
 
 
 def declines(call: AttentionCall) -> str:
-    """Return an empty string: it serves every call that the backends before it decline."""
     return ""
 
 
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams
 ) -> torch.Tensor:
-    """Compute the attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
+    """Attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
 
-    A sink's weight belongs to no key: with sinks, a row's weights sum up to less than 1.
-
-    Parameters
-    ----------
-    query : rotated, `[heads, rows, head_dim]`.
-    key : rotated, `[kv_heads, keys, head_dim]`; a head's own is that of its group.
+    A sink's weight belongs to no key: with sinks, a row's weights sum up to less than 1. `query` `[heads, rows,
+    head_dim]` and `key` `[kv_heads, keys, head_dim]` are rotated.
     """
     heads, rows, head_dim = query.shape
     kv_heads, keys, _ = key.shape
@@ -48,7 +43,6 @@ def _shaped(scores: torch.Tensor, params: AttentionParams) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax of `[heads, rows, keys]` with each head's sink as one more key."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -56,9 +50,9 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams) -> torch.Tensor:
-    """Return the mean over all heads of :func:`attention_weights`, float32 `[rows, keys]`.
+    """The mean over all heads of `attention_weights`, float32 `[rows, keys]`.
 
-    On a CPU in blocks of scores that stay in the cache, the rows of one head of keys at a time: at 32,000 keys a third
+    On a CPU the rows of one head of keys at a time, in blocks of scores that stay in the cache: at 32,000 keys a third
     of the time. Only keys that not every row sees are masked.
     """
     if query.device.type != "cpu":
@@ -81,12 +75,7 @@ def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, para
 
 
 class _Hidden:
-    """Masks scores `[heads, rows, keys]` of some rows over the keys `begin` … `stop`, where a row does not see all.
-
-    Attributes
-    ----------
-    common : how many keys from `begin` on the first of the rows sees.
-    """
+    """Masks scores `[heads, rows, keys]` of some rows over the keys `begin` … `stop`, where a row does not see all."""
 
     def __init__(self, ranges: KeyRanges, rows: slice, begin: int, stop: int) -> None:
         self.common = min(ranges.last[rows.start] + 1, stop) - begin
@@ -100,14 +89,14 @@ class _Hidden:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`. Scores of a block of rows at a time stay in the cache."""
     batch, heads, rows, _ = query.shape
     if batch > 1:
         each = zip(query.split(1), key.split(1), value.split(1), strict=True)
         return torch.cat([attend(*sides, params, ranges) for sides in each])
     base, end = ranges.begin(0), ranges.last[-1] + 1
     exact = not params.is_unshaped
-    keys = _transposed(key[0, :, base:end], exact)
+    seen = key[0, :, base:end]
+    keys = (seen.float() if exact else torch.cat([seen, seen.new_ones((*seen.shape[:2], 1))], 2)).transpose(1, 2)
     out = query.new_empty((rows, heads, value.shape[3])).transpose(0, 1)
     start = 0
     while start < rows:
@@ -129,15 +118,8 @@ def attend(
     return out[None]
 
 
-def _transposed(key: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Return keys `[kv_heads, head_dim, keys]` as float32, or with a row of ones below them."""
-    wide = key.float() if exact else torch.cat([key, key.new_ones((*key.shape[:2], 1))], 2)
-    return wide.transpose(1, 2)
-
-
 def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-    """Return scores `[heads, rows, keys]` in float32 on every device: the cap bends those of which the difference
-    counts."""
+    """In float32 on every device: the cap bends those of which the difference counts."""
     wide = query.float().reshape(len(keys), -1, query.shape[2])
     return _shaped(torch.bmm(wide, keys).view(len(query), -1, keys.shape[2]), params)
 
@@ -145,7 +127,7 @@ def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
 def _shifted_scores(
     query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, sample: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores `[heads, rows, keys]` in the model's dtype, each row shifted to near its largest.
+    """Scores in the model's dtype, each row shifted to near its largest.
 
     A softmax does not change when its row is shifted. So every row is, while the product is still being summed in
     float32 (one more column of the query, the ones below the keys): what carries weight is then close to zero, where

@@ -22,7 +22,7 @@ name = "flash"
 
 
 def declines(call: AttentionCall) -> str:
-    """Return why this backend does not serve a call, or an empty string; by features of the CPU, never by the clock.
+    """By features of the CPU, never by the clock.
 
     On one core of an AMD EPYC (samples/results/speed.md), 15 % of the rows, heads of Qwen2.5-0.5B, GFLOP/s: bfloat16
     with AVX-512 BF16 over 4,096 keys 318, 74 % of the plain product (`eager` 126, `sdpa` 46); float32 with AVX2 over
@@ -45,7 +45,6 @@ def declines(call: AttentionCall) -> str:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`."""
     return attend_packed(query, key, value, params, Spans([(0, len(ranges.last), 0)], ranges.limits, ranges.begins))
 
 
@@ -57,7 +56,6 @@ def attend_packed(
     spans: Spans,
     lead_in: KV | None = None,
 ) -> torch.Tensor:
-    """Attend with runs of rows, each over keys of its own: all of them in one call, which no thread waits in."""
     tiling = tiling_here(query.dtype)
     assert tiling is not None, "it was declined"
     lead = None if lead_in is None else (lead_in[0][0], lead_in[1][0])
@@ -65,14 +63,13 @@ def attend_packed(
 
 
 def compile_ahead(dtype: torch.dtype) -> None:
-    """Compile what attends to numbers of this format here, in a thread, before it is needed."""
     tiling = tiling_here(dtype)
     if tiling is not None:
         threading.Thread(target=kernel, args=(tiling,), name="kvtool-attention").start()
 
 
 def tiling_here(dtype: torch.dtype) -> Tiling | None:
-    """Return what the kernel is made for here; None: this CPU has none of the instruction sets."""
+    """None: this CPU has none of the instruction sets."""
     stored, isa = FORMATS.get(dtype), isa_here()
     if stored is None or isa is None:
         return None
@@ -83,7 +80,7 @@ def tiling_here(dtype: torch.dtype) -> Tiling | None:
 
 @compile_once
 def kernel(tiling: Tiling) -> Kernel:
-    """Make the kernel of a tiling, compiled at its first use (0.15 s)."""
+    """Compile the kernel of a tiling at its first use (0.15 s)."""
     return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
 
 
@@ -95,8 +92,6 @@ _SHARES = 4  # pieces of work for each thread that even out what a block costs
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Machine code of one tiling."""
-
     tiling: Tiling
     function: Function
 
@@ -109,18 +104,10 @@ class Kernel:
         rows: Spans,
         lead_in: KV | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Attend with query `[heads, rows, head_dim]`, key and value `[kv_heads, keys, …]`.
 
-        Parameters
-        ----------
-        query : `[heads, rows, head_dim]`.
-        key, value : `[kv_heads, keys, head_dim]` and `[kv_heads, keys, value_dim]`.
-        params : whose window is that of `rows`.
-        lead_in : keys and values, laid out as those, that every row sees before its own.
-
-        Returns
-        -------
-        `[heads, rows, value_dim]`, laid out with rows before heads: the model's own transposition then copies nothing.
+        Returns `[heads, rows, value_dim]`, laid out with rows before heads: the model's own transposition then copies
+        nothing. `lead_in`: keys and values, laid out as those, that every row sees before its own.
         """
         query, key, value = map(_in_rows, (query, key, value))
         leads = None if lead_in is None else (_in_rows(lead_in[0]), _in_rows(lead_in[1]))
@@ -152,7 +139,6 @@ class Kernel:
     def _check(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Spans, leads: KV | None
     ) -> None:
-        """Refuse what the machine code, which knows no bounds, would read outside of."""
         given = 0 if leads is None else leads[0].shape[1]
         call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
         if query.shape[2] != key.shape[2] or key.shape[:2] != value.shape[:2] or shape_mismatch(call):
@@ -186,7 +172,6 @@ class Kernel:
 def _laid_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, leads: KV | None
 ) -> dict[str, int]:
-    """Return addresses, strides and shapes of the tensors."""
     lead_key, lead_value = leads or (key, value)
     return {
         **_where("query", query),
@@ -204,7 +189,6 @@ def _laid_out(
 
 
 def _scored(params: AttentionParams) -> dict[str, float]:
-    """Return what makes weights of products: factors for powers of two, and the cap."""
     cap = params.softcap
     return {
         "bend": 0 if cap is None else -2 * math.log2(math.e) * params.scale / cap,
@@ -214,7 +198,7 @@ def _scored(params: AttentionParams) -> dict[str, float]:
 
 
 def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
-    """Return each head's largest score before any key: its sink, or none; float32, as products give it."""
+    """Each head's largest score before any key, float32 as products give it: its sink, or none."""
     if params.sinks is None:
         return torch.full((heads,), _NONE, dtype=torch.float32)
     if params.sinks.shape != (heads,):
@@ -224,7 +208,6 @@ def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
 
 
 def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
-    """Return the rows of a block so that all threads have the same work."""
     size = most
     while size > least:
         tasks = -(-rows // size) * kv_heads
@@ -235,7 +218,6 @@ def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
 
 
 def shape_mismatch(call: AttentionCall) -> str:
-    """Return why there is no kernel for a call's shapes, or an empty string."""
     if call.mixed:
         return "queries, keys and values have different number formats"
     if call.heads % call.kv_heads or call.heads // call.kv_heads > MOST_GROUPED:

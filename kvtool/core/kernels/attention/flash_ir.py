@@ -1,8 +1,7 @@
 """FlashAttention as LLVM IR: threads take blocks of query rows from a list until none is left.
 
-Each block reads its keys tile by tile (FlashAttention's order: scores, softmax shifted by the largest so far, sum
-of values). A row's numbers depend on its own query and the keys it sees, in tiles counted from the first: not on the
-rows next to it, nor on the thread.
+A row's numbers depend on its own query and the keys it sees, in tiles counted from the first: not on the rows next to
+it, nor on the thread.
 """
 
 from __future__ import annotations
@@ -53,55 +52,44 @@ class Tiling:
 
     A *lane* is a query row of a head; the heads of a group that share a key are adjacent lanes. Scores are held
     transposed, keys × lanes: a row's maximum and sum are then plain operations between registers.
-
-    Attributes
-    ----------
-    isa : the instruction set.
-    stored : the format of queries, keys, values and results (a name of `STORED`).
-    pairs : products of bfloat16 pairs summed in float32 (AVX-512 BF16); else everything is made float32 first.
     """
 
     isa: Isa
-    stored: str
-    pairs: bool = False
+    stored: str  # of queries, keys, values and results
+    pairs: bool = False  # products of bfloat16 pairs summed in float32 (AVX-512 BF16); else all is float32
     registers: ClassVar[int] = 3  # of lanes that a product holds next to each other
 
     @property
     def width(self) -> int:
-        """Float32 lanes of a register."""
         return self.isa.width
 
     @property
     def key_unroll(self) -> int:
-        """Keys, or columns of values, that a product holds at a time: with `registers` all registers that there are."""
+        """Keys, or columns of values, of a product: with `registers` they fill all registers that there are."""
         return 8 if self.width == AVX512.width else 4
 
     @property
     def row_block(self) -> int:
-        """Lanes that are handled together."""
         return self.registers * self.width
 
     @property
     def max_rows(self) -> int:
-        """Return the most lanes of a block: for so many, keys and values are read from memory once."""
+        """Lanes of a block: for so many, keys and values are read from memory once."""
         return 5 * self.row_block
 
     @property
     def kept(self) -> str:
-        """LLVM's name of the numbers of a tile of keys or values."""
         return "i16" if self.pairs else "float"
 
     @property
     def starts(self) -> range:
-        """First lane of each register of a row block."""
         return range(0, self.row_block, self.width)
 
     def function(self, name: str, arguments: str) -> FunctionBuilder:
-        """Begin a function of the kernel's own module."""
         return FunctionBuilder(name, self.isa, arguments, internal=True)
 
     def scratch(self) -> dict[str, int]:
-        """Return offsets in bytes of a thread's memory; sizes after "sized" depend on head_dim and value_dim."""
+        """Offsets in bytes; sizes after "sized" depend on head_dim and value_dim."""
         words = dict.fromkeys(("limits", "begins"), self.max_rows)
         words |= dict.fromkeys(("queries_at", "results_at"), 2 * self.max_rows)  # addresses
         words |= dict.fromkeys(("largest", "sums"), self.max_rows)
@@ -113,13 +101,13 @@ class Tiling:
         return offsets
 
     def scratch_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Return all of a thread's memory: the above, queries, results, keys, values twice, and an unused row."""
+        """The above, queries, results, keys, values twice, and an unused row."""
         rows = (self.max_rows + KEYS) * (head_dim + value_dim) + (KEYS + 1) * value_dim
         return self.scratch()["sized"] + 4 * rows
 
 
 def attention_module(tiling: Tiling) -> str:
-    """Return the text of a module with `void run(job)`, which any number of threads may call for the same job."""
+    """Write a module with `void run(job)`, which any number of threads may call for the same job."""
     makers = [_scores, _cap, _mask, _weights, _sum, _rows, _queries, _results, *([_pairs] if tiling.pairs else [])]
     return module(*(make(tiling) for make in makers), _Block(tiling).function(), _run(tiling))
 
@@ -136,8 +124,6 @@ def _run(tiling: Tiling) -> FunctionBuilder:
 
 
 class _Block:
-    """Function `block(job, scratch, block, head)`: a block's rows for one head of keys."""
-
     def __init__(self, tiling: Tiling) -> None:
         self._tiling, self._offsets = tiling, tiling.scratch()
         self._k = k = tiling.function("block", "i64* job, i8* scratch, i64 block, i64 head")
@@ -156,7 +142,6 @@ class _Block:
         self._nobody = self._came.at(job.value_dim * KEYS)
 
     def function(self) -> FunctionBuilder:
-        """Emit the whole function."""
         k = self._k
         self._prepare()
         before = self._begin // KEYS  # tiles that no row sees; a row sees a key, so one is left
@@ -176,10 +161,7 @@ class _Block:
         return self._k.args.scratch.at(self._offsets[name]).of(kind)
 
     def _prepare(self) -> None:
-        """Set every lane's limit and addresses, bring queries and clear results.
-
-        Lanes after the last do as the last does, and are not kept.
-        """
+        """Lanes after the last do as the last does, and are not kept."""
         k, job, tiling = self._k, self._job, self._tiling
         last, heads = self._lanes - 1, k.args.head * job.group
         with k.loop(self._row_blocks * tiling.row_block) as index:
@@ -202,11 +184,9 @@ class _Block:
         return head * self._job[f"{side}_head"] + row * self._job[f"{side}_row"]
 
     def _row_block(self, pointer: Value, number: Value, size: Value) -> Value:
-        """Return the address of a row block's part where every lane has `size` numbers of 32 bits."""
         return pointer.at(number * self._tiling.row_block * size)
 
     def _bring(self, first: Value, count: Value) -> None:
-        """Bring a tile's keys and values."""
         pairs, job = self._tiling.pairs, self._job
         self._rows_of("key", first, count, job.head_dim, self._keys)
         self._rows_of("value", first, count, job.value_dim, self._came if pairs else self._values)
@@ -221,7 +201,6 @@ class _Block:
         k.call_void("rows", *rows, first, self._last, count, columns, to)
 
     def _each_row_block(self, first: Value, count: Value) -> None:
-        """Emit the tile for every row block that sees any of it."""
         k, tiling = self._k, self._tiling
         with k.loop(self._row_blocks) as number:
             lane = number * tiling.row_block
@@ -255,10 +234,9 @@ class _Block:
 
 
 def _scores(tiling: Tiling) -> FunctionBuilder:
-    """Emit `scores`: products of a row block and a tile of keys.
+    """Products of queries `[steps, row_block]` and keys `[groups · key_unroll, steps]`, in numbers or pairs of 32 bits.
 
-    queries `[steps, row_block]`, keys `[groups · key_unroll, steps]`, in numbers (or pairs) of 32 bits. `largest` is
-    the larger of `before` and what a lane finds.
+    `largest` is the larger of `before` and what a lane finds.
     """
     k = tiling.function(
         "scores", "float* queries, float* keys, i64 steps, i64 groups, float* scores, float* before, float* largest"
@@ -280,7 +258,7 @@ def _scores(tiling: Tiling) -> FunctionBuilder:
 
 
 def _sum(tiling: Tiling) -> FunctionBuilder:
-    """Emit `sum`: results · shrink + values · weights of a row block.
+    """results · shrink + values · weights.
 
     weights `[steps, row_block]`, values `[steps, groups · key_unroll]`, in numbers (or pairs of keys) of 32 bits;
     results float32 `[groups · key_unroll, row_block]`.
@@ -305,11 +283,9 @@ def _sum(tiling: Tiling) -> FunctionBuilder:
 def _product(
     tiling: Tiling, lanes: Value, rows: Sequence[Value], stride: Value | int, steps: Value, first: Sequence[Value] = ()
 ) -> list[Value]:
-    """Sum over `steps` of lanes `[steps, row_block]` · a number of each row; `stride` is between a row's numbers.
+    """Sum over `steps` of lanes `[steps, row_block]` · a number of each row: row by row, then by register of lanes.
 
-    Returns
-    -------
-    Row by row, then by register of lanes.
+    `stride` is between a row's numbers.
     """
     k = lanes.k
 
@@ -323,9 +299,8 @@ def _product(
 
 
 def _rows(tiling: Tiling) -> FunctionBuilder:
-    """Emit `rows`: a tile's rows in order.
+    """Row i is row first + i of `leads` lead rows and those of `own` after them; from `last` on the last one again.
 
-    Row i is row first + i of `leads` lead rows and those of `own` after them; from `last` on the last one again.
     Strides in numbers; `to` `[count, columns]` in the tile's format.
     """
     k = tiling.function(
@@ -348,7 +323,7 @@ def _rows(tiling: Tiling) -> FunctionBuilder:
 
 
 def _pairs(tiling: Tiling) -> FunctionBuilder:
-    """Emit `pairs`: i16 `[rows, columns]` become `[rows / 2, columns, 2]`."""
+    """i16 `[rows, columns]` become `[rows / 2, columns, 2]`."""
     k, side = tiling.function("pairs", "i16* from, i64 rows, i64 columns, i16* to"), 2 * _SIDE
     args = k.args
     with k.loop(args.rows >> 1) as index:
@@ -362,7 +337,6 @@ def _pairs(tiling: Tiling) -> FunctionBuilder:
 
 
 def _queries(tiling: Tiling) -> FunctionBuilder:
-    """Emit `queries`: rows of a row block become lanes, `[steps, row_block]` of 32 bits."""
     k = tiling.function("queries", "ptr* addresses, i64 steps, float* to")
     stored = "float" if tiling.pairs else tiling.stored
     with k.loop(tiling.row_block // _SIDE) as lanes:
@@ -376,7 +350,6 @@ def _queries(tiling: Tiling) -> FunctionBuilder:
 
 
 def _results(tiling: Tiling) -> FunctionBuilder:
-    """Emit `results`: lanes of a row block, over their sums, become rows as stored."""
     k = tiling.function("results", "float* from, float* sums, i64 columns, ptr* addresses")
     k.keeps_nan = True
     with k.loop(tiling.row_block // _SIDE) as lanes:
@@ -393,10 +366,7 @@ def _results(tiling: Tiling) -> FunctionBuilder:
 
 
 def _cap(tiling: Tiling) -> FunctionBuilder:
-    """Emit `cap`: scores s become top · tanh(s · scale / top).
-
-    As sign(s) · (1 - e) / (1 + e) with e = 2^(bend · |s|). Sets `largest` to the largest of `before` and these.
-    """
+    """Scores s become top · tanh(s · scale / top), as sign(s) · (1 - e) / (1 + e) with e = 2^(bend · |s|)."""
     k = tiling.function("cap", "float* scores, i64 keys, float* before, float* largest, float bend, float top")
     bend, top = (side.splat(k.width) for side in (k.args.bend, k.args.top))
     kind = f"v{k.width}f32"
@@ -411,10 +381,6 @@ def _cap(tiling: Tiling) -> FunctionBuilder:
 
 
 def _mask(tiling: Tiling) -> FunctionBuilder:
-    """Emit `mask`: hides keys that a lane does not see.
-
-    Sets `largest` to the largest of `before` and what is still seen.
-    """
     k = tiling.function(
         "mask", "i32* limits, i32* begins, i64 first, i64 keys, float* scores, float* before, float* largest"
     )
@@ -435,11 +401,9 @@ def _mask(tiling: Tiling) -> FunctionBuilder:
 
 
 def _each_score(tiling: Tiling, k: FunctionBuilder, changing: Callable[[Value], Callable[[int, Value], Value]]) -> None:
-    """Change the scores of all keys in their place, and set `largest` to each lane's largest of them and of `before`.
+    """Change all scores in their place; `largest` becomes each lane's largest of them and of `before`.
 
-    Parameters
-    ----------
-    changing : by a key's index, what makes a register's new scores of its number and its scores.
+    `changing` makes, by a key's index, what makes a register's new scores of its number and its scores.
     """
     args = k.args
     each = k.loop(args.keys, *(args.before.load(lane, k.width) for lane in tiling.starts))
@@ -454,7 +418,7 @@ def _each_score(tiling: Tiling, k: FunctionBuilder, changing: Callable[[Value], 
 
 
 def _weights(tiling: Tiling) -> FunctionBuilder:
-    """Emit `weights`: scores become 2^((score - largest) · scale), as float32 or two adjacent keys' in bfloat16.
+    """Scores become 2^((score - largest) · scale), as float32 or two adjacent keys' in bfloat16.
 
     `shrink` is what sums and results up to now are to be multiplied with, since they were shifted by `before`; `sums`
     are so and counted on.
@@ -490,6 +454,5 @@ def _weights(tiling: Tiling) -> FunctionBuilder:
 
 
 def _pair(low: Value, high: Value) -> Value:
-    """Round two keys' weights of each lane to bfloat16, the first one low: i32."""
     both = low.k.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", "<32 x bfloat>", high, low)
     return both.shuffle([lane + 16 * key for lane, key in product(range(16), range(2))]).bitcast("<16 x i32>")

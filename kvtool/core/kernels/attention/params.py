@@ -15,28 +15,22 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values
 class AttentionParams:
     """Parameters of the scores of a layer, and how far back a row sees.
 
-    Attributes
-    ----------
-    scale : what products of queries and keys are multiplied by.
-    window : a row sees the keys of so many positions, its own the last of them; None: all up to its own.
-    softcap : scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118, section 2); None: they stay.
-    sinks : float `[heads]`, one more score of each head, which has no value: it takes weight from the keys (gpt-oss,
-        arXiv 2508.10925, section 2); None: there are none.
+    softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118, section 2). sinks: float `[heads]`,
+    one more score of each head, which has no value: it takes weight from the keys (gpt-oss, arXiv 2508.10925, section
+    2).
     """
 
-    scale: float
-    window: int | None = None
+    scale: float  # of products of queries and keys
+    window: int | None = None  # a row sees the keys of so many positions, its own the last; None: all up to its own
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Return True if weights are the softmax of scaled products over all keys up to a row's own."""
         return self.window is None and self.is_unshaped
 
     @property
     def is_unshaped(self) -> bool:
-        """Return True if scores are scaled products and nothing else."""
         return self.softcap is None and self.sinks is None
 
 
@@ -44,27 +38,19 @@ class AttentionParams:
 class KeyRanges:
     """The keys that each of some rows sees: `first` … `last`, both ascending.
 
-    Attributes
-    ----------
-    last : the place of the last key that each row sees, less than the number of keys.
-    limits : the same as an int64 tensor on the model's device.
-    first : the place of the first one; None: 0 for all rows.
-    begins : the same as an int64 tensor on the model's device.
-    dense : row i is at place i, so plain causal attention can be used where there are no further keys.
-    on_device : only the device knows `limits` and `begins` (a captured graph); `last` is an upper bound, `first` None.
+    `limits` and `begins` are the same as int64 tensors on the model's device.
     """
 
     last: Sequence[int]
     limits: torch.Tensor
-    first: Sequence[int] | None = None
+    first: Sequence[int] | None = None  # None: 0 for all rows
     begins: torch.Tensor | None = None
-    dense: bool = False
-    on_device: bool = False
+    dense: bool = False  # row i is at place i, so plain causal attention serves where there are no further keys
+    on_device: bool = False  # only the device knows `limits` (a captured graph); `last` is an upper bound
     _masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def run(cls, positions: range, window: int | None, device: torch.device | str) -> KeyRanges:
-        """Return the key ranges of rows at adjacent positions; key i is at position i."""
         at, dense = torch.arange(positions.start, positions.stop, device=device), not positions.start
         if window is None:
             return cls(positions, at, dense=dense)
@@ -76,28 +62,25 @@ class KeyRanges:
         return KeyRanges(self.last[rows], self.limits[rows], first, None if self.begins is None else self.begins[rows])
 
     def begin(self, row: int) -> int:
-        """Return the first key that a row sees, and so none of the rows after it an earlier one."""
         return 0 if self.first is None else self.first[row]
 
     def are_causal(self, rows: int, keys: int, params: AttentionParams) -> bool:
-        """Return whether so many rows are those of all keys, each sees the keys up to its own, and nothing shapes the
-        scores."""
+        """Whether the rows are those of all keys, each sees the keys up to its own, and nothing shapes the scores."""
         return self.dense and rows == keys > 1 and params.is_plain
 
     def hidden(self, rows: slice, first: int, stop: int) -> torch.Tensor:
-        """Return bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
+        """bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
         keys = torch.arange(first, stop, device=self.limits.device)
         hidden = keys > self.limits[rows, None]
         return hidden if self.begins is None else hidden | (keys < self.begins[rows, None])
 
     def mask(self, rows: slice, first: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is added to scores, `[rows, stop - first]`: 0, or -inf where `hidden`."""
+        """What is added to scores, `[rows, stop - first]`: 0, or -inf where `hidden`."""
         hidden = self.hidden(rows, first, stop)
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
     def device_mask(self, keys: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask `[rows, keys]` of positions that only the device knows, made once for all layers of a kind:
-        numbers, of which a kernel would make some for every layer."""
+        """`[rows, keys]`, made once for all layers of a kind: a kernel would make some for every layer."""
         if dtype not in self._masks:
             self._masks[dtype] = self.mask(slice(None), 0, keys, dtype)
         return self._masks[dtype]
@@ -105,18 +88,14 @@ class KeyRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Runs of query rows, each over keys of its own.
+    """Runs of query rows, each over its own keys.
 
-    Attributes
-    ----------
-    spans : first row, number of rows and first own key of each, in the order of the rows; it sees keys from there on.
-    limits : int64 `[rows]` on the CPU: the last key that a row sees, counted from its span's first, after the lead-in;
-        ascending within a span.
-    begins : int64 `[rows]`, the first key that a row sees, counted as those, ascending within a span; None: 0.
-    furthest : the last key that any row sees, counted from the first of all, after the lead-in.
+    `limits` and `begins`: int64 `[rows]` on the CPU, the last and first key that a row sees, counted from its span's
+    first, after the lead-in, ascending within a span. `furthest`: the last key that any row sees, counted from the
+    first of all.
     """
 
-    spans: Sequence[tuple[int, int, int]]
+    spans: Sequence[tuple[int, int, int]]  # first row, rows and first own key of each, in the order of the rows
     limits: torch.Tensor
     begins: torch.Tensor | None = None
     furthest: int = field(init=False)
@@ -145,23 +124,8 @@ def _are_whole(numbers: torch.Tensor) -> bool:
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention without its numbers, by which a backend accepts or declines it.
-
-    Attributes
-    ----------
-    device : "cpu", "cuda", "mps".
-    dtype : of queries; `mixed`: keys or values have another.
-    key_dim, value_dim : numbers of a head's key and value.
-    window : as in `AttentionParams`; softcap, sinks : whether there are any.
-    causal : the rows are those of all keys, each of which sees the keys up to its own, and nothing shapes the scores.
-    packed : the rows are chunks side by side, each of which sees itself and a lead-in only.
-    on_device : see `KeyRanges`.
-    gradient : queries require one.
-    asked : the environment asks for the backend that is asked: no preference for another counts.
-    """
-
     device: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
     heads: int = 8
     kv_heads: int = 2
     key_dim: int = 64
@@ -173,12 +137,12 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     softcap: bool = False
     sinks: bool = False
-    causal: bool = False
-    packed: bool = False
-    on_device: bool = False
-    gradient: bool = False
-    mixed: bool = False
-    asked: bool = False
+    causal: bool = False  # see `KeyRanges.are_causal`
+    packed: bool = False  # the rows are chunks side by side, each of which sees itself and a lead-in only
+    on_device: bool = False  # see `KeyRanges`
+    gradient: bool = False  # queries require one
+    mixed: bool = False  # keys or values have another dtype
+    asked: bool = False  # the environment asks for the backend: no preference for another counts
 
     @classmethod
     def of(
@@ -215,5 +179,4 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_shaped(self) -> bool:
-        """Return True if scores are more than scaled products."""
         return self.softcap or self.sinks

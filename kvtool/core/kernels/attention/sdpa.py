@@ -20,10 +20,9 @@ name = "sdpa"
 
 
 def declines(call: AttentionCall) -> str:
-    """Return why this backend does not serve a call, or an empty string.
+    """On a CPU without AMX torch's kernel is slower than matrix products.
 
-    On a CPU without AMX torch's kernel is slower than matrix products (samples/results/speed.md): 46 GFLOP/s against
-    126 for 15 % of 4,096 rows in bfloat16.
+    See samples/results/speed.md: 46 GFLOP/s against 126 for 15 % of 4,096 rows in bfloat16.
     """
     if call.is_shaped:
         return "torch's fused kernel knows neither a softcap nor sinks"
@@ -38,19 +37,18 @@ def declines(call: AttentionCall) -> str:
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Return whether torch's fused kernel multiplies these numbers with AMX tiles: on an Intel Xeon it then took half
-    of the time of products."""
+    """Whether torch's fused kernel uses AMX tiles: on an Intel Xeon it then took half of the time of products."""
     return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`."""
     scale, (rows, keys) = params.scale, (query.shape[2], key.shape[2])
     # Of values of another width torch's own keeps all scores.
+    shared = query.shape[1] > key.shape[1]
     if ranges.are_causal(rows, keys, params) and key.shape[3] == value.shape[3]:
-        return fused(query, key, value, None, scale, is_causal=True)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=True, enable_gqa=shared)
     if ranges.on_device:
         return _grouped(query, key, value, ranges.device_mask(keys, query.dtype), scale)
     if rows == 1:
@@ -65,8 +63,10 @@ def attend(
         keys_of = some, own.start, own.stop
         mask = ranges.mask(*keys_of, query.dtype) if is_cpu else ~ranges.hidden(*keys_of)
         part = query[:, :, some], key[:, :, own], value[:, :, own]
-        is_large = is_cpu and some.stop - begin > _GROUPED
-        out[:, :, some] = fused(*part, mask[None, None], scale) if is_large else _grouped(*part, mask, scale)
+        if is_cpu and some.stop - begin > _GROUPED:
+            out[:, :, some] = F.scaled_dot_product_attention(*part, mask[None, None], scale=scale, enable_gqa=shared)
+        else:
+            out[:, :, some] = _grouped(*part, mask, scale)
     return out
 
 
@@ -83,20 +83,5 @@ def _grouped(
     part = query.reshape(1, kv_heads, groups * rows, head_dim)
     if mask is not None:
         mask = mask.expand(groups, -1) if rows == 1 else mask.repeat(groups, 1)
-    out = fused(part, key, value, mask, scale)
+    out = F.scaled_dot_product_attention(part, key, value, attn_mask=mask, scale=scale)
     return out.reshape(1, heads, rows, value.shape[3])
-
-
-def fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    """Call torch's kernel, whose grouped heads share a key."""
-    groups = query.shape[1] // key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, is_causal=is_causal, enable_gqa=groups > 1
-    )

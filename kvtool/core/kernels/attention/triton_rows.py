@@ -1,14 +1,11 @@
 """The `triton` backend: attention of scattered rows on a GPU, in one kernel.
 
-Each block of rows reads keys up to its last position. Rows are sorted by position, so that a block's rows see nearly
-the same keys and only the last of them need a mask. The heads of a group are adjacent rows and share the reading of
-their keys. Where there are too few blocks to fill the GPU (a question's rows, or the one row of decoding) the keys are
-split between several programs, whose parts are joined by their log-sum-exp. Softmax in one pass over the keys is
-Milakov and Gimelshein's (arXiv 1805.02867), its tiling FlashAttention's (arXiv 2205.14135), the splitting of keys
-Flash-Decoding's.
+Rows are sorted by position, so that a block's rows see nearly the same keys and only the last of them need a mask. The
+heads of a group are adjacent rows and share the reading of their keys. Where there are too few blocks to fill the GPU
+the keys are split between programs, whose parts are joined by their log-sum-exp (Flash-Decoding). The softmax is
+Milakov and Gimelshein's (arXiv 1805.02867), its tiling FlashAttention's (arXiv 2205.14135).
 
-No position is read on the host: how far a row sees is in device memory, so that a captured graph may be
-replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on the CPU.
+No position is read on the host, so that a captured graph may be replayed for other lengths.
 """
 
 from __future__ import annotations
@@ -35,32 +32,21 @@ name = "triton"
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of a program's share of the work.
+    """Sizes of a program's share of the work, powers of two of at least 16."""
 
-    Attributes
-    ----------
-    rows : query rows of a program, those of a group's heads counted separately; a power of two, 16 at least.
-    keys : read at a time; likewise.
-    warps, stages : of threads, and of the pipeline that reads ahead.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # query rows of a program, those of a group's heads counted separately
+    keys: int  # read at a time
     warps: int
-    stages: int
+    stages: int  # of the pipeline that reads ahead
 
 
 _LARGE_MEMORY = 160 * 1024
 
 
 def tile_for(rows: int, head_dim: int, dtype: torch.dtype, memory: int = 100 * 1024) -> Tile:
-    """Return the tile that fills a block's shared memory.
+    """Return the tile that fills a block's shared memory, in bytes; every GPU since Ampere has 100 kB.
 
     Measured on an H100, 4,096 rows of Llama-3.1-8B's heads, ms: 128 x 128 in two stages .43, 128 x 64 in three .46.
-
-    Parameters
-    ----------
-    memory : bytes that a block may have; every GPU since Ampere has 100 kB.
     """
     height = min(128, max(_LEAST, _power(rows)))
     if dtype == torch.float32:
@@ -73,14 +59,12 @@ def tile_for(rows: int, head_dim: int, dtype: torch.dtype, memory: int = 100 * 1
 
 
 def splits_for(blocks: int, keys: int, tile: Tile, multiprocessors: int) -> int:
-    """Parts into which the keys are split: as many as give each multiprocessor two programs, 1 if blocks do so."""
     wanted = -(-2 * multiprocessors // max(blocks, 1))
     most = max(1, keys // (4 * tile.keys))  # a part of fewer keys is not worth its join
     return max(1, min(wanted, most, _MOST_SPLITS))
 
 
 def declines(call: AttentionCall) -> str:
-    """Return why this backend does not serve a call, or an empty string."""
     if call.device != "cuda":
         return "it runs on CUDA"
     if not has_triton():
@@ -99,19 +83,10 @@ def attend(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Attend: see `AttentionBackend`. No position is read on the host.
+    """Return `[1, heads, rows, head_dim]`, laid out with rows before heads. No position is read on the host.
 
-    Parameters
-    ----------
-    query : float32, bfloat16 or float16.
-    key, value : of the same dtype. No key after the last row's is read.
-    ranges : `limits` and `begins` are contiguous, and each less than the number of keys: the caller's to know, the
-        kernel does not look.
-    splits : None: as many as fill the GPU.
-
-    Returns
-    -------
-    `[1, heads, rows, head_dim]`, laid out with rows before heads.
+    `limits` and `begins` of the ranges are contiguous, and each less than the number of keys: the caller's to know, the
+    kernel does not look. `splits` None: as many as fill the GPU.
     """
     _check(query, key, value, params, ranges)
     _, heads, rows, head_dim = query.shape
@@ -124,20 +99,31 @@ def attend(
     out = query.new_empty((1, rows, heads, head_dim)).transpose(1, 2)
     if not rows:
         return out
-    if splits == 1:
-        _launch(query, key, value, params, ranges, out[None], None, tile, splits)
-        return out
-    parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
-    sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
-    _launch(query, key, value, params, ranges, parts, sums, tile, splits)
-    _join(parts, sums, out)
+    parts = sums = out[None]
+    if splits > 1:
+        parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
+        sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
+    at = ranges.limits
+    kernel()[(blocks, kv_heads, splits)](
+        query, key, value, parts, sums, at,
+        at if ranges.begins is None else ranges.begins, at if params.sinks is None else params.sinks,
+        params.scale * _LOG2_E, (params.softcap or 1.0) * _LOG2_E, rows,
+        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        parts.stride(0), parts.stride(2), parts.stride(3),
+        **constants(
+            heads // kv_heads, head_dim, tile, splits, query.dtype, params,
+            windowed=ranges.begins is not None, interpreted=not query.is_cuda,
+        ),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _join(parts, sums, out)
     return out
 
 
 def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> None:
-    """Check everything that the kernel relies upon to stay inside its arrays, but the positions' own size."""
     at = ranges.limits
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4 or len(query) != 1 or len(key) != 1:
         raise ValueError("queries, keys and values are [1, heads, rows, head_dim], those of one length")
@@ -159,7 +145,6 @@ def _check(
 
 
 def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
-    """Join the results of the parts of the keys into `[1, heads, rows, head_dim]`, by their log2-sum-exps."""
     splits, _, heads, rows, head_dim = parts.shape
     _joining()[(rows, heads)](
         parts, sums, out, rows, splits,
@@ -168,38 +153,8 @@ def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    params: AttentionParams,
-    ranges: KeyRanges,
-    out: torch.Tensor,
-    sums: torch.Tensor | None,
-    tile: Tile,
-    splits: int,
-) -> None:
-    """Run the kernel over `out` `[splits, 1, heads, rows, head_dim]`."""
-    _, heads, rows, head_dim = query.shape
-    kv_heads, at = key.shape[1], ranges.limits
-    blocks = -(-rows * (heads // kv_heads) // tile.rows)
-    kernel()[(blocks, kv_heads, splits)](
-        query, key, value, out, out if sums is None else sums, at,
-        at if ranges.begins is None else ranges.begins, at if params.sinks is None else params.sinks,
-        params.scale * _LOG2_E, (params.softcap or 1.0) * _LOG2_E, rows,
-        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-        out.stride(0), out.stride(2), out.stride(3),
-        **constants(
-            heads // kv_heads, head_dim, tile, splits, query.dtype, params,
-            windowed=ranges.begins is not None, interpreted=not query.is_cuda,
-        ),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
 @functools.cache
 def kernel() -> Any:
-    """Return the kernel of a block of rows."""
     return jit(_attend, _keys_of, _begun, _read, _over, _written, unspecialized=("rows",))
 
 
@@ -219,7 +174,6 @@ def constants(
     windowed: bool = False,
     interpreted: bool = False,
 ) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
     return {
         "WINDOWED": windowed,
         "CAPPED": params.softcap is not None,
@@ -248,7 +202,6 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes that a block may have; where torch does not report them, what every GPU has."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", 0)) or 100 * 1024
 
@@ -362,7 +315,6 @@ def _written(
 
 
 def _read(place: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """Read a block of keys or values; zeros where the mask is false."""
     if MASKED:
         return tl.load(place, mask=mask, other=0.0)
     else:

@@ -1,7 +1,7 @@
 """RMSNorm, rotary positions and gated activation on a CPU, row by row in machine code, rounded as the model rounds.
 
-A model that computes in bfloat16 rounds after every operation of torch's. So does this code: its numbers are the
-model's own but for the order of a norm's sum and the last place of an exponential.
+A model that computes in bfloat16 rounds after every operation of torch's. So does this code: its numbers differ only by
+the order of a norm's sum and the last place of an exponential.
 """
 
 from __future__ import annotations
@@ -45,16 +45,8 @@ JOBS = {
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The places where a model that computes in bfloat16 rounds.
-
-    Attributes
-    ----------
-    norm_first : before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2).
-    rope_in_float32 : cos, sin and their products are float32, a rotated number is rounded once (OLMo 2).
-    """
-
-    norm_first: bool = True
-    rope_in_float32: bool = False
+    norm_first: bool = True  # before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2)
+    rope_in_float32: bool = False  # a rotated number is rounded once (OLMo 2)
 
 
 AS_LLAMA = Rounding()
@@ -62,31 +54,14 @@ AS_LLAMA = Rounding()
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The compiled functions for one number format and activation.
-
-    Attributes
-    ----------
-    angles : dtype of cos and sin.
-    """
-
     functions: dict[str, Function]
     dtype: torch.dtype
-    angles: torch.dtype
+    angles: torch.dtype  # of cos and sin
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, more: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `more` to x, if it is given, and normalise by the root of the mean square.
-
-        Parameters
-        ----------
-        x, more : `[..., count]`, contiguous.
-        weight : float32 `[count]`.
-
-        Returns
-        -------
-        The sum, which is x itself without more, and the normed sum.
-        """
+        """Add `more` to x, both `[..., count]`, if it is given; return the sum and its RMS norm."""
         count = weight.numel()
         rows = self._rows(x, count)
         if weight.dtype != torch.float32 or not weight.is_contiguous():
@@ -101,7 +76,6 @@ class LayerKernels:
         return sum_, y
 
     def gate(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Set y to act(y) · x, both contiguous; return y."""
         count = y.shape[-1]
         rows = self._rows(y, count)
         if x.shape != y.shape or self._rows(x, count) != rows:
@@ -110,13 +84,7 @@ class LayerKernels:
         return y
 
     def apply_rope(self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate heads by halves, in place.
-
-        Parameters
-        ----------
-        queries, keys : `[rows, heads, head_dim]`, contiguous.
-        cos, sin : `[rows, rotary_dim]`, contiguous, in `angles`; the rest of a head stays.
-        """
+        """Rotate heads `[rows, heads, head_dim]` by halves, in place; cos and sin: `[rows, rotary_dim]` in `angles`."""
         rows, heads, head_dim = queries.shape
         whole = heads * head_dim
         fit = self._rows(queries, whole) == self._rows(keys, keys[0].numel()) == rows == len(cos)
@@ -147,25 +115,13 @@ class LayerKernels:
 
 @compile_once
 def layer_kernels(isa: Isa, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> LayerKernels:
-    """Return the kernels of a format and activation, compiled at their first use.
-
-    Raises
-    ------
-    RuntimeError : they cannot be compiled here.
-    """
     functions = compiled(layer_module(isa, FORMATS[dtype], activation, rounding), isa, *JOBS)
     angles = torch.float32 if rounding.rope_in_float32 else dtype
     return LayerKernels(dict(zip(JOBS, functions, strict=True)), dtype, angles)
 
 
 def layer_module(isa: Isa, element: str, activation: str, rounding: Rounding = AS_LLAMA) -> str:
-    """Write LLVM IR of all functions `void NAME(ptr job)`: any number of threads may run one with the same job.
-
-    Parameters
-    ----------
-    element : "float32" or "bfloat16": what the model computes in.
-    activation : one of `ACTIVATIONS`.
-    """
+    """Write all functions `void NAME(ptr job)`: any number of threads may run one with the same job."""
     functions = {name: FunctionBuilder(name, isa, "i64* job") for name in JOBS}
     with _each_row(functions["norm"]) as (job, row):
         sides = (job[name].of(element).at(row * job.count) for name in ("x", "more", "sum", "y"))
@@ -180,7 +136,6 @@ def layer_module(isa: Isa, element: str, activation: str, rounding: Rounding = A
 
 @contextlib.contextmanager
 def _each_row(k: FunctionBuilder) -> Iterator[tuple[Fields, Value]]:
-    """Take rows from the queue until none is left."""
     job = JOBS[k.name].load(k, k.args.job)
     with WorkQueue(k, k.args.job, job.share, job.rows) as queue, k.loop(queue.last - queue.first) as index:
         yield job, queue.first + index
@@ -199,7 +154,6 @@ def _norm(job: Fields, rounds_first: bool, x: Value, more: Value, sum_: Value, y
 
 
 def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
-    """Rotate the heads of a row in place."""
     k, width = row.k, job.half * 2
     table = [side.of(angles).at(row * width) for side in (job.cos, job.sin)]
     for side, heads in ((job.queries, job.heads), (job.keys, job.kv_heads)):
@@ -208,8 +162,6 @@ def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
 
 
 def _rotate_head(head: Value, table: Sequence[Value], half: Value) -> None:
-    """Rotate one head, each product rounded as the table is stored."""
-
     def work(lanes: int, index: Value) -> None:
         places = index, index + half
         low, high = (head.load(place, lanes) for place in places)

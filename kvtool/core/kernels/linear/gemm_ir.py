@@ -1,8 +1,4 @@
-"""GEMV and small GEMM as LLVM IR, for weights kept packed: unpacked in registers, on their way to the multiplication.
-
-A product with one x mostly reads W once. For one group of 32 columns of four bits with AVX2: 2 loads that widen bytes
-to 32 bits, 4 operations that split them into halves, 4 conversions to float32, 4 multiplications onto a sum, and one
-of that sum by the group's scale. x stays float32, so nothing is lost but the order of the sum.
+"""GEMV and small GEMM as LLVM IR, for packed weights, which are unpacked in registers on their way to the product.
 
 For a few rows of X, some rows of W at a time are unpacked into memory that stays in a core's own cache, and multiplied
 there with all rows of X. A register holds adjacent numbers of either, and sums are taken across its lanes at the end:
@@ -34,14 +30,10 @@ def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
     """Make `product_KIND(data, scales, group_mins, x, out, first, last, columns)`: y[r] = Σ w[r, c] · x[c].
 
     It sets rows r from `first` to before `last`, which is not less; x and y float32, y counted from row 0. Calls for
-    different rows may run in parallel.
-
-    Parameters
-    ----------
-    height : with more than one it is `product_KIND_HEIGHT`, which takes `i64 inputs, i64 x_pitch, i64 y_pitch`, too,
-        and sets a y for each of so many x, at least `height`, from pitch to pitch. So many are multiplied with a row of
-        weights at a time, and with some rows before the next ones take their place in the core's own cache. What comes
-        out is the same, bit by bit, whatever the height and however many there are.
+    different rows may run in parallel. With more than one `height` it is `product_KIND_HEIGHT`, which takes `i64
+    inputs, i64 x_pitch, i64 y_pitch`, too, and sets a y for each of so many x, at least `height`: so many are
+    multiplied with a row of weights at a time. What comes out is the same, bit by bit, whatever the height and however
+    many there are.
     """
     layout, k = LAYOUTS[kind], product_function(isa, kind, height)
     inputs = Inputs(k, layout, height)
@@ -50,7 +42,6 @@ def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
 
 
 def product_function(isa: Isa, kind: str, height: int, features: str = "") -> FunctionBuilder:
-    """Begin a function with the arguments of `product`."""
     name, arguments = f"product_{kind}", f"{_WEIGHTS}, float* x, float* out, i64 first, i64 last, i64 columns"
     if height > 1:
         name, arguments = f"{name}_{height}", f"{arguments}, i64 inputs, i64 x_pitch, i64 y_pitch"
@@ -58,7 +49,6 @@ def product_function(isa: Isa, kind: str, height: int, features: str = "") -> Fu
 
 
 def with_all_inputs(multiply_row: Row, inputs: Inputs, bits: int) -> FunctionBuilder:
-    """Multiply the rows of weights, of so many bits a number, with all inputs."""
     k = inputs.k
     if inputs.height == 1:
         _multiply(k, multiply_row, k.args.first, k.args.last, inputs.tile(k.constant("i64")))
@@ -68,7 +58,6 @@ def with_all_inputs(multiply_row: Row, inputs: Inputs, bits: int) -> FunctionBui
 
 
 def _multiply(k: FunctionBuilder, multiply_row: Row, first: Value, last: Value, tile: Sequence[Input]) -> None:
-    """Multiply the rows from one to before another, each with all of a tile."""
     with k.loop(last - first, may_be_empty=True) as index:
         row = first + index
         for one, value in zip(tile, multiply_row(row, tile), strict=True):
@@ -76,7 +65,6 @@ def _multiply(k: FunctionBuilder, multiply_row: Row, first: Value, last: Value, 
 
 
 def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, height: int, bits: int) -> None:
-    """Multiply some rows at a time, of so many bits a number, with every tile of the inputs."""
     args = k.args
     size = k.constant("i64", _BLOCK_BYTES) // (args.columns * bits // 8) + 1
     more = args.last - args.first + (size - 1)
@@ -91,43 +79,33 @@ def _multiply_tiles(k: FunctionBuilder, multiply_row: Row, inputs: Inputs, heigh
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An x, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by.
-
-    Attributes
-    ----------
-    scales : of each group, where x is of whole numbers.
-    """
+    """An x, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by."""
 
     x: Value
     y: Value
     sums: Value | None
-    scales: Value | None = None
+    scales: Value | None = None  # of each group, where x is of whole numbers
 
 
 Row: TypeAlias = Callable[[Value, Sequence[Input]], list[Value]]  # the products of a row of weights with a tile
 
 
 class Inputs:
-    """Inputs that a row of weights is multiplied with, some at a time."""
-
     def __init__(self, k: FunctionBuilder, layout: Layout, height: int) -> None:
         self.k, self.height = k, height
         self._layout, self._groups = layout, k.args.columns // layout.group
         self._prepare()
 
     def _prepare(self) -> None:
-        """Compute what belongs to the inputs alone."""
         self._sums = self._group_sums() if self._layout.is_shifted else None
 
     def tile(self, first: Value) -> list[Input]:
-        """Return as many of them as the code takes at a time, from one on."""
         if self.height == 1:
             return [self._input(None)]
         numbers = [first + place for place in range(self.height)]
         return [self._input(number) for number in numbers]
 
     def _input(self, number: Value | None) -> Input:
-        """Return the number-th one; None: the only one."""
         args = self.k.args
         if number is None:
             return Input(args.x, args.out, self._sums)
@@ -151,7 +129,6 @@ class Inputs:
 
 
 def _dense_row(k: FunctionBuilder, kind: str) -> Row:
-    """Multiply a row of plain numbers, some vectors of it at a time, then one by one."""
     columns = Split.of(k.args.columns, _UNROLLED * k.width)
 
     def multiply(row: Value, tile: Sequence[Input]) -> list[Value]:
@@ -180,7 +157,6 @@ def _dense_row(k: FunctionBuilder, kind: str) -> Row:
 
 
 def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row:
-    """Multiply a row of codes, a superblock of it at a time, then block by block."""
     k, layout = rows.k, rows.layout
 
     def multiply(number: Value, tile: Sequence[Input]) -> list[Value]:
@@ -210,7 +186,6 @@ def packed_row(rows: PackedRows, add_blocks: AddBlocks, is_shifted: bool) -> Row
 def _add_blocks(
     rows: PackedRows, row: Addresses, block: Value, blocks: int, tile: Sequence[Input], sums: Sequence[Value]
 ) -> list[Value]:
-    """Add some blocks of a row, from one on, to the sums."""
     grown, width, layout = list(sums), block.k.width, rows.layout
     scales, shifts, _ = rows.factors(row, block, blocks)
     groups = BLOCK // layout.group
@@ -228,7 +203,6 @@ def _add_blocks(
 
 
 def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Sequence[Input], sums: list[Value]) -> None:
-    """Add what is added to scale · code, times Σ x, of the groups from a block on."""
     if shifts is None:
         return
     for at, one in enumerate(tile, 1):
@@ -238,7 +212,6 @@ def add_shifts(rows: PackedRows, shifts: Value | None, block: Value, tile: Seque
 
 
 def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Value]:
-    """Sum code · x over each group of a block, in as many lanes as there are."""
     width = x.k.width
     loaded = [x.load(part * width, width) for part in range(len(parts))]
     size, sums = layout.group // width, []
@@ -251,17 +224,11 @@ def _group_products(layout: Layout, parts: Sequence[Value], x: Value) -> list[Va
 
 
 def codes(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """Unpack the codes of 32 columns as float32 vectors of a register's lanes, in the order of the columns.
-
-    Parameters
-    ----------
-    data : address of the row's first byte.
-    """
+    """Unpack the codes of 32 columns as float32 vectors, in the order of the columns; `data`: the row's first byte."""
     return [part.to("float", signed=True) for part in whole_codes(layout, data, block)]
 
 
 def whole_codes(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """Unpack the codes of 32 columns as `codes` does, as i32."""
     first = data.at(block * (4 * layout.bits))
     parts: list[Value] = []
     at = done = 0
@@ -290,7 +257,6 @@ def _twos(k: FunctionBuilder, data: Value) -> list[Value]:
 
 
 def _ones(k: FunctionBuilder, data: Value) -> list[Value]:
-    """Unpack a bit for every column."""
     wide = data.of("i32").load(align=1).splat(k.width)
     shifts = [k.lanes("i32", range(first, first + k.width)) for first in range(0, BLOCK, k.width)]
     return [(wide >> shift) & 1 for shift in shifts]
@@ -306,10 +272,7 @@ AddBlocks: TypeAlias = Callable[
 class PackedRows:
     """Rows of a matrix that a function has as its arguments, or a job as its fields: data, scales, group_mins, columns.
 
-    Attributes
-    ----------
-    blocks : of a row, in steps and what is left.
-    step : blocks of a step: those of a superblock, or as many as divide a row.
+    A step takes the blocks of a superblock, or as many as divide a row.
     """
 
     def __init__(
@@ -327,7 +290,6 @@ class PackedRows:
         self._row_bytes = blocks * (4 * layout.bits)
 
     def row(self, row: Value) -> Addresses:
-        """Find a row."""
         args, first = self._args, row * self._scales_of_row
         scales = args.scales.of("i8" if self.layout.superblocks else "float16")
         data = args.data.of("i8").at(row * self._row_bytes)
@@ -360,8 +322,8 @@ class PackedRows:
 def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
     """Make `unpack_KIND_TO(data, scales, group_mins, out, first, last, columns)`, of a kind of codes.
 
-    It writes the numbers of the rows from `first` to before `last`, which is not less, row r to `out` + r · columns.
-    Each is rounded to the nearest bfloat16, and written as `to` says: "float32" or "bfloat16".
+    It writes the rows from `first` to before `last`, which is not less, row r to `out` + r · columns, rounded to the
+    nearest bfloat16, as "float32" or "bfloat16".
     """
     k = FunctionBuilder(f"unpack_{kind}_{to}", isa, f"{_WEIGHTS}, ptr out, i64 first, i64 last, i64 columns")
     args, rows = k.args, PackedRows(k, LAYOUTS[kind])
@@ -406,7 +368,7 @@ SHARE_JOB = Job(
 
 
 def share(function: FunctionBuilder) -> FunctionBuilder:
-    """Make `share_FUNCTION(job)`, which any number of threads may run with the same job."""
+    """Write `share_FUNCTION(job)`, which any number of threads may run with the same job."""
     k = FunctionBuilder(f"share_{function.name}", function.isa, "ptr job")
     job = SHARE_JOB.load(k, k.args.job)
     with WorkQueue(k, k.args.job, job.share, job.last) as queue:
@@ -428,19 +390,14 @@ SMALL_GEMM_JOB = Job(
 
 
 def tile_rows(isa: Isa) -> int:
-    """Return the rows of X in a tile, the least that there must be: a tile has a sum for each lane of a register."""
     return isa.width // OUTPUTS
 
 
 def small_gemm(isa: Isa, kind: str, element: str) -> FunctionBuilder:
     """Make `small_gemm_KIND_ELEMENT(job)`, Y = X · Wᵀ, which any number of threads may run with the same job.
 
-    It needs `unpack_KIND_ELEMENT` of the same module, unless the kind is of plain numbers, which then have the
-    same format.
-
-    Parameters
-    ----------
-    element : "float32", or "bfloat16" where the CPU has AVX-512 BF16: of X, of Y and of the unpacked weights.
+    X, Y and the unpacked weights are "float32", or "bfloat16" where the CPU has AVX-512 BF16. It needs
+    `unpack_KIND_ELEMENT` of the same module, unless the kind is of plain numbers, which then have the same format.
     """
     k = FunctionBuilder(f"small_gemm_{kind}_{element}", isa, "i64* job")
     job = SMALL_GEMM_JOB.load(k, k.args.job)
@@ -460,7 +417,6 @@ def small_gemm(isa: Isa, kind: str, element: str) -> FunctionBuilder:
 
 
 def _multiply_taken(k: FunctionBuilder, job: Fields, weights: Value, taken: WorkQueue) -> None:
-    """Multiply the rows that were taken, which are at `weights`, with all rows of X, a tile of sums at a time."""
     high = tile_rows(k.isa)
     with k.loop((taken.last - taken.first) // OUTPUTS) as across:
         output = across * OUTPUTS
@@ -474,7 +430,6 @@ def _multiply_taken(k: FunctionBuilder, job: Fields, weights: Value, taken: Work
 
 
 def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[Value]:
-    """Sum the tile, row of X by row of X, each sum still in lanes."""
     pairs = weights.target == "i16"
     lanes = k.width * (2 if pairs else 1)
     rows = [x.at(columns * number) for number in range(tile_rows(k.isa))]
@@ -489,7 +444,6 @@ def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[
 
 
 def _store_tile(job: Fields, element: str, value: Value, row: Value, output: Value) -> None:
-    """Add the bias, round, and write a tile."""
     width = value.lanes
     value = value + job.bias.load(output, OUTPUTS).shuffle([lane % OUTPUTS for lane in range(width)])
     if element == "i16":

@@ -1,15 +1,12 @@
 """GEMM as LLVM IR of rows of X in 8-bit integers with weights kept packed, as llama.cpp multiplies a prompt's rows.
 
 Each group of columns that shares a scale of W has one of X, too: x ≈ scale · q, q from -127 to 127. A group's sum of
-code · q is one of whole numbers, and exact; y adds up sum · scale of W · scale of X, and W's min times the group's Σ x.
+code · q is exact; y adds up sum · scale of W · scale of X, and W's min times the group's Σ x.
 
 Weights are unpacked some rows at a time, into bytes that stay in a core's own cache: those of four columns of as many
 rows as a register has lanes are side by side, so that one instruction multiplies 64 bytes (AVX-512 VNNI), 32 (AVX2,
-sums of 16 bits, which a group's codes must not exceed) or 16 (ARM's dot product). A row comes out the same whatever
-rows come with it.
-
-A token that is generated is one row: `row_product` unpacks bytes of a few blocks at a time in registers, as `product`
-(gemm_ir.py) does numbers, and q has their order: the first 16 columns of each block, then the last 16 of each.
+sums of 16 bits) or 16 (ARM's dot product). `row_product` unpacks bytes of a few blocks at a time in registers, and q
+has their order: the first 16 columns of each block, then the last 16 of each.
 """
 
 from __future__ import annotations
@@ -51,27 +48,25 @@ INT8_JOB = Job(
 
 
 def tile_rows(isa: Isa) -> int:
-    """Return the rows of X in a tile, the least that there must be: their sums stay in registers."""
+    """The least rows of X that there must be: their sums stay in registers."""
     return isa.width // 2
 
 
 def multiplies(isa: Isa | None, layout: Layout) -> bool:
-    """Return whether there is code for a kind of weights: for codes of 8 bits sums of 16 are too small."""
+    """Whether there is code for a kind of weights: for codes of 8 bits sums of 16 are too small."""
     return not layout.dense and (isa in (AVX512_VNNI, NEON_DOT) or (isa in (AVX2, AVX512) and layout.bits < 8))
 
 
 def multiplies_row(isa: Isa, layout: Layout) -> bool:
-    """Return whether `row_product` has code for a kind: only AVX-512 has a quick way from bits to bytes."""
+    """Whether `row_product` has code for a kind: only AVX-512 has a quick way from bits to bytes."""
     return multiplies(isa, layout) and (isa.width == 16 or 1 not in layout.planes)
 
 
 def scratch_bytes(isa: Isa, layout: Layout, columns: int) -> int:
-    """Return the bytes that a thread unpacks weights to: codes, scales and mins of as many rows as there are lanes."""
     return isa.width * columns + 2 * 4 * isa.width * (columns // layout.group)
 
 
 def quantize(isa: Isa, group: int) -> FunctionBuilder:
-    """Make `quantize_GROUP(job)`: q, a scale and scale · Σ q for each group of columns of X."""
     k = FunctionBuilder(f"quantize_{group}", isa, "i64* job")
     job = QUANTIZE_JOB.load(k, k.args.job)
     groups = job.columns // group
@@ -87,12 +82,7 @@ def quantize(isa: Isa, group: int) -> FunctionBuilder:
 
 
 def _quantize_group(out: Fields, x: Value, place: Value, where: Callable[[int], Value], group: int) -> None:
-    """Write what a group comes to.
-
-    Parameters
-    ----------
-    x : its first number. place : its own number, of `scales` and `sums`. where : the address of a column's q.
-    """
+    """Write what a group, from `x` on, comes to: `place` is its number, `where` the address of a column's q."""
     k, width = x.k, x.k.width
     loaded = [x.load(start, width) for start in range(0, group, width)]
     # As whole numbers: NaN is the largest then, and comes out as NaN. What 127 cannot be divided by is 0.
@@ -136,7 +126,6 @@ _Panel = tuple[Value, Value, Value]  # addresses of unpacked codes, scales and m
 
 
 def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> None:
-    """Unpack a row of W into its lane of a panel."""
     row, width, layout = rows.row(number), number.k.width, rows.layout
     codes, scales, mins = panel
     whole = _loses_sign(number.k.isa, layout)
@@ -161,7 +150,6 @@ def _unpack_row(rows: PackedRows, number: Value, lane: Value, panel: _Panel) -> 
 
 
 def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -> None:
-    """Multiply the rows of a panel with all rows of X, a tile at a time."""
     k, group, (codes, scales, mins) = output.k, layout.group, panel
     width, high, quads = k.width, tile_rows(k.isa), group // 4
     groups, bias = job.columns // group, job.bias.load(output, k.width)
@@ -186,7 +174,6 @@ def _multiply_panel(job: Fields, layout: Layout, output: Value, panel: _Panel) -
 
 
 def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
-    """Sum code · q over a group, i32, for each row of X: four columns at a time."""
     k, width = codes.k, codes.k.width
     sums, halves = [k.zeros(width, "i32")] * len(q), [k.zeros(2 * width, "i16")] * len(q)
     ones = k.constant(f"<{2 * width} x i16>", 1)
@@ -208,7 +195,6 @@ def _dot(layout: Layout, codes: Value, q: Sequence[Value]) -> list[Value]:
 
 
 def _add_fours(onto: Value, codes: Value, q: Value) -> Value:
-    """`onto` and the products of the four bytes in each i32 lane."""
     k = onto.k
     if k.isa is AVX512_VNNI:
         return k.call("llvm.x86.avx512.vpdpbusd.512", onto.type, onto, codes, q)
@@ -221,7 +207,7 @@ def _add_fours(onto: Value, codes: Value, q: Value) -> Value:
 
 
 def _loses_sign(isa: Isa, layout: Layout) -> bool:
-    """Return whether 128 is added to codes of 8 bits, which have a sign: x86's instructions take them without."""
+    """Whether 128 is added to codes of 8 bits, which have a sign: x86's instructions take them without."""
     return layout.bits == 8 and isa is not NEON_DOT
 
 
@@ -239,7 +225,6 @@ HALF = BLOCK // 2
 
 
 def blocks_at_once(isa: Isa) -> int:
-    """Return how many blocks are multiplied together: their first halves fill a register."""
     return 4 * isa.width // HALF
 
 
@@ -281,7 +266,6 @@ class _RoundedInputs(Inputs):
 def _add_blocks(
     rows: PackedRows, row: Addresses, block: Value, blocks: int, tile: Sequence[Input], sums: Sequence[Value]
 ) -> list[Value]:
-    """Add some blocks of a row, from one on, to the sums."""
     k, layout, grown, at_once = rows.k, rows.layout, list(sums), blocks_at_once(rows.k.isa)
     scales, shifts, count = rows.factors(row, block, blocks)
     groups, first = BLOCK // layout.group, block * (BLOCK // layout.group)
@@ -307,7 +291,6 @@ def _add_blocks(
 
 
 def _byte_halves(layout: Layout, data: Value, block: Value) -> list[Value]:
-    """Unpack codes to bytes: the first 16 columns of each of some blocks, and the last 16, as codes without a sign."""
     k, size = data.k, 4 * layout.bits
     at_once = blocks_at_once(k.isa)
     first, halves, at, done = data.at(block * size), list[Value](), 0, 0
@@ -320,7 +303,6 @@ def _byte_halves(layout: Layout, data: Value, block: Value) -> list[Value]:
 
 
 def _joined(parts: Sequence[Value]) -> Value:
-    """Join vectors, two by two."""
     while len(parts) > 1:
         order = range(2 * parts[0].lanes)
         parts = [low.shuffle(order, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
@@ -338,7 +320,6 @@ def _fours(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
 
 
 def _twos(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
-    """Unpack eight bytes of each block, which hold the columns j, 8 + j, 16 + j and 24 + j."""
     words = _joined([plane.of("i64").load(align=1).splat(2) for plane in planes])
     kind = f"<{8 * words.lanes} x i8>"
     shifts = [k.lanes("i64", [first, first + 2] * len(planes)) for first in (0, 4)]
@@ -346,7 +327,6 @@ def _twos(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
 
 
 def _ones(k: FunctionBuilder, planes: Sequence[Value]) -> list[Value]:
-    """Unpack a bit for every column."""
     halves = [_joined([plane.of("i16").load(start, align=1).splat(1) for plane in planes]) for start in (0, 1)]
     lanes = HALF * len(planes)
     return [half.bitcast(f"<{lanes} x i1>").to("i8") for half in halves]
@@ -356,7 +336,6 @@ _HALVES = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
 
 
 def _dot_bytes(k: FunctionBuilder, codes: Sequence[Value], q: Sequence[Value]) -> Value:
-    """Sum code · q of four columns in each lane, i32."""
     total = k.zeros(k.width, "i32")
     if k.isa in (AVX512_VNNI, NEON_DOT):
         for own, one in zip(codes, q, strict=True):

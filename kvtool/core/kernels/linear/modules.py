@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,45 +25,16 @@ _MOST_FEW = {torch.bfloat16: 256}
 _scratch = threading.local()
 
 
-class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that multiplies few rows by machine code of our own; sums may come in another order."""
-
-    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        """Return True if `rows_product` multiplies so many rows so, and by none of torch's threads."""
-        raise NotImplementedError
-
-    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows of a prompt, contiguous or not, in the way that is fast for so many."""
-        count = rows.numel() // self.in_features
-        if not self.in_team(count, rows.dtype):
-            return self(rows)  # type: ignore[no-any-return]
-        found = self._few(rows.reshape(count, self.in_features).contiguous())
-        return found.view(*rows.shape[:-1], self.out_features)
-
-    def _few(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class PackedLinear(SmallBatchLinear):
+class PackedLinear(torch.nn.Linear):
     """A linear layer whose weight is a packed matrix, which is only run forward.
 
     One row, as decoding has it, is multiplied with the packed weights as they are in the file. For more rows they are
     unpacked into memory that all layers share, rounded to bfloat16 as in a converted folder, and multiplied by torch;
-    for a prompt's rows over its cache some at a time, and multiplied where they are (`rows_product`).
+    for a prompt's rows over its cache some at a time, and multiplied where they are (`rows_product`). With `int8` rows
+    are rounded to 8-bit integers (`int8_gemm`, `gemv`), where the CPU and the kind of weights allow it.
 
     Measured, SmolLM2's 106 million weights of its layers in Q4_1, one core, AVX2 float32: 6 ms a row packed; 12 ms to
     unpack, which with 4 to 160 rows is no slower than reading 425 MB of float32 weights.
-
-    Parameters
-    ----------
-    int8 : rows are rounded to 8-bit integers and multiplied with the packed weights (`int8_gemm`, `gemv`), where the
-        CPU and the kind of weights allow it; float32 else.
-
-    Attributes
-    ----------
-    matrix : the weights.
-    weight : of the right shape and dtype, and without numbers (on the device "meta").
-    int8 : True if a prompt's rows are multiplied so. int8_row: True if a single one is, as decoding has it.
     """
 
     def __init__(
@@ -73,14 +43,14 @@ class PackedLinear(SmallBatchLinear):
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = matrix.columns, matrix.rows
         self.matrix = matrix
-        self.weight = _shape_of(matrix, dtype)
+        shape = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device="meta")
+        self.weight = torch.nn.Parameter(shape, requires_grad=False)
         self._least_few, self.int8 = least_rows(matrix, dtype), int8 and has_int8(matrix)
         self.int8_row = int8 and has_int8_row(matrix)
         kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
         self.register_parameter("bias", kept)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute `[..., out_features]` of `[..., in_features]`."""
         if input.numel() == self.in_features:
             return self._one(input)
         if self.int8:
@@ -93,7 +63,17 @@ class PackedLinear(SmallBatchLinear):
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
+    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows of a prompt, contiguous or not, in the way that is fast for so many; sums may come in another
+        order than `forward` has."""
+        count = rows.numel() // self.in_features
+        if not self.in_team(count, rows.dtype):
+            return self(rows)  # type: ignore[no-any-return]
+        found = self._few(rows.reshape(count, self.in_features).contiguous())
+        return found.view(*rows.shape[:-1], self.out_features)
+
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return True if `rows_product` multiplies so many rows by machine code, and by none of torch's threads."""
         if self.int8:
             return rows > 1  # a single one is that of decoding
         return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
@@ -102,7 +82,6 @@ class PackedLinear(SmallBatchLinear):
         return (int8_gemm if self.int8 else small_batch_gemm)(self.matrix, rows, self.bias)
 
     def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows with the weights unpacked, however few they are."""
         step = max(1, _TILE_BYTES // (self.in_features * rows.itemsize))
         if step >= self.out_features:
             return F.linear(rows, self._unpacked(0, self.out_features, rows.dtype), self.bias)
@@ -114,26 +93,18 @@ class PackedLinear(SmallBatchLinear):
         return out
 
     def _unpacked(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return some rows of the weight, in memory of this thread that the next layer writes over."""
         size = (last - first) * self.in_features
         kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
         if kept is None or kept.numel() < size or kept.dtype != dtype:
             kept = _scratch.numbers = torch.empty(size, dtype=dtype)
         return dequantize_rows(self.matrix, first, last, kept)
 
-    def extra_repr(self) -> str:
-        """Return what the model's printed form says of the layer."""
-        return f"{super().extra_repr()}, {self.matrix.kind}"
-
 
 class PackedEmbedding(torch.nn.Embedding):
     """An embedding whose rows are packed: those asked for are unpacked, rounded to bfloat16.
 
-    Attributes
-    ----------
-    matrix : the rows.
-    weight : of the right shape and dtype, and one number that stands for all; on the CPU, where models that ask for its
-        device (Llama 4) then bring their ids.
+    `weight` has the right shape and dtype, and one number that stands for all; it is on the CPU, where models that ask
+    for its device (Llama 4) then bring their ids.
     """
 
     def __init__(self, matrix: QuantizedTensor, padding_idx: int | None, dtype: torch.dtype) -> None:
@@ -146,16 +117,6 @@ class PackedEmbedding(torch.nn.Embedding):
         self.weight = torch.nn.Parameter(shape, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Look up `[..., embedding_dim]` for ids `[...]`."""
         rows = take_rows(self.matrix, input.reshape(-1))
         out = torch.empty(rows.rows, rows.columns, dtype=self.weight.dtype)
         return dequantize_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
-
-    def extra_repr(self) -> str:
-        """Return what the model's printed form says of the layer."""
-        return f"{super().extra_repr()}, {self.matrix.kind}"
-
-
-def _shape_of(matrix: QuantizedTensor, dtype: torch.dtype) -> Any:
-    shape = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device="meta")
-    return torch.nn.Parameter(shape, requires_grad=False)

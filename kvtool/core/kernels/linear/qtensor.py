@@ -17,54 +17,40 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a kind of weights in memory: w = scale · (code - zero_point) + min for each group of columns.
+    """Layout of a kind of weights in memory: w = scale · (code - zero_point) + min for each group of columns."""
 
-    Attributes
-    ----------
-    bits : of a code; 16 and 32: the numbers themselves, without scales.
-    group : columns that share a scale.
-    zero_point : what is taken from each code.
-    group_mins : whether each group has a min, too.
-    superblocks : scales are products: a float16 of 256 columns, and a whole number of each group (the K kinds).
-    """
-
-    bits: int
-    group: int = 1
+    bits: int  # of a code; 16 and 32: the numbers themselves, without scales
+    group: int = 1  # columns that share a scale
     zero_point: int = 0
-    group_mins: bool = False
-    superblocks: bool = False
+    group_mins: bool = False  # whether each group has a min, too
+    superblocks: bool = (
+        False  # scales are products: a float16 of 256 columns, and a whole number of each group (the K kinds)
+    )
 
     @property
     def dense(self) -> bool:
-        """Return True if the weights are plain numbers."""
         return self.bits >= 16
 
     @property
     def is_shifted(self) -> bool:
-        """Return whether something is added to scale · code."""
         return self.group_mins or self.zero_point != 0
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Bits of each plane that codes are split into, the lowest first."""
         return _PLANES[self.bits]
 
     @property
     def multiple(self) -> int:
-        """Return the number that columns are a multiple of."""
         return 1 if self.dense else SUPERBLOCK if self.superblocks else BLOCK
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of the scales of a block of 256 columns."""
         return (1 + self.group_mins) * (2 + SUPERBLOCK // self.group)
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of `data` for one row."""
         return columns * self.bits // 8
 
     def scales_of_row(self, columns: int) -> int:
-        """Return the elements of `scales` for one row."""
         if self.dense:
             return 0
         return columns // SUPERBLOCK * self.block_bytes if self.superblocks else columns // self.group
@@ -110,12 +96,7 @@ class QuantizedTensor:
     group_mins: torch.Tensor
 
     def __post_init__(self) -> None:
-        """Refuse what a kernel would read outside of.
-
-        Raises
-        ------
-        ValueError : a shape or dtype that does not fit the kind.
-        """
+        """Refuse what a kernel would read outside of: ValueError."""
         layout = self.layout
         if self.rows < 1 or self.columns < 1 or self.columns % layout.multiple:
             raise ValueError(f"no {self.kind} matrix has {self.rows} rows of {self.columns} columns")
@@ -131,12 +112,10 @@ class QuantizedTensor:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout in memory."""
         return LAYOUTS[self.kind]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all arrays."""
         return self.data.nbytes + self.scales.nbytes + self.group_mins.nbytes
 
 
@@ -146,20 +125,17 @@ def dense(weight: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(kind, weight.shape[0], weight.shape[1], weight.detach().contiguous(), none(), none())
 
 
-def none(dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """Return what stands for scales or mins that a kind does not have."""
-    return torch.empty(0, dtype=dtype)
+def none() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float16)
 
 
 def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
-    """Copy some rows, in the order given."""
     parts = (matrix.data, matrix.scales, matrix.group_mins)
     data, scales, group_mins = (part[rows] if part.dim() == 2 else part for part in parts)
     return QuantizedTensor(matrix.kind, len(rows), matrix.columns, data, scales, group_mins)
 
 
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes, uint8 `[rows, columns]` (of eight bits: int8), as the `data` of a matrix."""
     if bits == 8:
         return codes.view(torch.uint8)
     spans, parts, done = codes.view(-1, BLOCK), [], 0
@@ -195,16 +171,9 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -> QuantizedTensor:
-    """Make a matrix of a tensor's bytes.
+    """Make a matrix of all bytes of a tensor, uint8; row after row.
 
-    Parameters
-    ----------
-    kind : one of READERS.
-    blocks : all bytes of the tensor, uint8; row after row.
-
-    Raises
-    ------
-    ValueError : too few or too many bytes, or a scale that is no finite number.
+    Raises ValueError: too few or too many bytes, or a scale that is no finite number.
     """
     layout, (width, read) = LAYOUTS[kind], READERS[kind]
     codes, scales, group_mins = read(layout, blocks.view(-1, width))
@@ -241,7 +210,6 @@ def _q8(_: Layout, blocks: torch.Tensor) -> _Parts:
 
 
 def _q4_q5(layout: Layout, blocks: torch.Tensor) -> _Parts:
-    """Return the scale, min, fifth bits of the codes, and their lower four."""
     fifths = 4 if layout.group_mins else 2
     codes = _bit_fields(blocks[:, -16:], 4, 16)
     if layout.bits == 5:
@@ -261,7 +229,6 @@ def _q3_k(_: Layout, blocks: torch.Tensor) -> _Parts:
 
 
 def _k_scales(packed: torch.Tensor) -> torch.Tensor:
-    """12 bytes: 8 scales and 8 mins of six bits."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = [first & 63, (third & 15) | (first >> 6 << 4)]
     mins = [second & 63, (third >> 4) | (second >> 6 << 4)]

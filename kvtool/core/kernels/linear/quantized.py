@@ -33,28 +33,20 @@ _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the o
 
 
 def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None, int8: bool = False) -> torch.Tensor:
-    """Return W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
+    """Return W · x, float32 `[rows]`, of a contiguous float32 `[columns]`; ValueError: x does not fit.
 
-    Parameters
-    ----------
-    isa : None: the best here.
-    int8 : x is rounded to 8-bit integers, where `has_int8_row` (int8_ir.py).
-
-    Raises
-    ------
-    ValueError : x does not fit.
+    With `int8` x is rounded to 8-bit integers, where `has_int8_row` (int8_ir.py).
     """
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
+    if not int8:
+        function = _compiled(matrix.kind, isa or best_isa())["product"]
+    elif (isa := isa or multiplies_int8(best_isa())) is not None and has_int8_row(matrix, isa):
+        function = _compiled_row(matrix.kind, isa)
+    else:
+        raise ValueError(f"no product of an 8-bit row with {matrix.kind} weights of {matrix.columns} columns")
     y = torch.empty(matrix.rows, dtype=torch.float32)
-    _run(
-        _int8_row(matrix, isa) if int8 else _compiled(matrix.kind, isa or best_isa())["product"],
-        matrix,
-        x.data_ptr(),
-        y.data_ptr(),
-        0,
-        matrix.rows,
-    )
+    _run(function, matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
     return y
 
 
@@ -63,15 +55,8 @@ def small_batch_gemm(
 ) -> torch.Tensor:
     """Return X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
 
-    Parameters
-    ----------
-    x : `[rows, columns]`, contiguous, float32 or bfloat16.
-    bias : `[matrix.rows]`.
-    isa : None: `best_isa()`.
-
-    Raises
-    ------
-    ValueError : x or the bias does not fit, or x has fewer rows than `least_rows`.
+    X is `[rows, columns]`, contiguous, float32 or bfloat16. Raises ValueError: x or the bias does not fit, or x has
+    fewer rows than `least_rows`.
     """
     isa = isa or best_isa()
     if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
@@ -91,7 +76,6 @@ def small_batch_gemm(
 def _multiply_block(
     function: Function, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor
 ) -> None:
-    """As many rows of X as stay in a core's own cache."""
     threads = torch.get_num_threads()
     share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
     size = -(-share * matrix.columns * x.itemsize // LINE) * LINE
@@ -110,7 +94,7 @@ def _parts(matrix: QuantizedTensor) -> dict[str, int]:
 
 
 def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = None) -> int | None:
-    """Return the least rows of a format that `small_batch_gemm` takes for a matrix, here; None: no code for it."""
+    """The least rows that `small_batch_gemm` takes for a matrix; None: no code for it."""
     isa = isa or best_isa()
     if dtype not in COMPUTED or matrix.rows % OUTPUTS:
         return None
@@ -122,7 +106,6 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = No
 
 @compile_once
 def _few(kind: str, element: str, isa: Isa) -> Function:
-    """Return a kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else isa
     functions = [small_gemm(isa, kind, element)]
     if not LAYOUTS[kind].dense:
@@ -135,15 +118,8 @@ def int8_gemm(
 ) -> torch.Tensor:
     """Return X · Wᵀ, float32, with X rounded to 8-bit integers, a scale for each group of columns (int8_ir.py).
 
-    Parameters
-    ----------
-    x : `[rows, columns]`, contiguous, float32.
-    bias : `[matrix.rows]`.
-    isa : None: the best here.
-
-    Raises
-    ------
-    ValueError : x or the bias does not fit, or there is no code for the matrix (`has_int8`).
+    X is `[rows, columns]`, contiguous, float32. Raises ValueError: it or the bias does not fit, or there is no code for
+    the matrix (`has_int8`).
     """
     isa, count = isa or multiplies_int8(best_isa()), len(x)
     fits = x.dtype == torch.float32 and x.shape[1:] == (matrix.columns,) and x.is_contiguous()
@@ -181,24 +157,15 @@ def int8_gemm(
 
 
 def has_int8(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
-    """Return whether `int8_gemm` takes a matrix, here."""
     isa = isa or multiplies_int8(best_isa())
     return isa is not None and matrix.rows % isa.width == 0 and int8_ir.multiplies(isa, matrix.layout)
 
 
 def has_int8_row(matrix: QuantizedTensor, isa: Isa | None = None) -> bool:
-    """Return whether `gemv` can round its row to 8-bit integers for a matrix, here."""
     isa = isa or multiplies_int8(best_isa())
     if isa is None or not int8_ir.multiplies_row(isa, matrix.layout):
         return False
     return matrix.columns % (BLOCK * int8_ir.blocks_at_once(isa)) == 0
-
-
-def _int8_row(matrix: QuantizedTensor, isa: Isa | None) -> Function:
-    isa = isa or multiplies_int8(best_isa())
-    if isa is None or not has_int8_row(matrix, isa):
-        raise ValueError(f"no product of an 8-bit row with {matrix.kind} weights of {matrix.columns} columns")
-    return _compiled_row(matrix.kind, isa)
 
 
 @compile_once
@@ -210,7 +177,6 @@ def _compiled_row(kind: str, isa: Isa) -> Function:
 
 @compile_once
 def _int8(kind: str, isa: Isa) -> tuple[Function, Function]:
-    """Return the functions that round X, and multiply it with a kind of weights."""
     functions = int8_ir.quantize(isa, LAYOUTS[kind].group), int8_ir.int8_gemm(isa, kind)
     quantize, multiply = compiled(module(*functions), isa, *(one.name for one in functions))
     return quantize, multiply
@@ -219,18 +185,9 @@ def _int8(kind: str, isa: Isa) -> tuple[Function, Function]:
 def dequantize_rows(
     matrix: QuantizedTensor, first: int, last: int, out: torch.Tensor, isa: Isa | None = None
 ) -> torch.Tensor:
-    """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
+    """Write rows of weights, rounded to bfloat16 unless plain, to `out`; returns them `[last - first, columns]`.
 
-    Plain numbers are not rounded further.
-
-    Parameters
-    ----------
-    out : contiguous, float32 or bfloat16.
-    isa : None: `best_isa()`.
-
-    Raises
-    ------
-    ValueError : the rows do not exist, or `out` is too small.
+    Raises ValueError: the rows do not exist, or `out` is too small.
     """
     size = (last - first) * matrix.columns
     if not 0 <= first <= last <= matrix.rows or not out.is_contiguous() or out.numel() < size:
@@ -254,7 +211,6 @@ def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: i
 
 @compile_once
 def _compiled(kind: str, isa: Isa) -> dict[str, Function]:
-    """Return a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)

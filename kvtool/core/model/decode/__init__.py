@@ -1,8 +1,4 @@
-"""Autoregressive decoding, a token at a time: the fastest backend that serves a model here.
-
-A step reads every weight once for a single row. So it is bound by memory where a prefill is bound by arithmetic, and
-other code is the fast one for it.
-"""
+"""Autoregressive decoding, a token at a time: the fastest backend that serves a model here."""
 
 from __future__ import annotations
 
@@ -20,13 +16,8 @@ from kvtool.core.model.prompt_cache import PromptCache
 class DecodeBackend(Protocol):
     """Appends tokens to one prompt cache.
 
-    Between two steps the cache is whole: it holds the rows of all tokens that were given. Other code may read or
-    extend it from there.
-
-    Attributes
-    ----------
-    name : how steps are computed: "native", "cuda graph", "torch".
-    why : the reason, where it is not the fastest backend.
+    Between two steps the cache is whole: other code may read or extend it from there. `name` is how steps are computed:
+    "native", "cuda graph", "torch"; `why` is the reason, where it is not the fastest backend.
     """
 
     @property
@@ -36,17 +27,11 @@ class DecodeBackend(Protocol):
     def why(self) -> str: ...
 
     def step(self, token: int) -> torch.Tensor:
-        """Append one token to the cache; return the logits after it, float32 `[vocabulary]`, on the model's device.
-
-        The caller may use them until the next step, which may overwrite them.
-        """
+        """Append one token; return the logits after it, float32 `[vocabulary]`, which the next step may overwrite."""
 
 
 class TorchBackend:
-    """Steps by the model's own forward, hooks and all: any family, any device; `why` another backend does not serve.
-
-    Other backends are measured against it.
-    """
+    """Steps by the model's own forward: any family, any device; `why` another backend does not serve."""
 
     name = "torch"
 
@@ -56,12 +41,10 @@ class TorchBackend:
         self.why = why
 
     def step(self, token: int) -> torch.Tensor:
-        """Append one token; return float32 `[vocabulary]`."""
         return self._decoder.extend([token], self._cache)[-1]
 
 
 def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
-    """Make the fastest backend that a model has on its device."""
     if decoder.hooked:
         return TorchBackend(decoder, cache, "someone listens to the model's layers")
     if cache.dropped and any(kind.window for kind in decoder.kinds):
@@ -103,7 +86,6 @@ def step_along(backend: DecodeBackend, tokens: Sequence[int]) -> Iterator[torch.
 
 
 def _is_trusted(backend: DecodeBackend) -> bool:
-    """Return True for machine code whose first step was as the model's own."""
     return isinstance(backend, NativeBackend) and backend.compiled.self_check_error == ""
 
 

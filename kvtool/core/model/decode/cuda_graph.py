@@ -13,12 +13,7 @@ _WARM_UP = 2
 
 
 class CudaGraphBackend:
-    """Steps by replaying a graph that was captured at the third step; by the model's own forward where that fails.
-
-    Attributes
-    ----------
-    why : the reason, where a graph could not be captured.
-    """
+    """Steps by replaying a graph that was captured at the third step; by the model's own forward where that fails."""
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
         self._decoder, self._cache = decoder, cache
@@ -30,7 +25,6 @@ class CudaGraphBackend:
         return "torch" if self.why else "cuda graph"
 
     def step(self, token: int) -> torch.Tensor:
-        """Append one token; return float32 `[vocabulary]`, overwritten by the next step."""
         if self.why:
             return self._decoder.extend([token], self._cache)[-1]
         step = self._current_step()
@@ -41,7 +35,6 @@ class CudaGraphBackend:
         return logits
 
     def _current_step(self) -> StaticStep:
-        """Return the step over the cache as it is: a new one after its buffers have grown."""
         if self._step is None or not self._step.is_valid:
             for buffer in self._cache.buffers:
                 buffer.reserve(buffer.length + 1)
@@ -52,9 +45,7 @@ class CudaGraphBackend:
 class StaticStep:
     """A decoding step over a prompt cache of a fixed capacity.
 
-    Parameters
-    ----------
-    cache : its rows after the filled ones are set to zero: a hidden number must still be one.
+    The cache's rows after the filled ones are set to zero: a hidden number must still be one.
     """
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
@@ -72,13 +63,11 @@ class StaticStep:
 
     @property
     def is_valid(self) -> bool:
-        """Return True if the cache still has the buffers that this was made for, and one more row fits."""
         same = all(one is other for one, other in zip(memory_of(self._cache), self._memory, strict=True))
         return same and self._cache.buffers[0].length < self._capacity
 
     @torch.inference_mode()
     def give(self, token: int) -> None:
-        """Set the next step's token and position."""
         self._token.fill_(token)
         self._place.fill_(self._cache.buffers[0].length)
         if self._position is not self._place:

@@ -19,7 +19,7 @@ from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of, decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, check_trial
+from kvtool.core.model.spec import UnsupportedArchitecture, check_trial
 from kvtool.core.native.isa import AVX2, AVX512, NEON, SCALAR, Isa, best_isa
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import Barrier, all_of, launch
@@ -40,13 +40,7 @@ MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 class CompiledModel:
     """A model's code, and the programs that it runs: one for each number of sequences that run together.
 
-    Parameters
-    ----------
-    isa : one that this machine runs.
-
-    Raises
-    ------
-    UnsupportedArchitecture : the model computes something that no program has an operation for.
+    Raises UnsupportedArchitecture: the model computes something that no program has an operation for.
     """
 
     def __init__(self, decoder: Decoder, isa: Isa) -> None:
@@ -55,7 +49,10 @@ class CompiledModel:
         self.self_check_error: str | None = None  # None: not compared yet; "": as the model's own
         self._weights = decoding_weights(decoder)
         self._spec = decoder.spec
-        _check_sizes(self._spec)
+        group = self._spec.heads // self._spec.kv_heads
+        if self._spec.heads != group * self._spec.kv_heads or group * self._spec.head_dim > _MOST_SCORES:
+            heads = f"{self._spec.heads} heads over {self._spec.kv_heads} of {self._spec.head_dim} numbers"
+            raise UnsupportedArchitecture(heads)
         self._windows = [kind.window for kind in decoder.kinds]
         self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
         codes = _compiled(isa, code_of(self._spec, self._weights, FORMATS[decoder.dtype]))
@@ -94,7 +91,6 @@ class CompiledModel:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of the model's products."""
         return tuple(sorted({linear.product for linear in self._weights.values()}))
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
@@ -107,7 +103,6 @@ class CompiledModel:
 
     @property
     def weights_bytes(self) -> int:
-        """Return the bytes of weights that a step reads, however many sequences it takes."""
         return sum(matrix.nbytes for matrix in self._matrices)
 
     @property
@@ -129,14 +124,12 @@ class CompiledModel:
 
 @cache
 def _compiled(isa: Isa, code: Code) -> dict[str, Function]:
-    """Compile every function, by its name; models that differ only in sizes share them."""
     addresses = compiled(module(isa, code), isa, *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
 
 @cache
 def _products(isa: Isa, kind: str, height: int) -> Function:
-    """Compile the product of several sequences."""
     return compiled(products(isa, kind, height), isa, multiply_name(kind, height))[0]
 
 
@@ -144,13 +137,6 @@ def _height(isa: Isa, sequences: int) -> int:
     """Return how many sequences are multiplied at a time: all, or as evenly as registers allow."""
     most = _MOST_AT_ONCE[isa]
     return -(-sequences // -(-sequences // most))
-
-
-def _check_sizes(spec: ModelSpec) -> None:
-    """Refuse what the code's fixed memory is not made for."""
-    group = spec.heads // spec.kv_heads
-    if spec.heads != group * spec.kv_heads or group * spec.head_dim > _MOST_SCORES:
-        raise UnsupportedArchitecture(f"{spec.heads} heads over {spec.kv_heads} of {spec.head_dim} numbers")
 
 
 class NativeBackend:
@@ -161,12 +147,10 @@ class NativeBackend:
 
     @property
     def name(self) -> str:
-        """Return "native", or "torch" after a first step that differed."""
         return "torch" if self.compiled.self_check_error else "native"
 
     @property
     def why(self) -> str:
-        """Return the reason, where it is "torch"."""
         return self.compiled.self_check_error or ""
 
     @torch.inference_mode()
@@ -199,7 +183,6 @@ class NativeBackend:
     @staticmethod
     @torch.inference_mode()
     def step_together(backends: Sequence[NativeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
-        """Append a token to each of several caches of one self-checked model: bit by bit as each separately."""
         model, decoder = backends[0].compiled, backends[0]._decoder
         rounds = -(-len(tokens) // MOST_TOGETHER)
         logits: list[torch.Tensor] = []
@@ -225,7 +208,6 @@ def prepare_compiled_model(decoder: Decoder) -> None:
 
 
 def compiled_model(decoder: Decoder) -> CompiledModel | str:
-    """Return a model's compiled code, or the reason why it has none."""
     return _future(decoder, lambda make: make()).result()
 
 

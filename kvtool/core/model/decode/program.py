@@ -1,7 +1,4 @@
-"""Decode program of a model: its weights, its operations, the memory that they work on, and the caches of the step.
-
-Addresses of keys, values and attention's memory change with the caches: `Step.bind` writes them before each step.
-"""
+"""Decode program of a model: its weights, its operations, the memory that they work on, and the caches of the step."""
 
 from __future__ import annotations
 
@@ -53,12 +50,7 @@ Weights = Mapping[Projection, Linear]
 
 
 def decoding_weights(decoder: Decoder) -> Weights:
-    """Return the products of a model's spec as matrices.
-
-    Raises
-    ------
-    UnsupportedArchitecture : a step has no operation for something that the model computes.
-    """
+    """Raises UnsupportedArchitecture: a step has no operation for something that the model computes."""
     if decoder.device != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
     spec = decoder.spec
@@ -78,8 +70,8 @@ class WeightSource:
     """The matrices of a model's linear layers.
 
     A model that computes in float32, or whose weights oneDNN has reordered, is often a bfloat16 checkpoint. Its weights
-    are then read from the file, mapped into memory. That is half the bytes, or the only plain weights there are, and
-    takes none of the process's own memory.
+    are then mapped from the file: half the bytes, or the only plain weights there are, and none of the process's
+    memory.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -91,7 +83,6 @@ class WeightSource:
             self._names[id(head)] = self._names.get(id(embedding), "")
 
     def linear(self, product: Projection) -> Linear:
-        """Return a product as rows of a matrix."""
         bias = getattr(product.module, "bias", None)
         if bias is not None:
             bias = bias.detach()[product.first : product.first + product.rows].float().contiguous()
@@ -100,12 +91,7 @@ class WeightSource:
         return Linear(matrix, product.first, product.rows, bias, kind)
 
     def matrix(self, module: Any) -> QuantizedTensor:
-        """Return the weight of a linear layer.
-
-        Raises
-        ------
-        UnsupportedArchitecture : it is kept in a layout that only other code reads.
-        """
+        """Raises UnsupportedArchitecture: the weight is kept in a layout that only other code reads."""
         if isinstance(module, PackedLinear):
             return module.matrix
         if type(module) not in (torch.nn.Linear, ReorderedLinear):
@@ -122,7 +108,6 @@ class WeightSource:
         raise UnsupportedArchitecture("its weights are in oneDNN's own layout, and the checkpoint has other ones")
 
     def _mapped(self, module: Any) -> torch.Tensor | None:
-        """Return a module's weight as the file has it, if it has it in bfloat16."""
         name = f"{self._names.get(id(module), '')}.weight"
         path = self._files.get(name)
         if path is None:
@@ -134,7 +119,6 @@ class WeightSource:
 
 
 def _bfloat16_files(files: Any) -> dict[str, Path]:
-    """Find the file of each bfloat16 tensor of a model; none where it has no files."""
     if files is None or not files.folder.name:
         return {}
     try:
@@ -145,7 +129,6 @@ def _bfloat16_files(files: Any) -> dict[str, Path]:
 
 
 def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
-    """Return True if a file's weight is the model's, by its shape and, where the model has numbers, by some rows."""
     if weight.shape != mapped.shape or not mapped.is_contiguous():
         return False
     if weight.device.type != "cpu":
@@ -159,17 +142,9 @@ def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some float32 numbers at an address.
-
-    Attributes
-    ----------
-    stride : bytes to those of the next thread, 0 if all share them.
-    pitch : numbers to those of the next sequence, 0 if all share them.
-    """
-
     address: int
-    stride: int = 0
-    pitch: int = 0
+    stride: int = 0  # bytes to those of the next thread, 0 if all share them
+    pitch: int = 0  # numbers to those of the next sequence, 0 if all share them
 
     def __add__(self, numbers: int) -> Place:
         return replace(self, address=self.address + 4 * numbers)
@@ -181,13 +156,8 @@ class Place:
 class Buffers:
     """The activations of one token of each sequence during a step, for at most `threads` threads.
 
-    Attributes
-    ----------
-    embedded : float32 `[sequences, hidden]`: where a step begins. `found`: `[sequences, vocabulary]`, where it ends.
-    hidden : the residual stream. `normed`: what a norm made of it, each thread's own.
-    heads : queries, keys and values as their products give them. `head_norms`: normed, each thread's own.
-    queries : rotated and scaled. `attended`: what attention gives.
-    gate, up : of the MLP. `output`: of attention or MLP.
+    A step begins in `embedded`, float32 `[sequences, hidden]`, and ends in `found`, `[sequences, vocabulary]`. `hidden`
+    is the residual stream, `output` that of attention or MLP.
     """
 
     def __init__(self, spec: ModelSpec, threads: int, sequences: int) -> None:
@@ -220,7 +190,6 @@ class Buffers:
 
 
 def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
-    """Return what a model's code is made for; `cache`: "float32" or "bfloat16"."""
     rotaries = frozenset(layer.rotary for layer in spec.layers)
     normed = any(layer.normed_by_head for layer in spec.layers)
     heads = Heads(spec.head_dim, spec.heads // spec.kv_heads, normed, cache)
@@ -230,11 +199,8 @@ def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
 def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> list[Operation]:
     """Build the program from the embeddings in `hidden` to `logits`.
 
-    Keys, values and the memory of attention change with the caches: their addresses are 0 here.
-
-    Parameters
-    ----------
-    height : how many sequences a row of weights is multiplied with at a time.
+    Keys, values and the memory of attention change with the caches: their addresses are 0 here. `height`: how many
+    sequences a row of weights is multiplied with at a time.
     """
     layout = _Layout(spec, weights, buffers, height)
     for layer in spec.layers:
@@ -245,14 +211,11 @@ def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: i
 
 
 class _Layout:
-    """A program that grows at its end."""
-
     def __init__(self, spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> None:
         self._spec, self._weights, self._buffers, self._height = spec, weights, buffers, height
         self.program: list[Operation] = []
 
     def attention(self, layer: LayerSpec) -> None:
-        """Append norm, queries, keys and values, attention, output."""
         buffers = self._buffers
         entry, out = self._entry(layer.before[0]), buffers.heads
         for projection in (layer.query, layer.key, layer.value):
@@ -266,7 +229,6 @@ class _Layout:
         self._add(layer, layer.after[0])
 
     def mlp(self, layer: LayerSpec) -> None:
-        """Append norm, gate and up, down."""
         buffers, mlp = self._buffers, layer.gated_mlp()
         entry = self._entry(layer.before[1])
         self._product(mlp.gate, entry, buffers.gate)
@@ -279,7 +241,6 @@ class _Layout:
         self._add(layer, layer.after[1])
 
     def logits(self) -> None:
-        """Append the last norm and the LM head."""
         spec, buffers = self._spec, self._buffers
         self._norm(spec.norm, buffers.hidden, buffers.normed)
         self._product(spec.head, buffers.normed, buffers.logits)
@@ -287,7 +248,6 @@ class _Layout:
             self._axpby(buffers.logits, buffers.logits, spec.head.rows, spec.logits, 0.0)
 
     def _entry(self, norm: NormSpec | None) -> Place:
-        """Return the input of attention or an MLP, normed if it has a norm before it."""
         if norm is None:
             return self._buffers.hidden
         self._norm(norm, self._buffers.hidden, self._buffers.normed)
@@ -298,7 +258,6 @@ class _Layout:
         return range(self._buffers.sequences)
 
     def _place_heads(self, layer: LayerSpec) -> None:
-        """Append norm and rotation of queries and keys; keys and values are written to the caches."""
         buffers, norms = self._buffers, layer.head_norms
         queries, keys = buffers.heads, buffers.heads + layer.query.rows
         values = keys + layer.key.rows
@@ -311,7 +270,6 @@ class _Layout:
             self._heads(layer, queries.of(one), keys.of(one), values.of(one), buffers.queries.of(one))
 
     def _heads(self, layer: LayerSpec, queries: Place, keys: Place, values: Place, out: Place) -> None:
-        """Append those of one sequence."""
         spec, norms = self._spec, layer.head_norms
         weights = [norm.weight.data_ptr() if layer.normed_by_head else 0 for norm in norms or ()] or [0, 0]
         epsilon = norms[0].epsilon if norms is not None else 0.0
@@ -347,7 +305,6 @@ class _Layout:
             self._append("norm", values)
 
     def _product(self, projection: Projection, x: Place, y: Place) -> None:
-        """Append products into the numbers from `y` on, and their bias."""
         linear = self._weights[projection]
         matrix = linear.matrix
         out = y + -linear.first  # the code counts from the matrix's first row
@@ -368,7 +325,6 @@ class _Layout:
             self._append("axpby", values)
 
     def _add(self, layer: LayerSpec, norm: NormSpec | None) -> None:
-        """Add the output of attention or an MLP to the residual stream."""
         buffers, source = self._buffers, self._buffers.output
         if norm is not None:
             self._wait()
@@ -381,7 +337,6 @@ class _Layout:
         self.program.append(Operation(code or kind, kind, values))
 
     def _wait(self) -> None:
-        """Let all threads wait for each other after the last operation."""
         self.program[-1] = replace(self.program[-1], barrier=True)
 
 
@@ -391,19 +346,7 @@ _CACHE: Mapping[str, int] = {"key_cache": 0, "value_cache": 0, "capacity": 0}
 
 
 class Step:
-    """Computes a token of each of `sequences` sequences.
-
-    Parameters
-    ----------
-    functions : each compiled function by its name.
-    height : how many sequences a row of weights is multiplied with at a time.
-    threads : their maximum number.
-
-    Attributes
-    ----------
-    program : int64 `[operations, words]`; `uses`: the places of the operations of each kind in it, layer by layer, and
-        sequence by sequence within a layer.
-    """
+    """Computes a token of each of `sequences` sequences; `height` of them take a row of weights at a time."""
 
     def __init__(
         self,
@@ -425,10 +368,8 @@ class Step:
     def bind(self, caches: Sequence[PromptCache], filled: Sequence[int], windows: Sequence[int | None]) -> None:
         """Write the addresses of keys and values, which of them are seen, and where attention keeps its sums.
 
-        Parameters
-        ----------
-        caches : of each sequence. `filled`: the number of rows that its token sees, its own the last one.
-        windows : how many of the last keys each layer sees; None: all.
+        Each sequence's token sees `filled` rows, its own the last, of which each layer's window takes the last; None:
+        all.
         """
         lengths = np.array(filled)
         capacities = np.array([cache.buffers[0].keys.shape[2] for cache in caches])
@@ -448,32 +389,26 @@ class Step:
             self._write(kind, "blocks", blocks)
 
     def place(self, angles: Sequence[Mapping[str | None, tuple[int, int]]], rotations: Sequence[str | None]) -> None:
-        """Write where cos and sin of each sequence's position are, for the rotation that each layer has."""
         for number, side in enumerate(("cos", "sin")):
             addresses = np.array([[of[rotation][number] for of in angles] for rotation in rotations])
             for operation in ("queries", "keys"):
                 self._write(operation, side, addresses)
 
     def _memory(self, sizes: I64) -> I64:
-        """Return addresses of memory of so many numbers for each sequence."""
         if self._parts.numel() < sizes.sum():
             self._parts = torch.empty(int(sizes.sum()), dtype=torch.float32)
         return self._parts.data_ptr() + 4 * (np.cumsum(sizes) - sizes)
 
     def _write(self, kind: str, field: str, values: npt.NDArray[Any]) -> None:
-        """Write a field of all operations of a kind: values `[layers, sequences]`, or `[sequences]` for all layers."""
         shape = len(self._spec.layers), values.shape[-1]
         self.program[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
 
 
 def _addresses(caches: Sequence[PromptCache], side: str) -> I64:
-    """Return those of keys or values, `[layers, sequences]`."""
     return np.array([[getattr(buffer, side).data_ptr() for buffer in cache.buffers] for cache in caches]).T
 
 
 class CosSinCache:
-    """Cos and sin of positions, computed some at a time and kept for the next steps."""
-
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
         self._table = lru_cache(_MOST_TABLES)(self._computed)

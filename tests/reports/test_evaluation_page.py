@@ -1,11 +1,11 @@
-"""The figure of `inspect quality` shows every mode, its variants next to it, and what they are compared with."""
+"""The figure of `eval` shows every mode, its variants next to it, and what they are compared with."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from kvtool.reports.quality import quality_sections
+from kvtool.reports.evaluation_page import evaluation_sections
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,7 +20,7 @@ def run(name: str, share: float, **told: Any) -> dict[str, Any]:
 
 def figure(runs: list[dict[str, Any]]) -> ElementTree.Element | None:
     value = {"runs": runs, "reference": "full", "questions": 4, "kl_base": None, "resamples": 10}
-    figures = next(quality_sections(value, "tiny, some/batch.jsonl")).figures
+    figures = next(evaluation_sections(value, "tiny, some/batch.jsonl")).figures
     return ElementTree.fromstring(figures[0]) if figures else None
 
 

@@ -1,13 +1,9 @@
-"""`kvtool inspect quality` on a small store."""
+"""`kvtool eval` on a small store: its numbers, what it goes on from, what it refuses."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import pytest
 
 from kvtool.core.session.session import Session
 from kvtool.reports import paired_run
-from tests.cli.working import QUESTION, Done, command, drop_records, environment, fail_gate, kvtool, untouched
+from tests.cli.working import QUESTION, Done, drop_records, fail_gate, kvtool, untouched
 
 RUNS = ("--runs", "reuse,epic:4,blend:0.1,union:20%")
 NAMES = ["full", "reuse", "epic:4", "blend:0.1", "union:0.2"]
@@ -45,7 +41,6 @@ def results(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The mode of every pass from now on."""
     passes: list[str] = []
     inner = paired_run.fuse
 
@@ -57,18 +52,16 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return passes
 
 
-def quality(store: Path, batch: Path, *args: object) -> Done:
+def evaluate(store: Path, batch: Path, *args: object) -> Done:
     given = args if "--runs" in args else (*RUNS, *args)
-    return kvtool("inspect", "quality", "--store", store, "--batch", batch, "--max-tokens", "6", *given)
+    return kvtool("eval", batch, "--store", store, "--max-tokens", "6", *given)
 
 
 def rows_of(results: Path) -> list[dict[str, Any]]:
-    """The runs of every line of a results file, as they were found."""
     return [json.loads(line)["runs"] for line in results.read_text().splitlines()[1:]]
 
 
 def timeless(value: Any) -> Any:
-    """A result without what no two runs have in common."""
     if isinstance(value, list):
         return [timeless(inner) for inner in value]
     if isinstance(value, dict):
@@ -82,9 +75,9 @@ def timeless(value: Any) -> Any:
 @pytest.mark.slow
 def test_the_summary(store: Path, batch: Path, results: Path) -> None:
     with untouched(store):
-        value = quality(store, batch, "--resume", results, "--json").fine().json
+        value = evaluate(store, batch, "--resume", results, "--json").fine().json
     assert value["questions"] == 3
-    assert value["failed"] == value["with_holes"] == 0
+    assert value["failed"] == value["incomplete"] == 0
     assert value["max_tokens"] == 6
     assert [row["run"] for row in value["runs"]] == NAMES
     lines = rows_of(results)
@@ -116,7 +109,7 @@ def test_the_summary(store: Path, batch: Path, results: Path) -> None:
 
 
 def test_numbers_equal_those_of_compare(store: Path, batch: Path, results: Path) -> None:
-    quality(store, batch, "--runs", "reuse,epic:16,blend:0.15,infoflow:0.15,union:0.15", "--resume", results).fine()
+    evaluate(store, batch, "--runs", "reuse,epic:16,blend:0.15,infoflow:0.15,union:0.15", "--resume", results).fine()
     modes = ["full", "reuse", "epic", "blend", "infoflow", "union"]
     compared = kvtool(
         *("query", "--store", store, "--batch", batch, "--max-tokens", "6", "--compare", ",".join(modes))
@@ -134,24 +127,29 @@ def test_numbers_equal_those_of_compare(store: Path, batch: Path, results: Path)
                 assert row[name] == wanted["tokens"][name]
 
 
-def test_the_table(store: Path, batch: Path) -> None:
-    done = quality(store, batch, "--limit", "2").fine()
-    lines = done.out.split("\n")
-    (head, *rows, last), (paired, *of_pairs) = lines[:7], lines[7:-2]
-    assert [line.split()[0] for line in of_pairs] == NAMES[1:]
+def test_the_other_name_of_the_command(store: Path, batch: Path, results: Path) -> None:
+    at = ("--limit", "2", "--resume", results)
+    value = evaluate(store, batch, *at, "--json").fine().json
+    given = (batch, "--store", store, "--max-tokens", "6", *RUNS, *at)
+    assert kvtool("inspect", "quality", *given, "--json").fine().json == value
+    told = kvtool("inspect", "quality", *given).fine()
+    assert told.out == evaluate(store, batch, *at).fine().out
+    assert [line.split()[0] for line in told.out.split("\n")[: 1 + len(NAMES)]] == ["mode", *NAMES]
+    assert "Paired by question" not in told.out
+    assert "quality" not in kvtool("inspect", "--help").fine().out
+
+
+def test_evidence_is_shown_if_asked_for(store: Path, batch: Path) -> None:
+    lines = evaluate(store, batch, "--limit", "2", "--no-context").fine().out.split("\n")
+    at = next(at for at, line in enumerate(lines) if line.startswith("run "))
     for word in ("F1 - full", "contains - full", "KL answer - reuse", "full right: n, F1, contains"):
-        assert word in paired
-    assert "PGR of" not in paired
-    assert lines[-2].startswith("Paired by question, 10,000 resamples")
-    for word in ("run", "F1", "of full", "KL first", "KL answer", "recomputed", "TTFT ms", "speedup", "Pareto"):
-        assert word in head
-    assert [row.split()[0] for row in rows] == NAMES
-    assert last.startswith("2 questions")
-    assert lines[-1] == done.err == ""
+        assert word in lines[at]
+    assert [line.split()[0] for line in lines[at + 1 : at + 1 + len(NAMES)]] == [*NAMES[1:], "none"]
+    assert any(line.startswith("Paired by question, 10,000 resamples") for line in lines)
 
 
 def test_the_reference_alone(store: Path, batch: Path, fused: list[str]) -> None:
-    value = quality(store, batch, "--runs", "full", "--json").fine().json
+    value = evaluate(store, batch, "--runs", "full", "--json").fine().json
     assert [row["run"] for row in value["runs"]] == ["full"]
     assert fused == ["full"] * 3
 
@@ -160,10 +158,10 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
     first = kvtool("store", "ls", "--store", store, "--json").json["documents"][1]["chunks"][0]["id"]
     drop_records(store, first)
     with untouched(store):
-        done = quality(store, batch, "--limit", "1", "--json")
+        done = evaluate(store, batch, "--limit", "1", "--json")
     assert done.code == 0
     assert "warning: question a: 1 chunk computed in place" in done.err
-    assert done.json["with_holes"] == 1
+    assert done.json["incomplete"] == 1
 
 
 # ---- evidence ----
@@ -173,13 +171,13 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
 def test_without_any_context(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
     """Only the question, in the same form, once a question; what a file lacks is computed when it is asked for."""
     at = ("--runs", "reuse", "--resume", results, "--json")
-    plain = quality(store, batch, *at).fine().json
+    plain = evaluate(store, batch, *at).fine().json
     assert "none" not in [row["run"] for row in plain["runs"]]
     fused.clear()
-    value = quality(store, batch, *at, "--no-context").fine().json
+    value = evaluate(store, batch, *at, "--no-context").fine().json
     assert fused == ["full", "full"] * 3
     fused.clear()
-    assert quality(store, batch, *at, "--no-context").fine().json == value
+    assert evaluate(store, batch, *at, "--no-context").fine().json == value
     assert fused == []
     full, reuse, none = value["runs"]
     assert [row["run"] for row in value["runs"]] == ["full", "reuse", "none"]
@@ -188,22 +186,22 @@ def test_without_any_context(store: Path, batch: Path, results: Path, fused: lis
     assert none["tokens_recomputed"] + none["tokens_fresh"] < full["tokens_recomputed"]
     assert none["tokens_fresh"] == full["tokens_fresh"]  # the question, and nothing else
     assert {"pgr_f1", "pgr_contains"} <= set(reuse)
-    told = quality(store, batch, "--runs", "reuse", "--resume", results).fine().out
+    told = evaluate(store, batch, "--runs", "reuse", "--resume", results).fine().out
     assert "none" in told
 
 
 @pytest.mark.slow
 def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
     html = tmp_path / "page.html"
-    done = quality(store, batch, "--resume", results, "--holdout", "--html", html).fine()
+    done = evaluate(store, batch, "--resume", results, "--holdout", "--html", html).fine()
     assert "nearest" in done.out
     assert "at most 0.05 nats" in done.out
     assert "Chosen on one half" in html.read_text(encoding="utf-8")
-    found = quality(store, batch, "--resume", results, "--holdout", "--max-kl", "99", "--json").fine().json["holdout"]
+    found = evaluate(store, batch, "--resume", results, "--holdout", "--max-kl", "99", "--json").fine().json["holdout"]
     by_rule = {rule["rule"]: rule for rule in found["rules"]}
     assert (by_rule["cheapest"]["run"], found["max_kl"]) == ("reuse", 99)
-    assert [by_rule["nearest"][half]["count"] for half in ("chosen_on", "held_out")] == [2, 1]
-    one = quality(store, batch, "--limit", "1", "--holdout").fine()
+    assert [by_rule["nearest"][half]["count"] for half in ("selection", "held_out")] == [2, 1]
+    one = evaluate(store, batch, "--limit", "1", "--holdout").fine()
     assert "--holdout needs two questions at least" in one.out
 
 
@@ -211,70 +209,36 @@ def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_each_run_once(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
-    quality(store, batch, "--resume", results).fine()
-    assert fused == ["full", "reuse", "epic", "blend", "union"] * 3
-
-
-@pytest.mark.slow
 def test_after_a_torn_line_only_what_is_missing_runs(
     store: Path, batch: Path, results: Path, fused: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = quality(store, batch, "--resume", results, "--json").fine().json
+    whole = evaluate(store, batch, "--resume", results, "--json").fine().json
     lines = results.read_bytes().splitlines(keepends=True)
     results.write_bytes(b"".join(lines[:-1]) + lines[-1][:-20])
+    assert fused == ["full", "reuse", "epic", "blend", "union"] * 3
     fused.clear()
-    assert timeless(quality(store, batch, "--resume", results, "--json").fine().json) == timeless(whole)
+    assert timeless(evaluate(store, batch, "--resume", results, "--json").fine().json) == timeless(whole)
     assert len(fused) == 5
     assert results.read_bytes().splitlines()[:-1] == [line.rstrip() for line in lines[:-1]]
     fused.clear()
     monkeypatch.setattr(Session, "open", None)  # nothing is open: no model is loaded
-    assert timeless(quality(store, batch, "--resume", results, "--json").fine().json) == timeless(whole)
+    assert timeless(evaluate(store, batch, "--resume", results, "--json").fine().json) == timeless(whole)
     assert fused == []
 
 
 @pytest.mark.slow
 def test_more_runs_and_more_questions(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
-    quality(store, batch, "--runs", "reuse,epic:4", "--limit", "1", "--resume", results).fine()
+    evaluate(store, batch, "--runs", "reuse,epic:4", "--limit", "1", "--resume", results).fine()
     fused.clear()
-    quality(store, batch, "--runs", "blend:10%", "reuse", "--limit", "2", "--resume", results).fine()
+    evaluate(store, batch, "--runs", "blend:10%", "reuse", "--limit", "2", "--resume", results).fine()
     assert fused == ["full", "blend", "full", "blend", "reuse"]
     fused.clear()
-    whole = quality(store, batch, "--resume", results, "--json").fine().json
+    whole = evaluate(store, batch, "--resume", results, "--json").fine().json
     assert fused == ["full", "union", "full", "epic", "union", "full", "reuse", "epic", "blend", "union"]
-    assert timeless(whole) == timeless(quality(store, batch, "--json").fine().json)
+    assert timeless(whole) == timeless(evaluate(store, batch, "--json").fine().json)
     fused.clear()
-    assert quality(store, batch, "--resume", results, "--limit", "1", "--json").fine().json == whole  # over all
+    assert evaluate(store, batch, "--resume", results, "--limit", "1", "--json").fine().json == whole  # over all
     assert fused == []
-
-
-@pytest.mark.slow
-def test_killed_and_started_again(store: Path, batch: Path, results: Path) -> None:
-    """SIGKILL after the first question; what was finished stays, and the end is the same."""
-    args = ("inspect", "quality", "--store", store, "--batch", batch, "--max-tokens", "6", *RUNS, "--resume", results)
-    started = subprocess.Popen(command(*args), env=environment(), stdout=subprocess.DEVNULL)
-    with killed(started):
-        deadline = time.monotonic() + 120
-        while not results.exists() or results.read_bytes().count(b"\n") < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    before = rows_of_whole_lines(results)
-    again = quality(store, batch, "--resume", results, "--json").fine().json
-    assert rows_of(results)[: len(before)] == before
-    assert timeless(again) == timeless(quality(store, batch, "--json").fine().json)
-
-
-@contextlib.contextmanager
-def killed(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def rows_of_whole_lines(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line)["runs"] for line in results.read_text().split("\n")[1:-1]]
 
 
 # ---- refusals ----
@@ -282,42 +246,36 @@ def rows_of_whole_lines(results: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_another_stores_file(store: Path, batch: Path, results: Path, corpus: Path, fresh: Any, tmp_path: Path) -> None:
-    quality(store, batch, "--limit", "1", "--resume", results).fine()
+    evaluate(store, batch, "--limit", "1", "--resume", results).fine()
     before = results.read_bytes()
     fresh(corpus, store=tmp_path / "other").fine()
-    quality(tmp_path / "other", batch, "--resume", results).failed(2, "other settings: store", "--resume")
+    evaluate(tmp_path / "other", batch, "--resume", results).failed(2, "other settings: store", "--resume")
     copied = shutil.copytree(store, tmp_path / "copy")
-    quality(copied, batch, "--resume", results, "--limit", "1").fine()  # the same store elsewhere
+    evaluate(copied, batch, "--resume", results, "--limit", "1").fine()  # the same store elsewhere
     assert results.read_bytes() == before
 
 
 def test_other_settings(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
-    quality(store, batch, "--limit", "1", "--resume", results).fine()
+    evaluate(store, batch, "--limit", "1", "--resume", results).fine()
     before = results.read_bytes()
     at = ("--resume", results)
-    quality(store, batch, *at, "--max-tokens", "7").failed(2, "max tokens 6, now 7")
-    quality(store, batch, *at, "--level", "raw").failed(2, "level auto, now raw")
-    quality(store, batch, *at, "--top-k", "2").failed(2, "top k 5, now 2")
+    evaluate(store, batch, *at, "--max-tokens", "7").failed(2, "max tokens 6, now 7")
+    evaluate(store, batch, *at, "--level", "raw").failed(2, "level auto, now raw")
+    evaluate(store, batch, *at, "--top-k", "2").failed(2, "top k 5, now 2")
     other = write_batch(tmp_path / "other.jsonl", answers=["baker C"])
-    quality(store, other, *at).failed(2, "batch")
+    evaluate(store, other, *at).failed(2, "batch")
     shutil.copy(batch, tmp_path / "same.jsonl")
-    quality(store, tmp_path / "same.jsonl", *at, "--limit", "1").fine()
+    evaluate(store, tmp_path / "same.jsonl", *at, "--limit", "1").fine()
     assert results.read_bytes() == before
 
 
-def test_the_batch_given_for_the_results(store: Path, batch: Path) -> None:
-    before = batch.read_bytes()
-    quality(store, batch, "--resume", batch).failed(2, "line 1")
-    assert batch.read_bytes() == before
-
-
 def test_errors(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
-    kvtool("inspect", "quality", "--store", store).failed(2, "needs questions", "--batch")
-    quality(store, tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
-    quality(store, batch, "--runs", "blend:2").failed(2, "not between 0 and 1")
-    quality(store, batch, "--limit", "0").failed(2)
-    quality(store, batch, "--level", "99").failed(2)
-    quality(tmp_path / "nowhere", batch).failed(10)
+    evaluate(store, tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
+    evaluate(store, batch, "--runs", "blend:2").failed(2, "not between 0 and 1")
+    evaluate(store, batch, "--limit", "0").failed(2)
+    evaluate(store, batch, "--level", "99").failed(2)
+    evaluate(tmp_path / "nowhere", batch).failed(10)
+    evaluate(store, batch, "--resume", batch).failed(2, "line 1")
     assert not results.exists()
 
 
@@ -326,20 +284,15 @@ def test_a_question_that_fails(store: Path, batch: Path, results: Path, fused: l
     write_batch(batch, documents=["nowhere.md"])
     for _ in range(2):  # it is tried again, the others are not
         fused.clear()
-        done = quality(store, batch, "--resume", results, "--json").fine(3)
+        done = evaluate(store, batch, "--resume", results, "--json").fine(3)
         assert "warning: question a: document 'nowhere.md' is not in the store" in done.err
         assert (done.json["questions"], done.json["failed"]) == (2, 1)
     assert fused == []
-    assert quality(store, batch, "--limit", "1", "--json").fine(1).json["runs"] == []
+    assert evaluate(store, batch, "--limit", "1", "--json").fine(1).json["runs"] == []
 
 
 def test_the_gate(store: Path, batch: Path) -> None:
     fail_gate(store)
-    quality(store, batch, "--limit", "1").failed(12, "law 4", "--force")
-    quality(store, batch, "--limit", "1", "--force").fine()
-    quality(store, batch, "--limit", "1", "--runs", "full").fine()
-
-
-def test_a_place_where_no_file_can_be(store: Path, batch: Path, tmp_path: Path) -> None:
-    quality(store, batch, "--resume", batch / "results.jsonl").failed(2, "cannot be read")
-    quality(store, batch, "--resume", tmp_path).failed(2, "cannot be read")
+    evaluate(store, batch, "--limit", "1").failed(12, "law 4", "--force")
+    evaluate(store, batch, "--limit", "1", "--force").fine()
+    evaluate(store, batch, "--limit", "1", "--runs", "full").fine()

@@ -1,104 +1,19 @@
-"""`kvtool inspect quality`: fusion modes and ratios over a question file, next to full recompute."""
+"""Page of `kvtool eval`: figure of the modes by how much they recompute, tables of runs and of their comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.core.model.options import ModelOptions
-from kvtool.core.options.option import Options, option
-from kvtool.core.query.options import QueryOptions
 from kvtool.reports.charts import Line, Panel, line_charts
 from kvtool.reports.page import Section, Table
 from kvtool.reports.report import (
     NO_CONTEXT,
-    RETRIEVAL,
-    BatchOptions,
-    Report,
-    ReportContext,
-    ReportResult,
-    ResumeOptions,
-    Shown,
 )
 
-if TYPE_CHECKING:
-    from kvtool.core.query.reply import Request
-    from kvtool.reports.evaluation import RowsOf
-    from kvtool.reports.paired_run import RunSpec
-    from kvtool.reports.summary import Rows
-
-ASKED = (*RETRIEVAL, "level")
 _AGREEMENT = ("top1_agrees", "answer_equal")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(Options, settings=False, group="Runs"):
-    """Runs of an evaluation, and the evidence about them."""
-
-    runs: tuple[str, ...] = option(
-        (), "Modes, each with how much it recomputes: reuse, epic:16, union:5% …", metavar="a,b:AMOUNT,c"
-    )
-    max_tokens: int = option(20, "Maximum length of an answer, in tokens.", lowest=1)
-    force: bool = option(False, "Measure even if this model failed the self-check.")
-    no_context: bool = option(False, "Also answer without chunks, and report what share of the gap a run recovers.")
-    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the second.")
-    max_kl: float = option(
-        0.05, "Maximum KL divergence of a mode that is recommended, in nats per token.", metavar="NATS", lowest=0
-    )
-
-
-def quality(context: ReportContext) -> ReportResult:
-    """Answer questions in every mode and by full recompute. Report quality and speed, with intervals."""
-    batch = context.get(BatchOptions)
-    requests = batch.requests("quality")
-    from kvtool.reports.paired_run import parse_runs
-
-    value, _, exit_code = compare_runs(context, requests, parse_runs(context.get(RunOptions).runs))
-    sections = quality_sections(value, f"{context.identity.model}, {batch.set_name}")
-    return ReportResult("Fusion quality", value, [*_summary(value)], sections, read_at(value), exit_code)
-
-
-def compare_runs(
-    context: ReportContext, requests: Sequence[Request], specs: Sequence[RunSpec]
-) -> tuple[dict[str, Any], Rows, int]:
-    """Answer the first `--limit` questions in full and by each run, unless the `--resume` file has the answers.
-
-    Returns
-    -------
-    The JSON of `inspect quality`; the rows of every question that was ever finished; the exit code.
-
-    Raises
-    ------
-    GateError : the gate refuses the model.
-    """
-    from kvtool.reports.evaluation import Evaluation, Journal, evaluation_facts
-    from kvtool.reports.paired_run import RunSpec, parse_run, quality_rows
-    from kvtool.reports.summary import holdout, overview
-
-    flags, identity = context.get(RunOptions), context.identity
-    options = context.query_options(*ASKED, max_tokens=flags.max_tokens, force=flags.force)
-    identity.check_movable("a comparison of fusion modes")
-    by_name = {spec.name: spec for spec in (*([RunSpec(NO_CONTEXT)] if flags.no_context else []), *specs)}
-    facts = evaluation_facts(context.store, identity, requests, options)
-    journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect quality")
-
-    def begin() -> RowsOf:
-        if by_name and not flags.force:
-            context.session.check_gate()
-        return quality_rows(context.session, by_name, options, context.events.warn)
-
-    asked = requests[: context.get(BatchOptions).limit]
-    failed = Evaluation(asked, list(by_name), journal, context.events).work_off(begin)
-    base = specs[0] if flags.runs and specs else parse_run(QueryOptions().mode())  # with which others' KL is compared
-    value = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
-    value |= overview(journal.rows, base.name)
-    if flags.holdout:
-        value["holdout"] = holdout(journal.rows, flags.max_kl)
-    return value, journal.rows, 0 if not failed else EXIT_PARTIAL if journal.rows else EXIT_FAILED
 
 
 def read_at(value: Mapping[str, Any]) -> str:
@@ -106,23 +21,8 @@ def read_at(value: Mapping[str, Any]) -> str:
     return f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
 
 
-# ---- for people ----
-
-
-def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
-    yield _runs_table(value)
-    yield f"{counted(value['questions'], 'question')}, {read_at(value)}; in brackets the 95 % interval over questions"
-    for section in _evidence(value):
-        yield from section.tables
-        yield from section.text
-    if "holdout" in value and not value["holdout"]:
-        yield "--holdout needs two questions at least"
-    if value["with_holes"]:
-        yield f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good"
-
-
-def quality_sections(value: Mapping[str, Any], about: str) -> Iterator[Section]:
-    """Make a page's sections from the JSON of `inspect quality`; `about`: model and questions, for the figure."""
+def evaluation_sections(value: Mapping[str, Any], about: str) -> Iterator[Section]:
+    """Make a page's sections from the JSON of `eval`; `about`: model and questions, for the figure."""
     text = (
         "KL: how far a run's distributions are from full recompute's, in nats, before the first token and mean over "
         "the full answer; in brackets the 95 % interval over questions. Pareto: no other run recomputes less and is "
@@ -130,10 +30,10 @@ def quality_sections(value: Mapping[str, Any], about: str) -> Iterator[Section]:
     )
     yield Section("Distance against recompute", (text,), _figures(value, about))
     yield Section("All runs", tables=(_runs_table(value),))
-    yield from _evidence(value)
+    yield from evidence(value)
 
 
-def _evidence(value: Mapping[str, Any]) -> Iterator[Section]:
+def evidence(value: Mapping[str, Any]) -> Iterator[Section]:
     if len(value["runs"]) > 1:
         yield Section("Question by question", (_paired_text(value),), tables=(paired_table(value),))
     if value.get("holdout"):
@@ -164,10 +64,7 @@ def _figures(value: Mapping[str, Any], about: str) -> tuple[str, ...]:
 
 
 def _by_variant(runs: Sequence[Mapping[str, Any]], name: str) -> Iterator[Line]:
-    """Yield the points of each mode, ascending, and of each of its variants.
-
-    Shares are rounded, so that modes with the same ratio have the same place.
-    """
+    """Yield the points of each mode and variant; shares are rounded, so that equal ratios have one place."""
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in runs:
         if name in row:
@@ -270,26 +167,16 @@ def _holdout_table(chosen: Mapping[str, Any]) -> Table:
                 *(with_interval(row, name, "+") for name in ("f1_difference", "contains_difference")),
                 *(_percent(row, name) for name in _AGREEMENT),
             )
-            for half, row in (("first, chosen on", rule["chosen_on"]), ("second", rule["held_out"]))
+            for half, row in (("first, chosen on", rule["selection"]), ("second", rule["held_out"]))
         ]
     return Table(head, tuple(rows))
 
 
 def _holdout_text(chosen: Mapping[str, Any]) -> str:
-    left_out = f" Not weighed, since some questions lack them: {', '.join(chosen['left_out'])}."
+    left_out = f" Not weighed, since some questions lack them: {', '.join(chosen['excluded'])}."
     return (
         "Chosen on the first half of the questions in the file's order. nearest: the lowest mean KL of the answer "
         f"among the runs that recompute at most {chosen['max_recomputed']:.0%} of the cached tokens, in whole "
         "percents. cheapest: the least recompute among the runs whose KL of the answer is at most "
-        f"{chosen['max_kl']:g} nats by the upper end of its 95 % interval." + (left_out if chosen["left_out"] else "")
+        f"{chosen['max_kl']:g} nats by the upper end of its 95 % interval." + (left_out if chosen["excluded"] else "")
     )
-
-
-REPORT = Report(
-    quality,
-    takes=(BatchOptions, ResumeOptions, RunOptions, QueryOptions.some(*ASKED), ModelOptions),
-    examples=(
-        "inspect quality --batch q.jsonl --runs reuse,union:5% --resume r.jsonl",
-        "inspect quality --batch questions.jsonl --no-context --holdout",
-    ),
-)
