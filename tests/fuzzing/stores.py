@@ -129,7 +129,8 @@ def _items() -> dict[str, Encoded]:
     keys, values = records.MODEL.kv(1, records.TOKENS, dtype=torch.bfloat16)
     found |= encoded(keys, values, ["4"], records.PROFILE, 1)
     for level in (one for one in _LEVELS if one not in found):
-        payload = b"".join(bytes(part) for part in CODECS[level].encode(keys, values, 1, records.PROFILE))
+        (parts,) = CODECS[level].encode_layers([(keys, values)], records.PROFILE)
+        payload = b"".join(bytes(part) for part in parts)
         found[level] = Encoded(payload, _SHAPE, "bfloat16")
     return found
 

@@ -59,7 +59,7 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """What commands say with the plugins installed, and the `folder` they worked in."""
     folder = tmp_path_factory.mktemp("made")
     corpus = write_corpus(folder / "corpus", 3, 3)
-    (corpus / "work.ics").write_text(_CALENDAR)
+    (corpus / "work.vcs").write_text(_CALENDAR)
     here, there = ["--store", str(folder / "store")], f"sqlite://{folder}/kv.db"
     model, kept = ["--model", str(tiny), *CHUNKS, *PREFIX], ["--store-dtype", "float32"]
     ask = ["query", "Whom do I meet, baker Q the miller?", *"--max-tokens 2 --json --top-k 3".split()]
@@ -94,7 +94,7 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_there_is_one_of_each_kind(made: dict[str, Any]) -> None:
     rows = [(row["kind"], row["name"], row["problem"]) for row in made["plugins"]["plugins"]]
     assert rows == [
-        ("readers", "ics", ""),
+        ("readers", "vcs", ""),
         ("embedders", "letters", ""),
         ("selectors", "spread", ""),
         ("blobs", "sqlite", ""),
@@ -106,7 +106,7 @@ def test_a_calendar_is_read_found_fused_and_shared(made: dict[str, Any]) -> None
     assert made["ingest"]["documents"]["added"] == 4
     reply = made["query"]
     best = max(reply["chunks"], key=lambda chunk: chunk["score"])
-    assert best["source"].endswith("work.ics")
+    assert best["source"].endswith("work.vcs")
     assert reply["fusion"] == "spread"
     assert 0 < reply["tokens"]["recomputed"] < reply["tokens"]["reused"]
     assert made["verify"]["damaged"] == []
