@@ -42,10 +42,8 @@ def channels_of(shapes: Sequence[Shape]) -> int:
 
 
 def wide_sides(kv: LayerKV, channels: int) -> torch.Tensor:
-    """Stack keys and values `[kv_heads, tokens, head_dim]` to `[2, tokens, channels]`, padded with zeros.
-
-    A profile has one number of channels, that of a model's widest side; zeros take no bits.
-    """
+    """Stack keys and values `[kv_heads, tokens, head_dim]` to `[2, tokens, channels]`, padded with zeros, which take no
+    bits."""
     flat = [side.transpose(0, 1).flatten(1) for side in kv]
     if all(side.shape[1] == channels for side in flat):
         return torch.stack(flat)

@@ -164,7 +164,6 @@ def shipped() -> TableSet:
 
 
 def cheapest(numbers: I16) -> U16:
-    """Choose the cheapest table of each column, escapes counted."""
     columns = numbers.shape[1]
     if not numbers.size:
         return np.zeros(columns, np.uint16)
@@ -181,10 +180,7 @@ def cheapest(numbers: I16) -> U16:
 
 @cache
 def _costs() -> npt.NDArray[np.float64]:
-    """Bits of each symbol, float64 `[tables, 256]`.
-
-    A number beyond a table, or the escape's own, takes an escape and 16 bits outside of the stream.
-    """
+    """Bits of each symbol, float64 `[tables, 256]`; an escape costs 16 more, outside of the stream."""
     costs = shipped().costs.astype(np.float64)
     escape = costs[:, ESCAPE, None] + 16
     costs = np.where(np.isfinite(costs), costs, escape)

@@ -39,10 +39,8 @@ class TransformCodec(Codec):
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode several chunks at one layer to views; the CPU always decodes records without a profile.
-
-        Raises DamagedError: a record does not fit its shape, its profile or its base.
-        """
+        """Decode several chunks at one layer to views; the CPU always decodes records without a profile. Raises
+        DamagedError."""
         parsed = [(self._parsed(item), item) for item in items]
         together: dict[tuple[bool, bytes, str], list[int]] = {}
         for number, (record, item) in enumerate(parsed):

@@ -47,8 +47,6 @@ class LoadSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Cost of loading: seconds if nothing else runs, and core-seconds."""
-
     seconds: float
     core_seconds: float
 
@@ -66,7 +64,6 @@ class Speeds:
     own_memory: bool = False
 
     def load(self, tokens: Mapping[str, float]) -> Load:
-        """Estimate loading so many tokens of each level; every level must have been measured."""
         seconds = {level: self.loads[level].fixed + self.loads[level].token * n for level, n in tokens.items() if n}
         busy = sum(self.loads[level].busy * took for level, took in seconds.items())
         return Load(sum(seconds.values()), busy)
@@ -184,7 +181,6 @@ class PromptRows:
 
     @property
     def hits(self) -> int:
-        """Tokens of hits, which are worth recomputing."""
         return self._rows.get("hit", 0)
 
     def load(self, *kinds: str) -> Load:

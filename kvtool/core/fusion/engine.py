@@ -38,7 +38,6 @@ class TokenCounts:
     dropped: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Make `tokens` of a reply, which calls resident rows `resident`."""
         counts = {"prompt": self.prompt, "resident": self.resident, "reused": self.reused}
         return counts | {"recomputed": self.recomputed, "fresh": self.fresh, "dropped": self.dropped}
 
@@ -87,18 +86,10 @@ def fuse(
     patience: float | None = None,
     cache: PromptCache | None = None,
 ) -> Fused:
-    """Fuse the cached segments of a plan and compute the rest.
-
-    A record that turns out missing, damaged or slow becomes a hole: the pass starts again with that segment computed in
-    place, and the plan in the result says why.
-
-    Parameters
-    ----------
-    reserve : number of tokens that will be generated.
-    patience : seconds that reading one record may take while the compute waits for it; None: no limit.
-    cache : holds the rows of the plan's first segment, which is resident; its later rows are overwritten. After a slow
-        record the result has another one.
-    """
+    """Fuse the cached segments of a plan and compute the rest. A missing, damaged or slow record becomes a hole: the
+    pass starts again with that segment computed in place. `reserve`: tokens that will be generated. `patience`: seconds
+    that the compute waits for one record; None: no limit. `cache`: holds the plan's first, resident segment; after a
+    slow record the result has another cache."""
     while True:
         there = compact_plan(plan, selector, decoder.stored_layers)
         if cache is not None:
@@ -123,11 +114,8 @@ def fuse_into(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """Run one pass of `fuse`, of a plan by `compact_plan`, over a cache with the rows of resident segments.
-
-    Raises RecordMissing. The cache is then undefined after its resident rows; of a slow record (`stored`) a thread may
-    still write there.
-    """
+    """Run one pass of `fuse`, of a plan by `compact_plan`. Raises RecordMissing; the cache is then undefined after its
+    resident rows; if a record was slow (`stored`), a thread may still write there."""
     cache.set_length(plan.length)
     cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")

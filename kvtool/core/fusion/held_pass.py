@@ -92,7 +92,6 @@ class HeldPass:
         return last
 
     def _fused(self, static: _StaticShift) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute the rows that were given; return the last one's logits, and what `ShiftSteps.add` does, by layer."""
         squares: list[tuple[torch.Tensor, torch.Tensor]] = []
         cache, rows = self._cache, StaticRows(static.places, self._capacity)
         if len(static.probes):

@@ -36,13 +36,9 @@ HeldAttention = Callable[[list[int], QueryRows, int, range, Pooling, bool], torc
 
 
 class LayerwiseSelection:
-    """The rows of one pass: waits for each layer's records, and drops rows before the layers that a selector names.
-
-    A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
-    stays untouched. To rank rows the hook runs the layer up to its cache write (norm and QKV projection only). The
-    keys and values that this gives for dropped rows are newer than the stored ones, and are cached. `rows`: of the
-    current layer; `computed`: number of rows, by layer.
-    """
+    """The rows of one pass: waits for each layer's records, and drops rows before the layers that a selector names. A
+    pre-hook on the decoder layers exchanges the rows, so the model's forward stays untouched. To rank rows it runs the
+    layer up to its cache write. `rows`: of the current layer; `computed`: number of rows, by layer."""
 
     def __init__(
         self,
@@ -68,7 +64,6 @@ class LayerwiseSelection:
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
     def on_update(self, layer: int, rows: int) -> None:
-        """Wait for a layer's records before the cache takes its rows."""
         self._note_span(f"compute to layer {layer}", rows)
         self._loader.wait(layer)
         self.computed.append(rows)
@@ -76,7 +71,6 @@ class LayerwiseSelection:
         self._since = time.perf_counter()
 
     def on_updated(self, layer: int) -> None:
-        """Shift the layer's reused rows once its computed rows are in the cache."""
         self._shifting(self._shift.after, layer)
 
     def _shifting(self, step: Callable[..., None], *given: Any) -> None:
@@ -85,7 +79,6 @@ class LayerwiseSelection:
         self.shift_s += time.perf_counter() - started
 
     def skip(self, layers: int) -> None:
-        """Count rows that a graph has computed at so many layers."""
         self.computed = [len(self.rows)] * layers
 
     def end(self) -> None:
@@ -96,7 +89,6 @@ class LayerwiseSelection:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hook every layer from the first narrowing on, if there is one."""
         first = min(self.targets, default=len(self._decoder.layers))
         layers = list(enumerate(self._decoder.layers))[first:]
         with pass_hooks((module, self._hook(layer)) for layer, module in layers):
@@ -184,11 +176,9 @@ class QuestionWatch:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The mean over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
-        """Add a layer's weights: their mean over heads, then pooled over rows."""
         if layer not in self._layers:
             return
         count = 1 if self._pooling == "last" else self._count
@@ -216,20 +206,10 @@ def question_attention(
     pooling: Pooling = "rows",
     held: HeldAttention | None = None,
 ) -> torch.Tensor:
-    """Measure the question's attention to the whole prompt, over reused rows at their true positions.
-
-    Question and holes are computed, holes at every layer; the cache takes their rows. Of a question longer than
-    `MOST_ASKING` tokens, such as one after a pasted text, only the end is computed, right after the passages: all of it
-    is computed once more afterwards, and would take longer than full prefill.
-
-    Returns float32 `[plan.length]`, the mean over `layers`; 0 for places after the computed end of the question.
-
-    Parameters
-    ----------
-    pooling : of a layer's rows: their L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's first
-        token, or the geometric mean of the two (`both`).
-    held : computes the same of a prompt that has to load nothing (`HeldPass.attention`); None: it has to.
-    """
+    """Measure the question's attention to the whole prompt, over reused rows at their true positions: float32
+    `[plan.length]`, the mean over `layers`. Of a question longer than `MOST_ASKING` tokens only the end is computed;
+    places after it are 0. `pooling` of rows: L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's
+    first token, or the geometric mean of `both`. `held`: computes the same of a prompt that has to load nothing."""
     length, plan = plan.length, plan.with_question_end(MOST_ASKING)
     rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())

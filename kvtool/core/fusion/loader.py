@@ -28,18 +28,13 @@ _ENVELOPE_BYTES = 256  # at most, around a record's payload: header, alignment, 
 
 
 def default_workers() -> int:
-    """Choose the number of loading threads; each holds one layer's records at a time."""
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
 
 
 class Loader:
-    """Fills a prompt cache layer by layer in its own threads.
-
-    Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
-    layer's bytes are dropped once they are placed. Every key is rotated once, to its absolute position. A layer's
-    records are read in the order of their chunks' relevance. `is_placed`: all layers were in the buffers as soon as it
-    was entered.
-    """
+    """Fills a prompt cache layer by layer in its own threads; each holds one layer's records at a time. Every key is
+    rotated once, to its absolute position. Records are read in the order of their chunks' relevance. `is_placed`: all
+    layers were in the buffers as soon as it was entered."""
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class Loader:
         )
 
     def placing_s(self) -> tuple[float, float]:
-        """Seconds of copying into the buffers, and of rotating keys."""
         spent = [worker.placing.seconds() for worker in self._workers]
         return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
 
@@ -175,7 +169,6 @@ class Loader:
 
     @property
     def table(self) -> RopeTables:
-        """Cos and sin of all places up to the last one that is read; made once, at the first use."""
         with self._making:
             if self._made is None:
                 self._made = self._table()

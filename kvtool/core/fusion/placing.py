@@ -37,13 +37,11 @@ class KeyRotation:
     in_one_launch: bool = False
 
     def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
-        """Rotate runs of keys, each from its first place on; copy the values as they are."""
         placed = [(out, keys, self.table[start : start + out.shape[2]]) for (out, keys), start in turns]
         self.rotary.place(placed, beside, layer)
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
         (cos_sin,) = self.table.by_name.values()
         return cos_sin.cos[0], cos_sin.sin[0]
 
@@ -79,7 +77,6 @@ class LayerMemory:
         return self._room(size, self._size)
 
     def small(self, size: int) -> memoryview:
-        """Allocate as `room` does, without space for a whole layer of records."""
         return self._room(size, _LEAST)
 
     def _room(self, size: int, block_size: int) -> memoryview:
@@ -108,7 +105,6 @@ class LayerMemory:
         return None
 
     def targets(self, device: torch.device) -> list[torch.Tensor]:
-        """Allocate device memory for every used block, uint8."""
         return [torch.empty(block.used, dtype=torch.uint8, device=device) for block in self._in_use]
 
     def upload(self, targets: list[torch.Tensor]) -> None:
@@ -132,7 +128,6 @@ class Placing:
         return self.upload_s, self.rotate_s
 
     def at_work(self) -> AbstractContextManager[object]:
-        """Enter the CUDA stream of this placing in the calling thread."""
         return contextlib.nullcontext()
 
     def room(self, size: int) -> memoryview:
@@ -185,7 +180,6 @@ class _InFlight:
     read: Sequence[LayerKV] = ()
 
     def free(self) -> None:
-        """Wait until the layer is placed, and release its memory."""
         if self.placed is not None:
             self.placed.synchronize()
         self.placed, self.read = None, ()
@@ -294,7 +288,6 @@ class CudaPlacing(Placing):
         turns: tuple[torch.Tensor, torch.Tensor] | None,
         staging: LayerMemory,
     ) -> Moments:
-        """Place a layer by one copy and one launch."""
         table = np.frombuffer(staging.small(8 * rope_triton.FIELDS * len(layers)), np.int64)
         targets = staging.targets(buffer.keys.device)
         addresses = [target.data_ptr() for target in targets]
@@ -365,7 +358,6 @@ def _staged(layers: Sequence[LayerKV], staging: LayerMemory) -> Sequence[LayerKV
 
 
 def _end_to_end(some: Sequence[torch.Tensor], room: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Concatenate keys or values of several chunks `[kv_heads, tokens, head_dim]` in a piece of memory."""
     sizes, (heads, _, head_dim) = [side.shape[1] for side in some], some[0].shape
     whole = room.view(heads, sum(sizes), head_dim)
     torch.cat(list(some), 1, out=whole)

@@ -29,18 +29,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A wanted segment: its token ids, and where its KV is stored.
-
-    Attributes
-    ----------
-    lead_in : digest of the token ids that the stored rows were prefilled after.
-    level : codec level to read; None if nothing is stored, for which `reason` gives the cause.
-    kept : tokens that have a stored row, ascending; None: all.
-    stored : True if a record exists although `level` is None: at another level, or too slow to wait for.
-    sensitivity : one little-endian float16 a token (records/encode.py); empty if none was stored.
-    relevance : to the question; records of higher relevance are read first.
-    part : of a longer stored chunk, whose rows are read whole: its tokens, and which of them are `ids`; None: all.
-    """
+    """A wanted segment: its token ids, and where its KV is stored. `lead_in`: digest of the ids its rows were prefilled
+    after. `level`: None if nothing is stored, for which `reason` gives the cause. `kept`: tokens with a stored row,
+    ascending; None: all. `stored`: a record exists although `level` is None. `sensitivity`: one little-endian float16 a
+    token, or empty. `part`: of a longer stored chunk, whose rows are read whole."""
 
     ids: Ids
     chunk_id: bytes = b""
@@ -55,31 +47,20 @@ class Candidate:
 
     @property
     def stored_tokens(self) -> int:
-        """Number of tokens of the stored chunk."""
         return len(self.ids) if self.part is None else self.part.of
 
     @property
     def rows(self) -> Sequence[int]:
-        """Tokens that have a stored row."""
         return range(len(self.ids)) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and equal to full prefill), `miss` (a hole:
-    should be cached, is computed in place), `fresh` (never cached: the question) or `resident` (fused in an earlier
-    round: its rows are in the prompt cache, and are neither read nor computed again).
-
-    A token has a *place*, its row in the prompt's buffers, and a *position*, by which its key is rotated. They differ
-    where earlier rows, or rows of its own segment, are not stored (fusion/engine.py).
-
-    Attributes
-    ----------
-    ids : tokens that have a place.
-    start : place of the first one.
-    first : position of the source's first token; None: `start`.
-    kept : tokens of the source that have a place, ascending; None: all.
-    """
+    """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and equal to full prefill), `miss` (a hole,
+    computed in place), `fresh` (never cached: the question) or `resident` (fused in an earlier round). A token has a
+    *place*, its row in the prompt's buffers, and a *position*, by which its key is rotated; they differ where rows are
+    not stored. `start`: place of the first of `ids`. `first`: position of the source's first token; None: `start`.
+    `kept`: tokens of the source that have a place; None: all."""
 
     ids: Ids
     start: int
@@ -95,12 +76,10 @@ class Segment:
 
     @property
     def position(self) -> int:
-        """Position of the source's first token."""
         return self.start if self.first is None else self.first
 
     @property
     def positions(self) -> Sequence[int]:
-        """Position of each token that has a place."""
         first = self.position
         return range(first, first + len(self.ids)) if self.kept is None else [first + token for token in self.kept]
 
@@ -117,7 +96,6 @@ class Plan:
 
     @property
     def ids(self) -> list[int]:
-        """Tokens that have a place."""
         return [token for segment in self.segments for token in segment.ids]
 
     @property
@@ -126,7 +104,6 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """Number of tokens that have a place."""
         return self.segments[-1].stop
 
     @property
@@ -136,7 +113,6 @@ class Plan:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of each place, int64 `[length]`."""
         return torch.tensor([position for segment in self.segments for position in segment.positions])
 
     @property
@@ -163,7 +139,6 @@ class Plan:
 
     @property
     def context_tokens(self) -> int:
-        """Number of cached tokens of chunks, which a recompute ratio is a share of."""
         return sum(len(segment.ids) for segment in self.cached_chunks)
 
     @property
@@ -171,7 +146,6 @@ class Plan:
         return known(segment.source.level for segment in self.cached_chunks)
 
     def mask(self, *statuses: Status) -> torch.Tensor:
-        """Mark the places of segments with one of these statuses, bool `[length]`."""
         mask = torch.zeros(self.length, dtype=torch.bool)
         for segment in self.segments:
             if segment.status in statuses:
@@ -195,13 +169,11 @@ class Plan:
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
     def with_question_end(self, most: int) -> Plan:
-        """Make the plan with only the last `most` tokens of the question, in the place of all of it."""
         *before, question = self.segments
         ids = question.ids[-most:]
         return Plan((*before, replace(question, ids=ids, source=replace(question.source, ids=ids))))
 
     def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
-        """Make the plan with `segment` as a hole: its record is not read."""
         source = replace(segment.source, stored=True) if stored else segment.source
         hole = replace(segment, status="miss", reason=reason, source=source)
         return Plan(tuple(hole if s is segment else s for s in self.segments))
@@ -235,7 +207,6 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
 
 
 def extend_plan(resident: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
-    """Plan a further round: chunks and a question after rows that are in the prompt cache already."""
     laid_out = build_plan(resident, chunks, question)
     return Plan((replace(laid_out.segments[0], status="resident"), *laid_out.segments[1:]))
 

@@ -49,7 +49,6 @@ class StoredPrefix:
 
     @property
     def usable(self) -> int:
-        """Number of segments, from the first on, that can be reused."""
         usable = 0
         for number, info in enumerate(self.infos, 1):
             if info is None:
@@ -58,7 +57,6 @@ class StoredPrefix:
         return usable
 
     def has(self, number: int, with_states: bool) -> bool:
-        """True if a segment's checkpoint is stored, with states if these could be stored now."""
         info = self.infos[number]
         return info is not None and (bool(info.states) or not with_states)
 

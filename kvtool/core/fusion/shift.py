@@ -57,13 +57,11 @@ class Shifted:
     by_layer: tuple[LayerShift, ...]
 
     def __add__(self, later: Shifted) -> Shifted:
-        """Join the shifts of two rounds over one prompt."""
         rows = later.rows.clone()
         rows[self.rows.nonzero()[:, 0]] = True
         return Shifted(rows, self.by_layer + later.by_layer)
 
     def to_json(self) -> dict[str, Any]:
-        """What `query --explain` shows."""
         return {"tokens_shifted": int(self.rows.sum()), "size": self.size, "common": self.common}
 
     @property
@@ -85,16 +83,10 @@ class Shifted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probes:
-    """The recomputed rows of chunks that have reused rows, too.
-
-    Attributes
-    ----------
-    rows : their places, int64 `[probes]` on the model's device, chunk by chunk.
-    factors : the share of its chunk's offset that each row takes, float32 `[length]` on the device.
-    spans : places of each chunk, from … to, int64 `[chunks, 2]`.
-    counts : number of probes, int64 `[chunks]`; `reach`: sum of squared factors, float64 `[chunks]`.
-    shifted : places of rows with a factor, int64 `[others]` on the host.
-    """
+    """The recomputed rows of chunks that have reused rows, too. `rows`: places, int64 `[probes]` on the device, by
+    chunk. `factors`: each row's share of its chunk's offset, float32 `[length]`. `spans`: places, int64 `[chunks, 2]`.
+    `counts`: probes, int64 `[chunks]`; `reach`: sum of squared factors, float64 `[chunks]`. `shifted`: rows with a
+    factor."""
 
     rows: torch.Tensor
     factors: torch.Tensor
@@ -121,15 +113,9 @@ class Probes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """The cached chunks of a plan.
-
-    Attributes
-    ----------
-    spans : places, from … to, int64 `[chunks, 2]`.
-    known : True where sensitivities are stored, bool `[chunks]`; without them rows would be shifted too far.
-    of_row : number of each row's chunk, int64 `[length]`; 0 outside of chunks.
-    hits : rows that differ from full prefill, bool `[length]`. `sensitivity`: float32 `[length]`.
-    """
+    """The cached chunks of a plan. `spans`: places, int64 `[chunks, 2]`. `known`: sensitivities are stored, bool
+    `[chunks]`; without them rows would be shifted too far. `of_row`: each row's chunk, int64 `[length]`; 0 outside.
+    `hits`: rows that differ from full prefill, bool `[length]`. `sensitivity`: float32 `[length]`."""
 
     spans: Numbers
     known: Numbers
@@ -148,7 +134,6 @@ class _Chunks:
         return cls(spans, known, of_row, plan.hit_rows().numpy(), plan.sensitivity().numpy())
 
     def summed(self, values: Numbers) -> Numbers:
-        """Sum values by chunk, float64 `[chunks]`; they are 0 outside of chunks."""
         return np.bincount(self.of_row, values, len(self.spans))
 
     def taking(self, computed: Numbers) -> tuple[Numbers, Numbers]:
@@ -169,12 +154,8 @@ class _Chunks:
 
 
 class Shift:
-    """The shift of a pass's reused rows, layer by layer, once the layer's computed rows are in the cache.
-
-    Nothing is shifted if rows of the prompt are not stored (fusion/engine.py). A probe then changes also by what it
-    no longer sees, while a reused row has seen the whole chunk: shifted by that, some modes end far from any answer.
-    `probes` is None if nothing is shifted.
-    """
+    """The shift of a pass's reused rows, layer by layer; `probes` is None if nothing is shifted. That is so if rows of
+    the prompt are not stored: a probe then changes also by what it no longer sees, a reused row does not."""
 
     def __init__(self, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, wanted: bool) -> None:
         self.decoder, self.plan, self.cache = decoder, plan, cache
@@ -187,7 +168,6 @@ class Shift:
 
     @property
     def done(self) -> Shifted:
-        """The shift so far; its rows are those of the last layer that ran."""
         return Shifted(self._rows, tuple(self._by_layer))
 
     def follow(self, rows: QueryRows, refreshed: torch.Tensor | None = None) -> None:
@@ -212,7 +192,6 @@ class Shift:
         self._by_layer.append(LayerShift(*self._steps.add(layer, factors), probes))
 
     def set_done(self, changes: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Take what `ShiftSteps.add` returned, `[layers, …]`, if a pass took the steps by itself."""
         assert self.probes is not None
         pairs = zip(changes.unbind(), offsets.unbind(), strict=True)
         self._by_layer = [LayerShift(*pair, self.probes) for pair in pairs]
@@ -262,17 +241,10 @@ class Shift:
 
 
 class ShiftSteps:
-    """The shift of one pass by torch's operations, on any device: `keep`, then `add`, layer by layer (`ShiftKernel`).
-
-    Shapes depend on the numbers of probes and chunks and on the prompt's length only, and nothing is read on the host.
-
-    Parameters
-    ----------
-    table : RoPE tables of the first places of the prompt, from the first up to the last shifted one, or more.
-    rows : places of the probes, int64 `[probes]`. One that does not change counts for nothing.
-    weights : float32 `[chunks, probes]`, averages the probes of each chunk.
-    chunks, factors : the chunk of each place, int64, and its share of that one's offset, float32.
-    """
+    """The shift of one pass by torch's operations: `keep`, then `add`, layer by layer (`ShiftKernel`); nothing is read
+    on the host. `table`: RoPE of the places up to the last shifted one. `rows`: the probes' places, int64 `[probes]`.
+    `weights`: float32 `[chunks, probes]`, averages them. `chunks`, `factors`: each place's chunk, int64, and share,
+    float32."""
 
     def __init__(
         self,

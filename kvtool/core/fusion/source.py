@@ -113,7 +113,6 @@ class StoreSource:
 
 
 def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
-    """Explain why a record does not serve a segment; empty if it does."""
     if isinstance(item, Unusable):
         return item.reason
     try:
@@ -125,8 +124,6 @@ def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """KV that is held in memory, by chunk id (the gate, tests, a chunk just computed)."""
-
     chunks: dict[bytes, ChunkKV]
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
@@ -139,15 +136,10 @@ Mark = Callable[[bytes, str, int], bytes | None]  # chunk id, level, layer
 
 
 class ChunkCache:
-    """An LRU cache of decoded, un-rotated layers in the model's number format. Threads may read at once.
-
-    Records are verified when they are read; :meth:`recheck` drops those that the store has replaced. An entry may be
-    evicted at any time, so a caller whose GPU stream reads one keeps a reference until that is done.
-
-    At most `limit` bytes are held; the least recently used chunk is evicted first, with all its layers. `mark`
-    identifies the stored record of a chunk, level and layer. `device`: a GPU that holds entries as long as its memory
-    suffices; None: they are held where they were decoded.
-    """
+    """An LRU cache of at most `limit` bytes of decoded, un-rotated layers, by chunk; threads may read at once. Entries
+    may be evicted at any time, so keep a reference while a GPU stream reads one. `mark` identifies the stored record of
+    a chunk, level and layer; :meth:`recheck` drops replaced ones. `device`: a GPU that holds entries as its memory
+    suffices."""
 
     def __init__(
         self,
@@ -174,7 +166,6 @@ class ChunkCache:
             return len(self._held.get(_key(segment), {})) == layers
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """Read one layer of several segments from memory, else from the inner source."""
         with self._lock:
             found = [self._get(_key(segment), layer) for segment in segments]
         missing = [number for number, kv in enumerate(found) if kv is None]
@@ -197,7 +188,6 @@ class ChunkCache:
         return whole if all(len(kvs) == len(segments) for kvs in whole) else None
 
     def hold(self, segment: Segment, layers: Sequence[LayerKV]) -> None:
-        """Hold all layers, un-rotated, of KV from another source."""
         copies = self._copies(layers)
         with self._lock:
             for layer, kv in enumerate(copies):

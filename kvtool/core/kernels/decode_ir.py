@@ -195,10 +195,8 @@ def multiply_name(kind: str, height: int) -> str:
 
 
 def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
-    """Write `multiply_KIND`, this thread's rows of a product with `height` inputs, and what it calls.
-
-    With `INT8` at the end of the kind inputs are rounded to 8-bit integers.
-    """
+    """Write `multiply_KIND`, this thread's rows of a product with `height` inputs; with a kind that ends with `INT8`
+    inputs are rounded to 8-bit integers."""
     rounds = multiplies_int8(isa) if kind.endswith(INT8) else None
     assert rounds is not None or not kind.endswith(INT8), f"{isa} multiplies no 8-bit integers"
     function = row_product(rounds, kind.removesuffix(INT8), height) if rounds else product(isa, kind, height)
@@ -242,11 +240,8 @@ _COLUMNS = 2  # vectors of values at a time
 
 
 def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
-    """Emit the operation `attend`, of one row: this thread's blocks of keys, each for all query heads that share them.
-
-    A block's result is its largest score, the sum of e to the power of every score less that, and the values weighed
-    so: blocks are then joined by their largest scores (log-sum-exp). Which thread took a block changes no bit of it.
-    """
+    """Emit the operation `attend`, of one row: this thread's blocks of keys, for all query heads that share them.
+    Blocks are joined by log-sum-exp, the same bits whichever thread took one."""
     k, have = operation(isa, "attend")
     scores = k.alloca("float", heads.group * _ROW)
     blocks = (have.seen + (BLOCK - 1)) // BLOCK

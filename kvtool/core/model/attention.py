@@ -44,8 +44,6 @@ class WatchedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRows(WatchedRows):
-    """The rows of a prompt that a pass computes, by their places in it, in ascending order."""
-
     places: torch.Tensor  # int64 `[rows]` on the model's device
     order: list[int] = field(repr=False)  # the same, so that key limits need no device synchronisation
     dense: bool  # the rows are exactly 0 … n-1, so plain causal attention can be used
@@ -75,7 +73,6 @@ class QueryRows(WatchedRows):
         return replace(self, places=self.places[-count:], order=self.order[-count:], dense=False, _seen={})
 
     def seen(self, window: int | None) -> KeyRanges:
-        """A pass asks for the same at every layer of a kind."""
         if window not in self._seen:
             self._seen[window] = self._through(window)
         return self._seen[window]
@@ -92,12 +89,9 @@ class QueryRows(WatchedRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedChunks:
-    """Chunks packed into one row, each after the same lead-in; no chunk sees another.
-
-    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in. Each of the first chunks may
-    have a watch, which is called with every layer's queries `[heads, rows, head_dim]` of it, the keys before and in it
-    `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
-    """
+    """Chunks packed into one row, each after the same lead-in; none sees another or is padded. Each of the first chunks
+    may have a watch, called with every layer's queries `[heads, rows, head_dim]`, the keys up to it `[kv_heads, keys,
+    head_dim]`, the lead-in's included, and the parameters."""
 
     spans: tuple[tuple[int, int], ...]  # start and stop of each chunk
     lead_in: Sequence[KV]  # rotated, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none
@@ -169,12 +163,9 @@ def rows_attention(
     rows: AttentionRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for `transformers`' attention interface, `[batch, rows, heads, head_dim]`.
-
-    Keys and values of a module that keeps latents are the single head's (mla.py). Without `rows`, those of the pass
-    that runs decide what is seen; without any, it is a plain causal prefill. `kwargs` has `sliding_window`, `softcap`
-    and `s_aux` (sinks), where a layer has them.
-    """
+    """Compute attention for `transformers`' attention interface, `[batch, rows, heads, head_dim]`. Without `rows`,
+    those of the running pass decide what is seen; without any, it is a causal prefill. `kwargs` has `sliding_window`,
+    `softcap` and `s_aux` (sinks), where a layer has them."""
     if kwargs.get("position_bias") is not None:
         needed = "that would need the bias made for chosen rows"
         raise ModelError(f"attention adds a position_bias; {needed}", "use a model with plain rotary attention")

@@ -23,12 +23,8 @@ _MOST = 16  # kinds of work that are kept
 
 
 class CapturedWork(Generic[T]):
-    """Work that is done as it is at first, then captured, and replayed from then on.
-
-    The capture is of this thread only: another thread may use the device meanwhile. The runs before it (`warm_up`) make
-    what libraries make at their first call, which a capture must not contain. Memory for what is only needed inside is
-    shared with `others`.
-    """
+    """Work that is run `warm_up` times, since libraries' first calls must not be captured, then captured and replayed.
+    The capture is of this thread only. Temporary memory is shared with `others`."""
 
     def __init__(self, device: str, others: CapturedWorks | None = None, warm_up: int = 1) -> None:
         self._device, self._others, self._left = torch.device(device), others, warm_up
@@ -87,10 +83,8 @@ class CapturedWorks:
 
 
 class StaticRows(WatchedRows):
-    """Rows whose places only the device knows: int64 `[rows]`, ascending; a place may be there several times.
-
-    They replace `QueryRows` in a cache and in attention, which reads `capacity` keys.
-    """
+    """Rows whose places only the device knows: int64 `[rows]`, ascending, maybe repeated. Attention reads `capacity`
+    keys."""
 
     def __init__(self, places: torch.Tensor, capacity: int, watch: Watch | None = None) -> None:
         self.places, self.capacity, self.watch = places, capacity, watch

@@ -36,11 +36,8 @@ def check_grammar(grammar: str) -> None:
 
 @lru_cache(maxsize=256)
 def _reason_against(grammar: str) -> str:
-    """Return why a grammar cannot be used; "" if it can.
-
-    It is compiled in a process of its own first: llguidance bounds neither its time nor its stack, and references that
-    are merged double the work from one to the next.
-    """
+    """Return why a grammar cannot be used, or "". It is compiled in a separate process first: llguidance bounds neither
+    its time nor its stack."""
     output = output_of(_PROGRAM, grammar.encode("utf-8", "replace"), _SECONDS, _MEMORY)
     lost = f"it takes over {_SECONDS} s, {_MEMORY / 1e9:.0f} GB of memory, or too many levels of references"
     return output.decode().removesuffix("\n") if output.endswith(b"\n") else lost
@@ -79,7 +76,6 @@ class Constraint:
         self._matcher = None
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `[vocabulary]` with -inf at tokens that cannot come next."""
         import torch
 
         if self._matcher is None:

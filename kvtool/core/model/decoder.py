@@ -61,7 +61,6 @@ class Decoder(DecoderStack):
         return ""
 
     def _check_states(self) -> None:
-        """Compute two tokens and one more, and check that states are kept where they are expected."""
         from kvtool.core.model.states import StateCache, StateLayer  # of transformers
 
         try:
@@ -102,10 +101,8 @@ class Decoder(DecoderStack):
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute rows of a prompt over its cache; return logits of the last `keep` rows, float32 `[keep, vocabulary]`.
-
-        Of `tokens` as int64 `[rows]` on the device nothing is read on the host. `position_ids` are rotary positions
-        `[rows]` on the device, where they are not the rows' places.
-        """
+        Of `tokens` on the device nothing is read on the host. `position_ids`: rotary positions `[rows]` on the device,
+        where they are not the rows' places."""
         ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         with out_of_memory_hint(len(ids)), self._head.only(keep):
             if (fused := self.fused_forward) is not None:
@@ -164,7 +161,6 @@ class Decoder(DecoderStack):
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
-        """Run a plain full prefill; return logits of the last token, float32 `[vocabulary]`, and the cache."""
         cache = self.new_cache(len(ids) + reserve)
         cache.set_length(len(ids))
         rows = QueryRows.of(torch.arange(len(ids)), self.device)
@@ -176,11 +172,8 @@ class Decoder(DecoderStack):
         return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
 
     def append(self, ids: Sequence[int], cache: PromptCache) -> None:
-        """Append `ids` to the cache as `extend` does, without the LM head.
-
-        Many are computed in pieces: memory is bounded, and between two layers of each piece other passes may run, or
-        the work may end.
-        """
+        """Append `ids` to the cache as `extend` does, without the LM head, in pieces: memory is bounded, and other
+        passes may run between two layers of each."""
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
             rows, at = self._behind(cache, len(piece))
@@ -207,12 +200,9 @@ class Decoder(DecoderStack):
 
 
 class HeadRows:
-    """Gives the LM head only the rows that are needed, with the strides of a tensor of their own.
-
-    For a slice's strides, `matmul` copies the head's whole weight first, which took longer than all layers together
-    (0.8 s of 1.1 for Qwen2.5's 152k tokens). Gemma 4 takes a smaller number of rows for a sign that rows were left out
-    already: so the rows that its layers no longer compute are left out here.
-    """
+    """Gives the LM head only the rows that are needed, contiguous: for a slice's strides, `matmul` copies the whole
+    weight first (0.8 s of 1.1 for Qwen2.5's 152k tokens). Gemma 4 takes fewer rows for a sign that rows were left out
+    already, so its rows are left out here."""
 
     def __init__(self) -> None:
         self._keep: int | None = None

@@ -28,10 +28,8 @@ _COLD = 1e-6  # chances of less are those of the largest logit, or no numbers
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The choice of an answer's tokens: greedy at temperature 0, else by seeded sampling.
-
-    Names of OpenAI's API have their meaning there. Biases, penalties and the temperature do not change what is noted.
-    """
+    """The choice of an answer's tokens: greedy at temperature 0, else by seeded sampling. Names are as in OpenAI's API.
+    Biases, penalties and the temperature do not change the noted log-probabilities."""
 
     max_tokens: int = 64
     temperature: float = 0.0
@@ -99,7 +97,6 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
-    """Choose a token from logits `[vocabulary]`, which have -inf at tokens that a model rules out."""
     possible = logits if sampling.constraint is None else sampling.constraint.masked(logits)
     token = _chosen(adjusted(possible, sampling), sampling)
     if sampling.constraint is not None:
@@ -153,9 +150,7 @@ def likely(chances: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
     """Zero all but the fewest most likely tokens whose chances `[vocabulary]` sum up to `top_p`; one always stays.
-
-    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
-    """
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1."""
     ordered, ids = chances.sort(descending=True, stable=True)
     kept = ordered.cumsum(0) - ordered < top_p
     kept[0] = True
@@ -184,11 +179,9 @@ def generate(
     more: Sequence[int] = (),
     going: Callable[[], bool] = lambda: True,
 ) -> Generated:
-    """Continue a prompt whose first answer token is known, and `more` after it (`greedy_prefix`).
-
-    The cache holds exactly the rows of the prompt and of the known tokens but the last. `going` is asked before each
-    further token; False ends the answer there.
-    """
+    """Continue a prompt whose first answer token is known, and `more` after it (`greedy_prefix`). The cache holds
+    exactly the rows of the prompt and of the known tokens but the last. If `going` returns False before a further
+    token, the answer ends there."""
     sequence = AnswerSequence(decoder, cache, [first, *more], sampling, on_text)
     while not sequence.done and going():
         sequence.take(sequence.backend.step(sequence.token))
@@ -196,11 +189,8 @@ def generate(
 
 
 class AnswerSequence:
-    """An answer that is being generated, of which at least one token is known.
-
-    Its logits come from its own backend (`generate`), or from a step of several (`ContinuousBatch`). The cache holds
-    exactly the rows of the prompt and of the known tokens but the last, which is `token`.
-    """
+    """An answer that is being generated, by its own backend or in a `ContinuousBatch`. The cache holds exactly the rows
+    of the prompt and of the known tokens but the last, which is `token`."""
 
     def __init__(
         self,
@@ -271,18 +261,14 @@ class ContinuousBatch:
         self.sequences: list[AnswerSequence] = []
 
     def add(self, sequence: AnswerSequence) -> None:
-        """Add an answer; one that is complete already comes back from the next step."""
         self.sequences.append(sequence)
 
     def remove(self, sequence: AnswerSequence) -> None:
         self.sequences.remove(sequence)
 
     def step(self) -> list[AnswerSequence]:
-        """Generate a token of every answer that lacks one; return and remove those that are done.
-
-        An error of one answer (its listener has left, its logits are no numbers) ends that one. An error of the step
-        ends all that took part: their `end` raises it.
-        """
+        """Generate a token of every answer that lacks one; return and remove those that are done. An error of one
+        answer ends that one, an error of the step all that took part: their `end` raises it."""
         going = [sequence for sequence in self.sequences if not sequence.done]
         try:
             logits = step_together([one.backend for one in going], [one.token for one in going])
@@ -309,10 +295,8 @@ class GreedyPrefix:
 
 
 def greedy_prefix(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int) -> GreedyPrefix:
-    """Compute the first greedy tokens of an answer, at most `most`; `generate` continues from them.
-
-    The cache holds exactly the prompt's rows, and grows by all tokens but the last.
-    """
+    """Compute at most `most` first greedy tokens of an answer; `generate` continues from them. The cache holds exactly
+    the prompt's rows, and grows by all tokens but the last."""
     backend, stops = decode_backend(decoder, cache), stop_ids(decoder)
     ids: list[int] = []
     log_p: list[float] = []
@@ -327,11 +311,8 @@ def greedy_prefix(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, mo
 def follow(
     decoder: Decoder, cache: PromptCache, logits: torch.Tensor, script: Sequence[int], sampling: Sampling
 ) -> list[int]:
-    """Choose tokens as `generate` would, as long as they are those of `script`; `generate` continues from them.
-
-    The rows are those of single steps, bit by bit (`step_along`), so what follows is the same answer, too. Returned are
-    those that agree, and after them the first other one, if there is one; the cache grows by all of them but the last.
-    """
+    """Choose tokens as `generate` would, as long as they are those of `script`. The rows are those of single steps, bit
+    by bit. Returns those that agree, and the first other one, if any; the cache grows by all of them but the last."""
     start, ids = cache.buffers[0].length, [first_token(logits, sampling)]
     rows = step_along(decode_backend(decoder, cache), script[:-1])
     while len(ids) < len(script) and ids[-1] == script[len(ids) - 1]:

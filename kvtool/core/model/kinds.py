@@ -25,10 +25,8 @@ _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # len
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of a layer's keys and values: `[heads, tokens, key_dim]` and `[heads, tokens, value_dim]`.
-
-    Joint ones share one row of the prompt's buffers, values first; attention takes the whole row as the key (mla.py).
-    """
+    """The shape of a layer's keys and values: `[heads, tokens, key_dim]` and `[heads, tokens, value_dim]`. Joint ones
+    share one row, values first; attention takes the whole row as the key (mla.py)."""
 
     heads: int
     key_dim: int
@@ -52,7 +50,6 @@ class KVShape:
         return self.key_dim == self.value_dim and not self.joint
 
     def empty(self, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate keys and values of so many tokens, in one piece on the CPU, undefined."""
         buffer = torch.empty(self.numbers * tokens, dtype=dtype)
         keys, values = buffer.split([self.heads * tokens * dim for dim in (self.key_dim, self.value_dim)])
         return keys.view(self.heads, tokens, self.key_dim), values.view(self.heads, tokens, self.value_dim)
@@ -84,10 +81,8 @@ class Sample:
 def kinds_of(
     base: Any, attentions: Mapping[int, Any], config: Any, dtype: torch.dtype, device: str
 ) -> tuple[tuple[LayerKind, ...], dict[int, Sample]]:
-    """Ask the layers of a model, one of each kind; return all kinds, and by the number of each asked layer its sample.
-
-    `base` is the decoder without its LM head; of layers that only keep a state it has no attention module.
-    """
+    """Ask one layer of each kind; return all kinds, and the sample of each asked layer by its number. `base` is the
+    decoder without its LM head; layers that only keep a state have no attention module."""
     if not attentions:
         raise ModelError("no layer of the model attends as others do; that would need another way to ask it", HINT)
     names = rotations_of(rotary_of(base), config, 1 + max(attentions))

@@ -87,7 +87,6 @@ class FusedDecoderLayer:
     def _added(
         self, hidden: torch.Tensor, more: torch.Tensor, norm: NormSpec | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add what attention or the MLP gives to the residual stream; return that, and that normed."""
         if self.spec.residual != 1:
             more = more * self.spec.residual
         if norm is not None and norm.is_rms:
@@ -162,7 +161,6 @@ def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch
 
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Multiply by a linear layer, in the way that is fast for few rows where its weight is kept for that."""
     by_rows = isinstance(linear, PackedLinear) and not _is_touched(linear)
     out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out

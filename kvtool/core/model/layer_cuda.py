@@ -41,8 +41,6 @@ Prefill = Callable[[Sequence[int]], tuple[torch.Tensor, PromptCache]]
 
 
 class FusedForward:
-    """Computes rows of a prompt over its cache, as `Decoder.compute` and `fill_cache` do."""
-
     def __init__(self, stack: DecoderStack, spec: ModelSpec) -> None:
         self._stack, self._spec = stack, spec
         spec.check_halves()
@@ -111,11 +109,9 @@ class FusedForward:
     def _placed(
         self, layer: FusedCudaLayer, heads: Heads, table: RopeTables, at: torch.Tensor, buffer: BufferLayer
     ) -> torch.Tensor:
-        """Norm and rotate heads, and write keys and values to a layer's buffers: by one kernel where there is Triton.
-
-        Rotation is computed in float32 and rounded once, as that of stored keys is (`Rotary`). The queries come back as
-        `[1, heads, rows, head_dim]`. `at`: places in the buffers, int64 `[rows]`.
-        """
+        """Norm and rotate heads, and write keys and values to a layer's buffers; return queries `[1, heads, rows,
+        head_dim]`. Rotation is in float32, rounded once, as of stored keys. `at`: places in the buffers, int64
+        `[rows]`."""
         angles = table.by_name[self._stack.rotary.names[0]] if layer.rotates else None
         if self._by_kernel:
             return place(*heads, layer.head_norms, angles, at, buffer.keys, buffer.values)
@@ -177,7 +173,6 @@ class FusedCudaLayer:
 
 
 def _norm(norm: NormSpec | None) -> Map:
-    """Return a norm as one operation where it multiplies by its weight as it is kept; else the module itself."""
     if norm is None:
         return lambda rows: rows
     if not norm.is_rms or norm.adds_one:
@@ -218,7 +213,6 @@ def _linear(module: Any) -> Map:
 
 
 def _mlp(spec: LayerSpec) -> Map:
-    """Return a gated MLP as its products; experts as the module itself, which takes `[1, rows, hidden]`."""
     mlp = spec.mlp
     if mlp is None:
         return partial(_by_module, spec.module.mlp)

@@ -45,12 +45,8 @@ class Latents:
         return bool(self.attention.config._attn_implementation == self._implementation)
 
     def should_expand(self, rows: int, keys: int, pairs: int) -> bool:
-        """Return True if keys and values of every head, made of all latents, take fewer multiplications than queries
-        brought to the latents: the case where many rows see many keys.
-
-        On one core of an AMD EPYC (samples/results/speed.md), a layer of DeepSeek-V2-Lite in float32 over 4,096
-        keys, ms: 32 rows 236 and 24, all rows 649 and 1,655. `pairs`: of a row and a key that it sees.
-        """
+        """Return True if expanding keys and values takes fewer multiplications than absorbed queries: many rows see
+        many keys. `pairs`: of a row and a key that it sees. Measured: samples/results/speed.md."""
         both = self.rank * (self.plain + self.value)  # of a key's expansion, or a row's ways there and back
         narrow, wide = self.plain + self.rotary + self.value, 2 * self.rank + self.rotary
         return keys * both + pairs * narrow < rows * both + pairs * wide
@@ -73,7 +69,6 @@ class Latents:
 
     @property
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of keys `[heads, plain, rank]` and of values `[heads, rank, value]`."""
         product = self.attention.kv_b_proj
         if type(product) is torch.nn.Linear and "forward" not in vars(product):
             return self._cut(product.weight)

@@ -23,7 +23,6 @@ HINT = "use a causal language model with ordinary rotary attention"
 
 
 def base_of(model: Any) -> Any:
-    """Return a causal language model without its LM head; some return themselves (Llama 4)."""
     base = model.get_decoder()
     return base.model if base is model and hasattr(model, "model") else base
 
@@ -39,10 +38,7 @@ def layers_of(base: Any) -> list[Any]:
 
 
 def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
-    """Find the attention modules of layers, by layer: the part of each that lets others compute its attention.
-
-    `in_some`: there may be layers without any.
-    """
+    """Find the attention modules of layers, by layer; `in_some`: there may be layers without any."""
     found: dict[int, Any] = {}
     for number, layer in enumerate(layers):
         modules = [child for child in layer.children() if _is_attention(child)]
@@ -56,11 +52,8 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
 
 
 def disable_query_scaling(attentions: Sequence[Any]) -> None:
-    """Keep attention modules from scaling queries by what they take for a row's position (Llama 4).
-
-    They count it from the cache's length, which rows of ours do not follow. In prompts up to `context_limit` every
-    scale is one.
-    """
+    """Keep attention modules from scaling queries by the cache's length (Llama 4), which rows of ours do not follow. In
+    prompts up to `context_limit` every scale is one."""
     for attention in attentions:
         if getattr(attention, "attn_temperature_tuning", False):
             attention.attn_temperature_tuning = False
@@ -141,11 +134,8 @@ class LayerProbe:
 
 
 class Swapped(torch.nn.Module):
-    """Base of the classes that replace a module's own, whose forward is `super().forward`.
-
-    The module keeps its name and parts. A copy of it, in this process or by pickle in another, is of its own class:
-    machine code stays here.
-    """
+    """Base of the classes that replace a module's own, whose forward is `super().forward`. The module keeps its name
+    and parts; a copy of it is of its own class, without machine code."""
 
     _swapped_by: Any
 
@@ -190,10 +180,8 @@ def _class_of(kind: Any, own: Any) -> type[torch.nn.Module]:
 
 @contextmanager
 def prune_rows(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
-    """Let KV-sharing layers, which follow each other to a model's end, compute only the last `keep` rows.
-
-    Such layers attend to what earlier layers keep (Gemma 3n, Gemma 4): no later row reads what their other rows become.
-    """
+    """Let the KV-sharing layers at a model's end compute only the last `keep` rows: they attend to what earlier layers
+    keep (Gemma 3n, Gemma 4)."""
     some = slice(-keep, None)
 
     def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -210,7 +198,6 @@ def prune_rows(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
 
 
 def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
-    """Take some of the rows of a layer's arguments: hidden states, and an input of its own (Gemma 4)."""
     return tuple(one[:, some] if isinstance(one, torch.Tensor) else one for one in args)
 
 

@@ -21,10 +21,8 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 @contextmanager
 def between_layers(work: Callable[[], None] | None) -> Iterator[None]:
-    """Call `work` before each layer of all passes inside, in their thread; an error that it raises ends the pass.
-
-    It may run the model over other caches: the layers of those passes are not interrupted. None: no passes are.
-    """
+    """Call `work` before each layer of all passes inside, in their thread; its errors end the pass. It may run the
+    model over other caches, without being interrupted itself."""
     token = _pending.set(work)
     try:
         yield
@@ -47,10 +45,8 @@ def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def pass_hooks(hooks: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Call each hook with (module, args, kwargs) before its layer, in the pass inside and in none between its layers.
-
-    What a hook returns replaces args and kwargs; None: they stay.
-    """
+    """Call each hook with (module, args, kwargs) before its layer, in the pass inside only. What a hook returns
+    replaces args and kwargs; None: they stay."""
     pass_ = _this_pass()
 
     def only_here(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +61,6 @@ def pass_hooks(hooks: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> I
 
 
 def run_pending() -> None:
-    """Run the pending work between layers, if any; a pass that waits can call this, too."""
     work = _pending.get()
     if work is None:
         return

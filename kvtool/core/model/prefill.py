@@ -32,11 +32,8 @@ class PrefillItem:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """Keys (un-rotated) and values of a chunk: for each layer `[kv_heads, tokens, head_dim]` on the CPU.
-
-    They may be views into the memory of their batch, each layer's keys and then its values with `MARGINS` around them:
-    `rooms`. Layers may differ in heads and head_dim.
-    """
+    """Keys (un-rotated) and values of a chunk: for each layer `[kv_heads, tokens, head_dim]` on the CPU. They may be
+    views into their batch's memory, with `MARGINS` around them: `rooms`."""
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
@@ -60,8 +57,6 @@ class ChunkKV:
 
 
 class LeadIn:
-    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks after it."""
-
     def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
         self.ids = tuple(ids)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -85,17 +80,10 @@ def prefill_chunks(
     going: Callable[[], bool] = lambda: True,
     watches: Sequence[ChunkWatch] = (),
 ) -> list[ChunkKV]:
-    """Prefill chunks packed into one row, each as if only it came after the lead-in.
-
-    Returned is one `ChunkKV` an item, without the rows of the lead-in and of `item.before`. Of the last layer only keys
-    and values are computed, and the LM head does not run.
-    What a chunk gives does not depend on its batch: bit for bit on the CPU, so that a resumed ingest ends with the
-    bytes of an undisturbed one.
-    Keys lose their position here: rotated by the model at lead-in length onwards, un-rotated in float32, rounded once.
-
-    `layers`: how many of the first layers to compute. `going` is asked at every layer; False raises `PrefillStopped`.
-    Each item has a watch, or none has: it is called at every layer but the last (`PackedChunks`).
-    """
+    """Prefill chunks packed into one row, each as if only it came after the lead-in; return one `ChunkKV` an item. On
+    the CPU the bits do not depend on the batch, so a resumed ingest ends with the same bytes. Keys lose their position
+    here: un-rotated in float32, rounded once. `layers`: how many of the first layers to compute. If `going` returns
+    False at a layer, raises `PrefillStopped`. Each item has a watch (`PackedChunks`), or none has."""
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
     tokens = [*chain.from_iterable(item.before + item.ids for item in items), *[0] * spare]
@@ -134,10 +122,8 @@ def prefill_chunks(
 
 
 class _Brought:
-    """Memory on the CPU for a batch's keys and values, chunk by chunk, so that records can be made where they lie.
-
-    One copy fills a layer's from a GPU. On a CPU each chunk has its own, which others do not retain.
-    """
+    """Memory on the CPU for a batch's keys and values, chunk by chunk, so that records can be made where they lie. From
+    a GPU one copy fills a layer's; on a CPU each chunk has its own, which others do not retain."""
 
     def __init__(self, decoder: Decoder, layers: int, spans: Sequence[slice]) -> None:
         self._shapes, self._dtype, self._spans = decoder.shapes[:layers], decoder.kv_dtype, spans
@@ -182,7 +168,6 @@ class _Brought:
                 to.copy_(side[:, span], non_blocking=True)
 
     def _order(self, shape: KVShape, rows: int) -> torch.Tensor:
-        """Return the row of keys and values, these below those, that each row of a layer's memory takes."""
         gap = torch.zeros(self._gap(shape) // (shape.key_dim * self._dtype.itemsize), dtype=torch.int64)
         heads = torch.arange(2 * shape.heads)[:, None] * rows
         each = [(heads + torch.arange(span.start, span.stop)).flatten() for span in self._spans]

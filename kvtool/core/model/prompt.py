@@ -52,7 +52,6 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
 
 
 def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
-    """Tokenise chunks as a prompt has them: each one's text and a blank line."""
     return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
 
 
@@ -83,11 +82,8 @@ def with_tools(tokenizer: Any, system: str, tools: Tools) -> str:
 
 
 def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
-    """Tokenise a client's messages by the model's chat template, with the header of the next answer.
-
-    A template that knows no system role gets the instruction in the first turn. None: there is no template, or it does
-    not show each message once and in order.
-    """
+    """Tokenise a client's messages by the model's chat template, with the header of the next answer. None: there is no
+    template, or it does not show each message once and in order."""
     if not tokenizer.chat_template:
         return None
     ways = [[(role, content.strip()) for role, content in messages]]
@@ -111,10 +107,7 @@ def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
 
 def _around(tokenizer: Any, roles: Sequence[str]) -> list[str] | None:
     """Return what a template writes before each message, and after the last; None unless it shows each once, in order.
-
-    Rendering starts a process, so a conversation's next turns are rendered with it, whose messages will be the same
-    but for two more.
-    """
+    The next two turns are rendered as well, since rendering starts a process."""
     head, turns = len(roles), 0
     while head > 2 and tuple(roles[head - 2 : head]) == _TURN:
         head, turns = head - 2, turns + 1
@@ -145,11 +138,8 @@ def turn_header(tokenizer: Any) -> Ids:
 
 
 def lead_in_passage(tokenizer: Any) -> Ids:
-    """Tokenise the neutral passage that comes with kvtool, formatted like a chunk.
-
-    One gives most of what warming gives (`kvtool help concepts`); every row costs attention at ingest: after two of
-    them a 135M model prefills at 0.8 of its plain speed, after one at 0.9.
-    """
+    """Tokenise kvtool's neutral passage, formatted like a chunk. One gives most of what warming gives, and every
+    further row costs attention at ingest."""
     text = (files("kvtool.core.model") / "passages" / "en1.txt").read_text(encoding="utf-8")
     return chunk_tokens(tokenizer, [text])[0]
 

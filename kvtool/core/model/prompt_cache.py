@@ -21,9 +21,7 @@ _STEP = 1024  # rows: adjacent buffers come in so few sizes
 
 class BufferLayer:
     """Rotated keys, and values, `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
-
-    Of a joint shape both are views of `joint`, `[1, kv_heads, capacity, value_dim + key_dim]`.
-    """
+    Of a joint shape both are views of `joint`, `[1, kv_heads, capacity, value_dim + key_dim]`."""
 
     is_sliding = is_compileable = False
     is_initialized = True
@@ -74,11 +72,8 @@ class BufferLayer:
 
 
 def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> list[BufferLayer]:
-    """Make the buffers of all layers in one piece of memory, which holds zeros.
-
-    When it is released, the next prompt of about as many rows tends to get the same piece: what was captured over it as
-    a CUDA graph then serves that one, too.
-    """
+    """Make the zeroed buffers of all layers in one piece of memory. The next prompt of about as many rows tends to get
+    the same piece, so CUDA graphs that were captured over it serve again."""
     capacity = -(-capacity // _STEP) * _STEP
     sizes = [shape.numbers * capacity for shape in shapes]
     parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
@@ -86,11 +81,8 @@ def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtyp
 
 
 class PromptCache:
-    """The fused cache of one prompt.
-
-    During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
-    cache is extended.
-    """
+    """The fused cache of one prompt. During a pass `rows` names the positions the model computes; `update` scatters
+    them."""
 
     def __init__(self, buffers: Sequence[BufferLayer]) -> None:
         self.buffers = self.layers = list(buffers)

@@ -50,11 +50,8 @@ class Rotary:
         self._check(samples)
 
     def _found(self, attentions: list[Any], samples: Mapping[int, Sample]) -> Apply:
-        """Find the function that rotates keys: the model's own, of queries and keys.
-
-        Where it has none, or keys belong to latents (some models rotate neighbours of those and store them as halves),
-        layers are tried at two positions.
-        """
+        """Find the function that rotates keys: the model's own, of queries and keys. Where it has none, or keys belong
+        to latents, layers are tried at two positions."""
         own = _model_function(attentions[0])
         if own is not None and not any(kind.shape.joint for kind in self._kinds):
             return own
@@ -132,10 +129,8 @@ class Rotary:
         return out
 
     def place(self, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
-        """Rotate keys to their places, and copy other tensors as they are: on a CPU in one call of machine code.
-
-        Copies by torch would wake its other threads, which a pass computes with meanwhile.
-        """
+        """Rotate keys to their places, and copy other tensors as they are: on a CPU in one call of machine code, since
+        torch would wake threads that a pass computes with."""
         turned = [(out, keys, self.angles(table, layer)) for out, keys, table in jobs]
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
             moves = [CopyWithRope(out[0], keys[0], angles) for out, keys, angles in turned]
@@ -221,10 +216,8 @@ class Rotary:
             raise ModelError(f"{what}; {needed}", "use another model")
 
     def _check(self, samples: Mapping[int, Sample]) -> None:
-        """Refuse a model whose keys are not moved by rotating them back and on.
-
-        HunYuan, for example, norms rotated keys with a weight for each number of a head.
-        """
+        """Refuse a model whose keys are not moved by rotating them back and on, such as HunYuan, which norms rotated
+        keys."""
         self._check_sections()
         for layer, sample in samples.items():
             keys = sample.keys[None].to(self._device)

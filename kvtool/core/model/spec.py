@@ -164,8 +164,6 @@ def read_model_spec(stack: DecoderStack) -> ModelSpec:
 
 
 class _Reader:
-    """Reads the layers of one model; the first norm of a class is tried, the others are of the same code."""
-
     def __init__(self, stack: DecoderStack) -> None:
         self._stack = stack
         _check_attention(stack)
@@ -285,7 +283,6 @@ class _Reader:
 
 
 def _unknown(module: Any, known: set[str]) -> str:
-    """Name a part of a module that is not known; "": all are known."""
     own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     strange = sorted({name for name, _ in own} - known)
     return f"{type(module).__name__} has {strange[0]}" if strange else ""
@@ -327,10 +324,7 @@ def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) ->
 
 
 def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
-    """Try what a norm does with its weight: whether it adds one, and whether it rounds first; None: it is another norm.
-
-    The trial uses a copy whose weights differ from 1: weights of 1 would show nothing.
-    """
+    """Try, with weights other than 1, whether a norm adds one and whether it rounds first; None: it is another norm."""
     weight = module.weight
     probe, factor = (
         torch.linspace(first, last, weight.numel(), dtype=torch.float32).to(weight.device, weight.dtype)

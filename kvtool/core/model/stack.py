@@ -48,10 +48,8 @@ class Turns:
 
 
 class DecoderStack:
-    """The decoder layers of a loaded model, whose attention is computed by kvtool from here on.
-
-    Some models' last layers keep no keys and values, and attend to those of earlier ones: `shapes` are of the latter.
-    """
+    """The decoder layers of a loaded model, whose attention is computed by kvtool from here on. If last layers attend
+    to KV of earlier ones, `shapes` are of the latter."""
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         from transformers.modeling_utils import AttentionInterface

@@ -82,11 +82,9 @@ class Marked:
 
 
 class StateCache(Cache, PromptCache):
-    """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
-
-    Rows are computed in order from the first on: the states hold all rows before the next one. They can be taken back
-    to where they were marked, nowhere else. `rows`: what `BufferLayer` is made with for a layer, by its number.
-    """
+    """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing. Rows are
+    computed in order; states can be taken back only to where they were marked. `rows`: makes a layer's
+    `BufferLayer`."""
 
     buffers: list[Any]
 

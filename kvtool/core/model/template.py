@@ -35,11 +35,8 @@ class TemplateFailed(Exception):
 def render(
     tokenizer: Any, conversations: Sequence[Conversation], tools: Tools | None = None
 ) -> list[str | TemplateFailed]:
-    """Render conversations by the tokenizer's chat template, each with the header of the next answer.
-
-    A template's failure is an element of the result: nothing is raised for it. Results are cached for the day, since
-    templates may print the date.
-    """
+    """Render conversations by the tokenizer's chat template, each with the header of the next answer. A template's
+    failure is an element of the result. Results are cached for the day, since templates may print the date."""
     method = tokenizer.apply_chat_template
     if getattr(method, "__module__", "") != _OWN:  # a tokenizer with code in the place of a template
         return [_in_place(method, each, tools) for each in conversations]
@@ -77,11 +74,8 @@ _LONGEST = 10**6  # characters of a rendered conversation
 
 
 def main(seconds: int, memory: int) -> None:
-    """Render each conversation of a request, in the process of its own.
-
-    Each may take so many seconds of a processor, all of them so many bytes. The process is ended where that is not
-    enough; earlier answers are written by then.
-    """
+    """Render each conversation of a request within so many seconds each, and bytes for all; the process ends when that
+    is not enough, with earlier answers written."""
     render = _renderer()
     request = json.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
@@ -93,10 +87,8 @@ def main(seconds: int, memory: int) -> None:
 
 
 def _renderer() -> Any:
-    """Import transformers' renderer, without running the packages around it: they take three quarters of the time.
-
-    A version whose renderer needs them is imported as a whole.
-    """
+    """Import transformers' renderer without the packages around it, which take three quarters of the time, if it can
+    be."""
     for name in (packages := ("transformers", "transformers.utils")):
         if spec := importlib.util.find_spec(name):
             sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -89,11 +89,9 @@ _WINDOW, _OVERLAP = 48, 8
 
 
 class TextStream:
-    """A stream of text made of token ids; a character is held back until all its bytes have arrived.
-
-    Tokens of `ends` end the answer, and so do the texts of `stops`: those are cut off, and a beginning of one is held
-    back. With `stop_repeats` so is a repetition; its tokens are no part of the answer.
-    """
+    """A stream of text made of token ids; a character is held back until all its bytes have arrived. Tokens of `ends`,
+    and texts of `stops`, end the answer: those are cut off, and a beginning of one is held back. With `stop_repeats` so
+    is a repetition."""
 
     def __init__(
         self,
@@ -174,7 +172,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many letters at the end of a text are the beginning of another, which is not there as a whole."""
     end = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
     at = end.find(stop[0])
     while at >= 0 and not stop.startswith(end[at:]):
@@ -190,12 +187,9 @@ _LETTERS_OF_SENTENCES, _LETTERS = 20, 40
 
 
 class Repeats:
-    """Repetition detection: the end of a growing text that occurs earlier in it, too.
-
-    Two things are a repetition. Sentences of at least 20 letters that follow themselves, except in fenced code, which
-    repeats lines for a reason. And anything of which three copies follow each other, the last two of at least 40
-    letters. Numbers, rules and empty cells have no letters; lists and refrains have other words between.
-    """
+    """Repetition detection. Either sentences of at least 20 letters follow themselves, except in fenced code; or three
+    copies of anything follow each other, the last two of at least 40 letters. Lists and refrains have other words
+    between."""
 
     def __init__(self) -> None:
         self.begin = 0  # where that end begins, in characters; the text's length where its end is new

@@ -403,7 +403,6 @@ class Loop(Scope):
         return self.index
 
     def close(self, *values: Value) -> list[Value]:
-        """End the round with the values of the next one; returns those after the last."""
         k, later = self._k, [self.index + 1, *values]
         phis = [self.index, *self.values]
         for line, phi, first, value in zip(self._lines, phis, self._first, later, strict=True):

@@ -39,8 +39,6 @@ _FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which does not wai
 
 
 class Function:
-    """Machine code that is called with up to four addresses or whole numbers; the GIL is free meanwhile."""
-
     __slots__ = ("_call", "address")
 
     def __init__(self, address: int) -> None:

@@ -39,10 +39,7 @@ _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
 
 
 class ThreadPool:
-    """Threads that help a caller with its jobs. They spin for a while after each job, then they sleep.
-
-    Raises RuntimeError: they cannot be started.
-    """
+    """Threads that help a caller with its jobs; they spin for a while after each, then sleep. Raises RuntimeError."""
 
     def __init__(self, helpers: int) -> None:
         self._code, self.helpers = _code(), helpers

@@ -53,17 +53,9 @@ def answer(
     on_text: OnText | None = None,
     again: bool = False,
 ) -> Reply:
-    """Answer one request.
-
-    Everything that is found and read is of one revision of the store, the present one. One question is answered at a
-    time, whichever thread asks. `again`: the same question was answered just now in another mode, and counts once in
-    the totals of the store.
-
-    Raises
-    ------
-    GateError : the gate refuses this model.
-    KvtoolError : nothing was found to answer from; see also `lay_out`.
-    """
+    """Answer one request, from one revision of the store. One question is answered at a time, whichever thread asks.
+    `again`: the question was just answered in another mode, and counts once in the store's totals. Raises GateError:
+    the gate refuses this model; KvtoolError: nothing was found; see also `lay_out`."""
     options = options or QueryOptions()
     with session.lock, session.store.view():
         begun = begin_answer(session, lay_out_request(session, request, options), options)
@@ -77,11 +69,8 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """An answer whose first token is known: its prompt is in memory, and nothing of the store is held.
-
-    `known`: the first tokens; the prompt's cache holds all of them but the last. `marks`: of the records that were
-    read, by segment.
-    """
+    """An answer whose first tokens (`known`) are in the prompt's cache, but for the last; nothing of the store is held.
+    `marks`: of the records that were read, by segment."""
 
     session: Session
     asked: PromptLayout
@@ -102,10 +91,7 @@ class PreparedAnswer:
 
     @property
     def is_draft(self) -> bool:
-        """Return True if the answer is to be verified: full prefill may give another.
-
-        A model that keeps states reuses a prompt's beginning only, and exactly.
-        """
+        """A model that keeps states reuses a prompt's beginning only, and exactly: its answers need no check."""
         return self.options.verify and self.selector.uses_cache and not self.session.identity.keeps_states
 
     def check(self, draft: Generated, sampling: Sampling, since: float | None = None) -> Check:
@@ -123,7 +109,6 @@ class PreparedAnswer:
         return generate(self.session.decoder, checked.exact.cache, first, sampling, None, more, going), checked
 
     def keep(self, again: bool = False) -> None:
-        """Note what was used, and store what was missing; `again`: see `answer`."""
         if not self.selector.uses_cache:
             return
         if self.outcome.chained is not None:
@@ -135,10 +120,8 @@ class PreparedAnswer:
 def begin_answer(
     session: Session, asked: PromptLayout, options: QueryOptions, *, marked: bool = False
 ) -> PreparedAnswer:
-    """Bring a request whose prompt is laid out to the first token of its answer. Raises GateError.
-
-    `marked`: note the marks of the records that are read, by which they are recognised later.
-    """
+    """Compute the first token of a laid-out request. Raises GateError. `marked`: note the marks of the records that are
+    read."""
     with session.lock, session.store.view():
         options = replace(options, fusion=options.fusion or session.identity.default_mode)
         session.identity.check_modes([str(options.fusion)], options.defer)
@@ -188,7 +171,6 @@ def _streams(session: Session, options: QueryOptions) -> bool:
 
 
 def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
-    """Fetch what the prompt lacks, as far as an objective allows; without one it is read as it is needed."""
     on_its_own = asked.behind is not None or bool(asked.request.messages)
     if on_its_own or not _streams(session, options) or not selector.reads(asked.plan, session.layers):
         return Streamed(asked.plan, session.source)
@@ -198,7 +180,6 @@ def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selecto
 def _fuse(
     session: Session, asked: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
 ) -> Outcome:
-    """Fuse the whole prompt in one pass, or in rounds; or what comes after a cached prefix."""
     decoder, plan, timeline = session.decoder, streamed.plan, session.timeline
     reserve = min(options.max_tokens, _RESERVED) if options.clamp else options.max_tokens
     cache = None if asked.behind is None else asked.behind.cache
@@ -380,13 +361,8 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
 
 
 def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Prefill holes after the store's lead-in and store them. Say what was computed in place and why, and what
-    will store it: this question, or an ingest.
-
-    A query is no writer: when the store is locked, full or read-only the holes stay, with a warning. A chunk of a
-    `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
-    (Candidate.stored) is not missing.
-    """
+    """Prefill holes after the store's lead-in and store them; when the store is locked, full or read-only, only warn. A
+    chunk of a `neighbour` store is left to the next ingest, which knows the chunk before it."""
     found = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
     wanted = {chunk.chunk_id: chunk for chunk in found}  # a prompt may hold a chunk twice
     stored: set[bytes] = set()

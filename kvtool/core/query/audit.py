@@ -35,8 +35,6 @@ _READ_ONLY = "audits are stored next to the store, which cannot be written: none
 
 
 class Auditor:
-    """Audits the answers of one session, and says once what keeps it from doing so."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._said: set[str] = set()
@@ -80,10 +78,8 @@ class Auditor:
 
 
 def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
-    """Answer the prompt of a reply once more, in full, and measure how far the reply is from that.
-
-    While it runs there are two prompt caches: the reply's, which it leads through the full answer, and the full one.
-    """
+    """Answer a reply's prompt once more, in full, and measure the distance. Two prompt caches are in memory
+    meanwhile."""
     with session.lock:
         started = time.perf_counter()
         decoder, fused = session.decoder, reply.fused
@@ -132,7 +128,6 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
 
 
 def _is_same(said: Generated, full: Generated) -> bool:
-    """Return whether an answer is the full one, which no repetition ends."""
     return said.ids == (full.ids[: len(said.ids)] if said.finish == "repeat" else full.ids)
 
 
@@ -148,12 +143,9 @@ def changes_of(selector: Selector) -> dict[str, Any]:
 
 
 def compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
-    """Answer in full and in each of `modes`, and measure how far each reply is from the full one.
-
-    `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
-    teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.
-    Raises UsageError: see `QueryOptions.check_comparable`.
-    """
+    """Answer in full and in each of `modes`, and measure each reply's KL in nats from the full one: `kl_first` of the
+    first token, `kl_answer` the mean over the reference's own greedy answer, end token included. Retrieval counts in
+    each TTFT. Raises UsageError: see `QueryOptions.check_comparable`."""
     options.check_comparable()
     with session.lock:  # each answer as the model gives it, to its end
         return _compare(session, request, replace(options, stop_repeats=False), modes)

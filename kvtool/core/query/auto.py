@@ -40,10 +40,8 @@ class Choice:
 
 
 def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choice:
-    """Choose the mode, the ratio and the level that a prompt is answered in soonest. Raises GateError.
-
-    Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
-    """
+    """Choose the mode, ratio and level that a prompt is answered in soonest. Raises GateError. Deciding counts in the
+    TTFT; measuring the machine does not, and is reported as `profile`."""
     if not options.force:
         session.check_gate()
     started = time.perf_counter()
@@ -94,16 +92,9 @@ NOISE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision of the controller, and the reasons for it.
-
-    Attributes
-    ----------
-    ratio : None where the mode has none.
-    level : None where nothing is read; `auto`: each chunk's own.
-    expected_ms : TTFT by mode, the recompute mode at the chosen ratio (its floor where another mode was chosen).
-    level_ms : TTFT of the recompute mode at its floor, by level.
-    reasons : for people, in the order of the decision.
-    """
+    """A decision of the controller. `ratio`: None where the mode has none. `level`: None where nothing is read; `auto`:
+    each chunk's own. `expected_ms`: TTFT by mode. `level_ms`: TTFT of the recompute mode at its least ratio, by
+    level."""
 
     fusion: str
     ratio: float | None
@@ -130,18 +121,9 @@ def decide(
     lossless: Sequence[Selector],
     before_s: float = 0.0,
 ) -> Decision:
-    """Choose for one prompt.
-
-    The level with the least expected TTFT at the least ratio (a tie: the finer one); a mode that loses nothing where
-    one is expected to be as fast; else the largest ratio whose recompute hides behind loading.
-
-    Parameters
-    ----------
-    choices : the prompt as laid out at each level that may be read, the finest first; not empty.
-    selector : a mode that recomputes a share, at the least allowed share.
-    lossless : modes that lose nothing.
-    before_s : seconds that the TTFT already counts (retrieval).
-    """
+    """Choose the level with the least expected TTFT at the least ratio; a lossless mode where one is as fast; else the
+    largest ratio whose recompute hides behind loading. `choices`: the prompt at each level that may be read, the finest
+    first. `selector`: at the least allowed share. `before_s`: seconds that the TTFT already counts."""
     prompts = {level: PromptRows(spans, speeds) for level, spans in choices.items()}
     at_floor = {level: selector.expected_seconds(prompt) for level, prompt in prompts.items()}
     level = next(level for level in prompts if at_floor[level] <= min(at_floor.values()) * (1 + NOISE))
@@ -165,18 +147,14 @@ def decide(
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A mode that loses nothing, and what it is expected to take; `level`: None where nothing is read."""
-
     mode: str
     level: str | None
     seconds: float
 
 
 def _lossless(prompts: Mapping[str, PromptRows], modes: Sequence[Selector]) -> list[_Option]:
-    """Return the lossless options; of two equally fast ones the first is preferred.
-
-    A mode that ignores the cache would leave a missing chunk missing; a mode that uses it stores what it computes.
-    """
+    """Return the lossless options; of two equally fast ones the first is preferred. A mode that ignores the cache would
+    leave a missing chunk missing; a mode that uses it stores what it computes."""
     holes = next(iter(prompts.values())).holes
     options = []
     for mode in sorted(modes, key=lambda selector: selector.uses_cache is not holes):

@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 def cite(
     session: Session, question: str, chunks: Iterable[ReplyChunk], answer: str, search: str = ""
 ) -> list[Citation]:
-    """Find the sentence of a passage that each sentence of an answer rests on: that with most rare words in common.
-
-    The first sentence of the answer is compared by the question's words, which it answers, a later one by its own;
-    the question decides where those do not ("Yes, indeed.", or another script), and where its own words do not ("How
-    tall is it?") `search`, what was searched for. Lines of code have no citation.
-    """
+    """Find the passage's sentence that each sentence of an answer rests on: that with most rare words in common. The
+    first sentence of the answer is compared by the question's words, a later one by its own; the question, then
+    `search`, decides where those do not. Lines of code have no citation."""
     best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))  # of sentences with equal words the first counts
     sentences, spans = passage_sentences(session, best_first), _answer_sentences(answer)
     if not sentences:
@@ -68,10 +65,8 @@ class RareWords:
         return set(terms(text, self._language)[0])
 
     def nearest(self, *texts: str) -> int:
-        """Return the number of the text whose words in common with another one weigh most.
-
-        Of equals that with most words in common with the next one; then the first.
-        """
+        """Return the number of the text whose words in common with `texts` weigh most; ties go by the next of `texts`,
+        then to the first."""
         asked = [self._words(text) for text in texts]
         worth = [[sum(self._weights[word] for word in words & own) for words in asked] for own in self._of]
         return max(range(len(worth)), key=worth.__getitem__)
@@ -105,7 +100,6 @@ def sentences_of(text: str, kind: str = "text") -> list[tuple[int, int]]:
 
 
 def _answer_sentences(answer: str) -> list[tuple[int, int]]:
-    """Return the sentences of an answer but the lines of its code, where a number would be code, too."""
     parts = units(answer, "markdown") if answer.strip() else []
     fences = [unit for unit in parts if answer[unit.start : unit.end].lstrip().startswith(("```", "~~~"))]
     spans = sentences_of(answer, "markdown")

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Trial:
-    """Lengths of a prompt's turns, added up as a conversation would lay them out.
-
-    `skipped`: turns added before the last one at which the conversation has to start over, for the reason `full`.
-    """
+    """Adds up the lengths of a prompt's turns. `skipped`: turns before the last start over, for the reason `full`."""
 
     session: Session
     options: QueryOptions
@@ -111,11 +108,8 @@ def _is_stored(session: Session, origin: Origin) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TurnLayout:
-    """The segments that a turn added to its conversation's prompt, and how they were found.
-
-    `known`: chunks that the prompt held before; None: it was the first turn. `is_as_laid`: all segments were read as
-    they were laid out.
-    """
+    """The segments that a turn added to its conversation's prompt. `known`: chunks that the prompt held before; None:
+    it was the first turn. `is_as_laid`: all segments were read as they were laid out."""
 
     request: Request
     known: Mapping[bytes, int] | None
@@ -144,7 +138,6 @@ class TurnLayout:
         return _origins(asked.plan, plan_marks(session, asked.plan)) == self.origins
 
     def has_all_records(self, session: Session, options: QueryOptions) -> bool:
-        """Return whether the store still has all records that the turn used, even if its question now finds others."""
         if self.revision == session.store.revision():
             return True
         parts, (*first, question) = parts_for(session, options), self.origins
@@ -177,11 +170,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ConversationState:
-    """State of a conversation between two questions.
-
-    `states`: recurrent ones, after the rows of `prefix`. `pending`: tokens after it that have no row yet. `is_whole`:
-    nothing was written after the rows of `prefix`; else a question may have been begun there and given up.
-    """
+    """State of a conversation between two questions. `states`: recurrent ones, after the rows of `prefix`. `pending`:
+    tokens after it without a row. `is_whole`: nothing was written after the rows of `prefix`."""
 
     session: Session
     system: str | None
@@ -195,9 +185,7 @@ class ConversationState:
         cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids, checked: Check | None = None
     ) -> ConversationState:
         """Return the state after a turn. Rows of its answer are kept if they were computed from the same tokens.
-
-        `said`: the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep.
-        """
+        `said`: the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep."""
         fused, before = begun.outcome.fused if checked is None else checked.exact, begun.asked.behind
         is_exact = (checked is not None or not begun.selector.uses_cache) and (before is None or before.is_exact)
         computed = fused.cache.buffers[0].length - fused.plan.length
@@ -217,7 +205,6 @@ class ConversationState:
         return cls(begun.session, begun.options.system, prefix, marked(fused.cache), pending)
 
     def whole(self) -> ConversationState:
-        """Return the same state without what was written after its rows."""
         if self.is_whole:
             return self
         cache, rows = self.prefix.cache, len(self.prefix.tokens.rows)
@@ -230,7 +217,6 @@ class ConversationState:
         return replace(self, prefix=prefix, is_whole=True)
 
     def settled(self) -> ConversationState:
-        """Return the same state with its cache brought to where the next question begins; it has to be whole."""
         if not self.pending:
             return self
         tokens, cache = self.prefix.tokens, self.prefix.cache
@@ -249,11 +235,8 @@ Lend = Callable[[], AbstractContextManager["Session"]]
 
 
 class Conversation:
-    """Questions to one store that see each other. It holds its prompt cache until it is dropped or starts over.
-
-    One question is answered at a time. Several conversations may share a session: each has a cache of its own.
-    `by_text`: answers are kept as the tokens of their text, not as the generated ones.
-    """
+    """Questions to one store that see each other; one is answered at a time. Several conversations may share a session.
+    `by_text`: answers are kept as the tokens of their text, not as the generated ones."""
 
     def __init__(self, lend: Lend, options: QueryOptions | None = None, by_text: bool = False) -> None:
         self._lend, self._by_text = lend, by_text
@@ -270,7 +253,6 @@ class Conversation:
 
     @property
     def said(self) -> tuple[Turn, ...]:
-        """Return all turns since the conversation began, those before it started over among them."""
         return (*self._now.earlier, *self._now.turns)
 
     @property
@@ -302,24 +284,10 @@ class Conversation:
         on_text: OnText | None = None,
         going: Callable[[], bool] = lambda: True,
     ) -> Reply:
-        """Answer a question that follows the turns so far.
-
-        A question that fails, or is interrupted, leaves the conversation as it was.
-
-        Parameters
-        ----------
-        options : for this question; by default the conversation's.
-        on_text : called with each piece of the answer as it is generated.
-        going : asked before each token of the answer but the first; False ends it there, and the tokens so far are
-            the answer, or as many of full prefill if it is verified; during that, those that full prefill accepts.
-
-        Raises
-        ------
-        ContextFullError : the model's context is full; `start_over` empties it.
-        UsageError : another instruction (`system`) than that of the turns so far; or they were not verified, and this
-            one is to be.
-        KvtoolError : as `answer` has it.
-        """
+        """Answer a question that follows the turns so far; after a failure the conversation is unchanged. `going` is
+        asked before each token of the answer but the first; False ends the answer there. Raises ContextFullError:
+        `start_over` empties the context; UsageError: another `system` instruction, or this one is to be verified and
+        earlier turns were not; KvtoolError: see `answer`."""
         with self._lend() as session, session.lock, session.store.view():
             begun = self.begin(session, question, options)
             first, *more = begun.known
@@ -365,10 +333,8 @@ class Conversation:
         return reply
 
     def give(self, session: Session, question: Request, answer: str) -> PreparedAnswer:
-        """Add a turn whose answer is known, as if it had been generated. It need not have found anything.
-
-        Where answers are verified it is computed in full, since the next one has to follow exact rows.
-        """
+        """Add a turn whose answer is known. If answers are verified, it is computed in full: the next one has to follow
+        exact rows."""
         exactly = self.options.verify and not session.identity.keeps_states
         options = replace(self.options, fusion=REFERENCE) if exactly else None
         begun = self.begin(session, question, options, must_find=False)
@@ -448,10 +414,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Now:
-    """All that a conversation is at one moment. What changes it is one assignment, so Ctrl-C finds it before or after.
-
-    `earlier`: turns that were dropped from the cache, and still guide the search.
-    """
+    """All state of a conversation. Changing it is one assignment, so Ctrl-C finds it before or after. `earlier`: turns
+    that were dropped from the cache, and still guide the search."""
 
     turns: tuple[Turn, ...] = ()
     earlier: tuple[Turn, ...] = ()
@@ -476,11 +440,8 @@ def searched(session: Session, request: Request, before: Sequence[str]) -> Reque
 
 
 def search_text(question: str, before: Sequence[str], finder: Finder) -> str:
-    """Return the text that a question is searched by.
-
-    One that has fewer than `ENOUGH` rare words is searched together with those before it, back to the last that says
-    what is talked about. It counts twice, so that a new subject is found next to the old one.
-    """
+    """Return the text that a question is searched by. With fewer than `ENOUGH` rare words it is joined with those
+    before it, back to the last that has them. It counts twice, so that a new subject is found next to the old one."""
     if not before or finder.rare_words(question, RARE) >= ENOUGH:
         return question
     context: list[str] = []

@@ -31,10 +31,8 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpans:
-    """A chunk's tokens in order, as spans without gaps, and how many there are of each fate.
-
-    A span has whole characters, so that some of its tokens may have been reused.
-    """
+    """A chunk's tokens in order, as gapless spans of whole characters, so some tokens of a span may have been
+    reused."""
 
     spans: tuple[TokenSpan, ...]
     counts: Mapping[str, int]

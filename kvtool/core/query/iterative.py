@@ -35,10 +35,8 @@ _NOT_THERE = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The prompt that the answer is given from.
-
-    `begun`: the answer's beginning, which the cache holds already. `chained`: what of the prompt will be stored.
-    """
+    """The prompt that the answer is given from. `begun`: the answer's beginning, which the cache holds already.
+    `chained`: what of the prompt will be stored."""
 
     fused: Fused
     begun: GreedyPrefix | None = None
@@ -78,7 +76,6 @@ def fuse_in_rounds(
 
 
 def confidence(log_p: Sequence[float]) -> float:
-    """Return the geometric mean of the probabilities of an answer's first tokens, from their logarithms."""
     return math.exp(math.fsum(log_p) / len(log_p))
 
 

@@ -260,7 +260,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         super().__post_init__()
 
     def mode(self, keeps_states: bool = False) -> str:
-        """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
 
     def check_comparable(self) -> None:
@@ -287,11 +286,8 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         return Retrieval(self.retriever, self.embedder, self.source, self.offline, min_score)
 
     def find(self, finder: Finder, request: Request, prefer: Container[bytes] | None = None) -> Found:
-        """Find the chunks for a request, or look up those that it names, in the order of the prompt.
-
-        `prefer`: ids of chunks that come first among those of the same score. Raises UsageError where a named one is
-        missing, KvtoolError where nothing was found.
-        """
+        """Find the chunks for a request, or look up those it names, in the order of the prompt. `prefer`: ids that win
+        ties. Raises UsageError: a named chunk is missing; KvtoolError: nothing was found."""
         if not request.question.strip():
             raise UsageError("the question is empty", "ask something")
         if request.chunks or request.documents:
@@ -351,10 +347,8 @@ class ChunkChoice(Options, settings=False, group=CHUNKS):
 
 
 def every_parameter() -> dict[str, Option]:
-    """Return whatever `--set` can give, by name: parameters of fusion modes, then those of `QueryOptions`.
-
-    A field of a mode that an option of its own gives, such as `ratio`, is left out.
-    """
+    """Return all parameters of `--set` by name, without the fields of a mode that have a separate option, such as
+    `ratio`."""
     own = options_of(QueryOptions)
     of_modes = [option for mode in MODES for option in parameters_of_mode(mode).values() if option.name not in own]
     return {each.parameter: each for each in (*of_modes, *own.values()) if each.parameter}

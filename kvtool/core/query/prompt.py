@@ -48,11 +48,8 @@ _LONG_MESSAGE = 500  # characters; where passages are learned, a longer message 
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """A request with its chunks found and its prompt laid out.
-
-    `behind`: the prompt cache that holds the plan's first segment. `again`: retrieved chunks that are in it already.
-    `cut`: chunks left out because they would not help (`search.min_score`). `learned`: ids of learned passages.
-    """
+    """A request's chunks and prompt. `behind`: the prompt cache with the plan's first segment. `again`: retrieved
+    chunks that are in it already. `cut`: chunks below `search.min_score`. `learned`: ids of learned passages."""
 
     request: Request
     hits: Sequence[Hit]
@@ -68,10 +65,8 @@ class PromptLayout:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Contents of a conversation's prompt cache: rows of `tokens`, and the tokens of each chunk among them.
-
-    `is_exact`: all rows are those of full prefill.
-    """
+    """Contents of a conversation's prompt cache: rows of `tokens`, and the tokens of each chunk among them. `is_exact`:
+    all rows are those of full prefill."""
 
     tokens: Candidate
     cache: PromptCache
@@ -89,17 +84,10 @@ def lay_out(
     behind: CachedPrefix | None = None,
     must_find: bool = True,
 ) -> PromptLayout:
-    """Find the chunks and plan the prompt, from the store as it is now; no KV is read yet.
-
-    `exactly`: take no lossy level where there is an exact one. `answered`: an answer will follow, which must fit, too.
-    `behind`: what the prompt cache holds already. `must_find`: without `behind`, something has to be found.
-
-    Raises
-    ------
-    UsageError : the prompt is longer than a loaded model's context; ContextFullError where the
-        cached prefix makes it so.
-    KvtoolError : nothing was found; DamagedError : nothing is left of what was found.
-    """
+    """Find the chunks and plan the prompt; no KV is read yet. `exactly`: take no lossy level where there is an exact
+    one. `answered`: the answer must fit, too. `must_find`: without `behind`, something has to be found. Raises
+    UsageError (ContextFullError after a cached prefix): the prompt is too long; KvtoolError: nothing was found;
+    DamagedError: nothing of it is left."""
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
@@ -127,11 +115,8 @@ def lay_out(
 
 
 def _least_answer(options: QueryOptions, is_first: bool) -> int:
-    """Return how many tokens of the context an answer needs.
-
-    With `clamp`, a conversation whose context has too few left for an ordinary answer starts over, rather than have its
-    answers cut off.
-    """
+    """Return how many tokens of the context an answer needs. With `clamp`, a conversation with too few left for an
+    ordinary answer starts over, rather than have its answers cut off."""
     return options.max_tokens if not options.clamp else 1 if is_first else min(options.max_tokens, ORDINARY)
 
 
@@ -163,7 +148,6 @@ class _Length:
 
 
 def _check_characters(session: Session, length: int) -> None:
-    """Refuse a text that is longer than any of a loaded model's context, before it is tokenised. Raises UsageError."""
     if session.is_loaded and length > (most := _MOST_CHARACTERS * session.decoder.context):
         what = f"the question has {length:,} characters, and what the model takes has at most {most:,}"
         raise UsageError(what, "ask a shorter one, and ingest what it is about")
@@ -192,7 +176,6 @@ def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, lev
 
 
 def parts_for(session: Session, options: QueryOptions) -> PromptParts:
-    """Return the prompt's fixed parts: the store's own, or those of another instruction that is asked for."""
     if options.system is not None and options.system != session.identity.system:
         return prompt_parts(session.tokenizer, options.system)
     return session.parts
@@ -244,10 +227,8 @@ def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candi
 
 
 def part_of_chunk(session: Session, chunk_id: bytes, ids: Ids, skipped: int, options: QueryOptions) -> Candidate:
-    """Return some tokens of a chunk, from number `skipped` on, with the level at which their rows are read.
-
-    A level that drops rows is passed over.
-    """
+    """Return tokens of a chunk from number `skipped` on, with the level their rows are read at: none that drops
+    rows."""
     info = _info(session, chunk_id)
     if info is None or info.token_ids[skipped : skipped + len(ids)] != ids:
         return Candidate(ids, chunk_id, reason="its description is lost or damaged")
@@ -301,7 +282,6 @@ def _stored(
 
 
 def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) -> None:
-    """Say that what is read loses more than was asked for, since nothing that is stored is known to lose less."""
     session.warn_once(
         f"some chunks are read at level {level}, which loses {loss:.2g} nats a token: nothing that is stored of them "
         f"loses as little as {max_loss:g}",
@@ -310,7 +290,6 @@ def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) ->
 
 
 def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
-    """Say that records are passed over since nothing here reads them: a newer kvtool made them."""
     if strange := sorted({*levels} - {*known(levels)}):
         session.warn_once(
             f"records at level {', '.join(map(repr, strange))} are not read: there is no codec for it here",
@@ -340,11 +319,9 @@ def lay_out_request(session: Session, request: Request, options: QueryOptions) -
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
-    """Plan the prompt of a request's messages, with what is stored of them. Raises UsageError if it is too long.
-
-    None: chunks are to be found. They hold no passage that is stored or might be learned, or the model's template
-    cannot be followed, or they are a conversation at the end of the context.
-    """
+    """Plan the prompt of a request's messages, with what is stored of them. Raises UsageError: it is too long. None:
+    chunks have to be retrieved, since the messages hold no stored or learnable passage, the model's template cannot be
+    followed, or the context is full."""
     if not request.messages or session.identity.keeps_states:
         return None
     started = time.perf_counter()
@@ -392,10 +369,8 @@ def _is_own(session: Session, request: Request) -> bool:
 
 
 def _beginning(session: Session, request: Request) -> Sequence[int]:
-    """Return the tokens of a request's messages, without what a template adds, as far as a loaded model takes them.
-
-    Answers are left out: one that quotes a passage does not show that the client retrieves.
-    """
+    """Return the tokens of a request's messages, up to a loaded model's context. Answers are left out: one that quotes
+    a passage does not show that the client retrieves."""
     text = "\n\n".join(content for role, content in request.messages if role != "assistant")
     if not session.is_loaded:
         return encode(session.tokenizer, text)
@@ -410,7 +385,6 @@ def plan_spotted(session: Session, ids: Ids, spans: Sequence[Span], options: Que
 
 
 def spotted(spans: list[Span]) -> list[Span]:
-    """Return what was spotted in a prompt; nothing if it is of so few tokens that it may be by accident."""
     return spans if sum(map(len, spans)) >= _FEWEST_SPOTTED else []
 
 

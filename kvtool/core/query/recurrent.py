@@ -31,10 +31,8 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
 
 
 def find(session: Session, plan: Plan) -> StoredPrefix:
-    """Name the stretches of a prompt's segments, and look which are stored.
-
-    A name is made of the model, the format that states are kept in, all ids before the segment and its own.
-    """
+    """Look up the stored stretches of a prompt's segments. A name covers the model, the format of states, and all ids
+    so far."""
     identity, before = session.identity, list[int]()
     named = partial(
         chunk_id, namespace=identity.namespace, model_fingerprint=f"{identity.fingerprint} states in {identity.dtype}"
@@ -53,11 +51,8 @@ def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
 
 
 def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> None:
-    """Note what was used, and store the stretches that were computed.
-
-    A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning. `limit`:
-    bytes of all stretches; the least recently used yield to new ones.
-    """
+    """Note what was used, and store the stretches that were computed; when the store is locked, full or read-only, only
+    warn. `limit`: bytes of all stretches; the least recently used are evicted."""
     store, plan = session.store, chained.fused.plan
     for segment in plan.segments:
         if segment.reason == DAMAGED:

@@ -32,18 +32,11 @@ OWN_TEXT = "the client's own text"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question, and the chunks to answer it from: by id, by document, or (neither given) by retrieval.
-
-    Attributes
-    ----------
-    answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
-    generator : the model that wrote the question; "": people did.
-    search : the text to search for instead of the question itself.
-    messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
-        of the store in it are reused where they are, and none is retrieved (query/prompt.py).
-    prefill : the beginning of the answer, which the model continues.
-    owner : whose learned passages (session/learned.py) and conversations are reused.
-    """
+    """A question, and the chunks to answer it from: by id, by document, or (neither given) by retrieval. `answers`,
+    `sources`: accepted answers and documents, of an evaluation. `generator`: the model that wrote the question; "":
+    people did. `search`: replaces the question as the search text. `messages`: a client's whole prompt; stored passages
+    in it are reused, none is retrieved. `prefill`: the beginning of the answer. `owner`: whose learned passages and
+    conversations are reused."""
 
     question: str
     chunks: tuple[str, ...] = ()
@@ -109,7 +102,6 @@ class ReplyChunk:
         return row | {name: value for name, value in more.items() if value}
 
     def found(self) -> dict[str, Any]:
-        """Return the JSON of a passage that was found, and is in no prompt."""
         return {name: value for name, value in self.to_json().items() if name not in ("tokens", "status")}
 
 
@@ -139,10 +131,7 @@ def marked(answer: str, citations: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of `--defer`, with the fields of `kvtool help json`.
-
-    `confidence`: None in a last round, where no decision depends on it.
-    """
+    """One round of `--defer`, with the fields of `kvtool help json`. `confidence`: None in a last round."""
 
     chunks: tuple[str, ...]
     sufficient: bool

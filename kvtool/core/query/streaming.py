@@ -50,11 +50,8 @@ _TEXT = "not fetched in time"
 
 @dataclass(slots=True)
 class Streamed:
-    """Result of streaming.
-
-    `plan`: chunks that reached no level, and were not computed meanwhile, are holes. `source`: some of it is decoded
-    already, `bytes_read` of records. `holes`: segments that were computed meanwhile: they are worth storing.
-    """
+    """Result of streaming. In `plan`, chunks that reached no level and were not computed are holes. `source`: some of
+    it is decoded already, `bytes_read` of records. `holes`: computed segments that are worth storing."""
 
     plan: Plan
     source: KVSource
@@ -65,10 +62,7 @@ class Streamed:
 
 
 def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
-    """Fetch what a prompt lacks until the objective leaves time for nothing but computing.
-
-    Measuring this machine and compiling its decoders, once, is not the question's time.
-    """
+    """Fetch what a prompt lacks until the objective leaves time only for computing. Calibration does not count."""
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     compile_ahead(session.identity.dtype)
     started = time.perf_counter()
@@ -119,10 +113,8 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 
 
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
-    """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits.
-
-    None: it needs the chunk before it, or `going` said to stop.
-    """
+    """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits. None: it
+    needs the chunk before it, or `going` said to stop."""
     if not is_context_free(segment, session.identity):
         return None
     is_prefix = segment.source.chunk_id == session.identity.prefix_id
@@ -155,10 +147,8 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms")
 def _ladders(
     store: Store, link: RemoteBackend, plan: Plan, options: QueryOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
-    """Return the ladders of the segments that are read and lack something here, the most relevant first.
-
-    The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
-    """
+    """Return the ladders of the segments that lack something here, the most relevant first, the prompt's beginning
+    last: its few tokens are never lossy, so it gains least for its bytes."""
     read = {segment.start for segment in selector.reads(plan, layers)}
     numbers = [at for at, segment in enumerate(plan.segments[:-1]) if segment.cached and segment.start in read]
     ladders, losses = [], MeasuredLosses(store)
@@ -203,11 +193,9 @@ def rungs_of(link: RemoteBackend, segment: Segment, allowed: Mapping[str, float]
 
 
 class Computing:
-    """Seconds of the pass after streaming, by the chunks that are computed from their text.
-
-    A mode that ranks by the question's attention takes two passes. Where next to all is text, one pass over all of it
-    is sooner, and loses nothing: then everything is computed. `holes`: what is stored nowhere.
-    """
+    """Seconds of the pass after streaming, by the chunks that are computed from their text. A mode that ranks by
+    attention takes two passes, so where almost all is text, one pass over everything is sooner. `holes`: what is stored
+    nowhere."""
 
     def __init__(self, plan: Plan, speeds: Speeds, selector: Selector, holes: frozenset[int]) -> None:
         self._plan, self._speeds, self._selector, self._holes = plan, speeds, selector, holes
@@ -220,7 +208,6 @@ class Computing:
         return self._known[text]
 
     def settled(self, levels: Mapping[int, str | None]) -> dict[int, str | None]:
-        """Return the levels, or text for all where that is sooner."""
         text = frozenset(number for number, level in levels.items() if level is None)
         if text and self(self._everything) < self(text):
             return dict.fromkeys(self._everything)
@@ -318,7 +305,6 @@ class Driver:
         self._arrivals.ask([wanted for wanted, _, _ in flight.waiting])
 
     def _wait(self) -> None:
-        """Take one value of the oldest fetch, or give it up; a moment at most."""
         assert self._arrivals is not None
         if not self._out:
             self._ahead.wait(_TICK)
@@ -397,13 +383,9 @@ class _Decoded:
 
 
 class BackgroundDecoder:
-    """Decodes and computes into the memory that the loader then reads, while something is on its way.
-
-    Decoding here saves work, and is never waited for: a chunk that is refined meanwhile is begun anew, and the loader
-    decodes what is left at the end layer by layer during the computing, several chunks together. The chunk
-    that came last is decoded first: the others may be refined sooner. A chunk is computed from its text where there is
-    nothing to decode, and yields between its layers to what has come.
-    """
+    """Decodes and computes into the memory that the loader then reads, while fetches are outstanding. It is never
+    waited for: the loader decodes what is left. The chunk that came last is decoded first, since the others may be
+    refined sooner. A chunk is computed from its text when there is nothing to decode."""
 
     def __init__(self, source: ChunkCache, layers: int, prefill: Prefill) -> None:
         self._source, self._layers, self._prefill = source, layers, prefill
@@ -421,10 +403,8 @@ class BackgroundDecoder:
         self._thread: threading.Thread | None = None
 
     def seconds(self, tokens: int, level: str) -> float:
-        """Return the seconds that decoding takes during a fetch; an unmeasured level counts as the slowest.
-
-        The first chunk of a level does not count, since it waits for tables and compilers.
-        """
+        """Return the seconds of decoding during a fetch; an unmeasured level counts as the slowest. The first chunk of
+        a level does not count: it waits for tables and compilers."""
         with self._changed:
             rates = {name: took / decoded for name, (took, decoded) in self._taken.items()}
         return tokens * rates.get(level, max(rates.values(), default=0.0))
@@ -451,7 +431,6 @@ class BackgroundDecoder:
             self._begin()
 
     def stop(self) -> None:
-        """Stop computing after the present layer; `ended` then returns the result."""
         with self._changed:
             self._cut_off = True
 
@@ -464,7 +443,6 @@ class BackgroundDecoder:
             return ended
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, so many seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None, seconds)
 
@@ -475,7 +453,6 @@ class BackgroundDecoder:
         self._changed.notify_all()
 
     def finish(self) -> None:
-        """End after the layer that is being decoded or computed."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

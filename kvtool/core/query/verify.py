@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A draft, and full prefill of its prompt in the draft's buffers (`exact`).
-
-    `known`: full prefill's own tokens as far as the draft has them, and the first other one; the cache holds all of
-    them but the last. `since`: when the draft ended, by `time.perf_counter()`.
-    """
+    """A draft, and full prefill of its prompt in the draft's buffers (`exact`). `known`: full prefill's tokens as far
+    as the draft agrees, and the first other one; all but the last have rows. `since`: end of the draft
+    (`time.perf_counter`)."""
 
     draft: Generated
     exact: Fused
@@ -64,11 +62,8 @@ def check(
     sampling: Sampling,
     since: float | None = None,
 ) -> Check:
-    """Prefill the prompt of a draft in full, and follow the draft as long as that agrees.
-
-    The fused cache is overwritten: in a conversation the next question continues from the exact one. `behind`: the
-    first segment is what earlier turns left, which is exact. `sampling`: how the draft was chosen, greedily.
-    """
+    """Prefill a draft's prompt in full, over the fused cache, and follow the draft as long as that agrees. `behind`:
+    the first segment is what earlier turns left, which is exact. `sampling`: how the draft was chosen, greedily."""
     started = time.perf_counter()
     with session.lock:
         plan, full = _in_full(fused.plan, behind), selector_for(options, REFERENCE)
@@ -79,7 +74,6 @@ def check(
 
 
 def _in_full(plan: Plan, behind: bool) -> Plan:
-    """Return a fused prompt with a place for every token; what earlier turns left is kept."""
     first, *chunks, question = plan.segments
     place = extend_plan if behind else build_plan
     return place(first.source, [segment.source for segment in chunks], question.source.ids)

@@ -38,7 +38,6 @@ class LeadIns:
 
     @classmethod
     def nothing(cls, decoder: Decoder) -> LeadIns:
-        """Make the empty lead-in of the prompt's own beginning."""
         return cls(LeadIn(decoder, ()), None)
 
 

@@ -127,7 +127,6 @@ def check_invariants(
 
 
 def _roughest(by_dtype: dict[torch.dtype, _Number], decoder: Decoder, *others: torch.dtype) -> _Number:
-    """Return the largest value of the formats that numbers are rounded to: the arithmetic's and the store's."""
     own: torch.dtype = getattr(torch, decoder.loaded.arithmetic.dtype)
     return max(by_dtype[dtype] for dtype in (own, decoder.kv_dtype, *others))
 
@@ -206,7 +205,6 @@ class _Prompts:
 
 
 def _by_id(decoder: Decoder, prefix: Ids, kvs: Sequence[ChunkKV]) -> dict[bytes, ChunkKV]:
-    """Map the numbers of chunks to their KV, and `prefix` to that of the prompt's prefix."""
     found = {b"%d" % number: kv for number, kv in enumerate(kvs)}
     if prefix:
         found[b"prefix"] = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(prefix)])[0]
@@ -296,7 +294,6 @@ def _add_cross_dtype(
 def _chunks_of(
     store: Store, identity: StoreIdentity, made: Arithmetic, chunk_ids: Sequence[bytes], decoder: Decoder
 ) -> Iterator[Chunk]:
-    """Read the chunks that this arithmetic has made and that are stored without loss; long ones are cut."""
     for chunk_id in chunk_ids:
         with contextlib.suppress(DamagedError):
             info, level = store.chunk_info(chunk_id), exact_level(store, chunk_id)

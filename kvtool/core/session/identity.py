@@ -55,17 +55,10 @@ class LeadInIds:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """The settings in a store's manifest; a chunk's id follows from them and the chunk's token ids.
-
-    Attributes
-    ----------
-    fingerprint : of the model's weights, configuration and tokenizer, and of `dtype`.
-    dtype : number format of stored keys and values; each machine chooses what it computes in.
-    prefix : token ids before the first chunk of a prompt, as they were when the store was made.
-    answer_header : token ids after the question.
-    system : the instruction that both were made from.
-    keeps_states : True for a recurrent model, of which only a prompt's prefix can be reused (fusion/prefix_cache.py).
-    """
+    """The settings in a store's manifest, from which, with its token ids, a chunk's id follows. `fingerprint`: of
+    weights, configuration, tokenizer and `dtype`. `dtype`: of stored KV; each machine chooses what it computes in.
+    `prefix`: token ids before the first chunk. `answer_header`: token ids after the question. `system`: the instruction
+    that both were made from. `keeps_states`: a recurrent model, of which only a prompt's prefix can be reused."""
 
     model: str
     fingerprint: str
@@ -119,7 +112,6 @@ class StoreIdentity:
 
     @property
     def prefix_id(self) -> bytes:
-        """Id of the prompt's prefix, which is prefilled after nothing."""
         return self._id(self.prefix, ids_digest([]))
 
     def _id(self, ids: Ids, lead_in: bytes) -> bytes:
@@ -333,7 +325,6 @@ class ConformanceResult:
 
     @property
     def compared(self) -> set[Arithmetic]:
-        """Arithmetics whose records were compared with this one's own."""
         known = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
         return {one for one in known if str(one) in self.cross_dtype_loss}
 

@@ -75,7 +75,6 @@ class LearnedStore:
         return [] if spotter is None else spotter.spot(ids)
 
     def _follow(self) -> None:
-        """Read which passages this or another process has added or removed; the others are not read again."""
         revision = self.store.revision()
         anew = self._foreign[0] is not self.identity
         if revision == self._revision and not anew:
@@ -101,7 +100,6 @@ class LearnedStore:
         return owner, bytes.fromhex(chunk_id)
 
     def _token_ids(self, owner: str, chunk_id: bytes) -> Sequence[int]:
-        """Read the token ids of a chunk; none if it is damaged, or would be computed otherwise now."""
         run_pending()
         with suppress(DamagedError):
             info = self.store.chunk_info(chunk_id)

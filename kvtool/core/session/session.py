@@ -40,25 +40,11 @@ _STORES_OWN = ModelOptions()
 
 
 class Session:
-    """A store with its model, lead-in, codec profiles and losses, gate result, this machine's speeds, search index, and
-    source of KV.
-
-    Each is made at its first use; :meth:`refresh` follows the changes of other writers. Threads may share a session: a
-    thread that runs the model holds `lock`, since selectors hook into the model.
-
-    Parameters
-    ----------
-    identity : of the store that is being made; None: the identity in the store's manifest.
-    gradients : True if gradients will be computed; the model is packed for speed otherwise.
-
-    Attributes
-    ----------
-    warn_once : as `warn`, without repeating a text for every question.
-    timeline : collects spans; None: nothing is timed.
-    say : reports that the machine's speeds are about to be measured, which takes seconds.
-    recent_chunks : the chunks that are held in memory; None without :meth:`cache_chunks`.
-    learned : passages of clients, which are found in their prompts; None without :meth:`learn`.
-    """
+    """A store with its model and what is measured and cached of it, each made at its first use; :meth:`refresh` follows
+    other writers. Threads may share a session: one that runs the model holds `lock`, since selectors hook into the
+    model. `identity`: of the store that is being made; None: the manifest's. `gradients`: the model is not packed for
+    speed. `timeline`: None: nothing is timed. `say`: reports that speeds are about to be measured, which takes seconds.
+    `recent_chunks`: None without :meth:`cache_chunks`. `learned`: None without :meth:`learn`."""
 
     def __init__(
         self,
@@ -153,7 +139,6 @@ class Session:
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers that a chunk has records of; a chunk with another number is not this model's."""
         from kvtool.core.checkpoint.load import supported_config
         from kvtool.core.checkpoint.support import kept_layers
 
@@ -208,7 +193,6 @@ class Session:
 
     @cached_property
     def source(self) -> KVSource:
-        """The store, cached in memory after :meth:`cache_chunks`."""
         return StoreSource(self.store, self.decoder, self.profiles)
 
     @cached_property
@@ -242,6 +226,5 @@ class Session:
         self.store.close()
 
     def holds(self, segment: Segment) -> bool:
-        """True if all of a segment's KV is held in memory."""
         source = self.__dict__.get("source")  # a new source holds nothing, and would load the model
         return isinstance(source, ChunkCache) and source.holds(segment, self.layers)

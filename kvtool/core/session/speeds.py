@@ -40,11 +40,9 @@ Say = Callable[[str], None]
 
 
 class SpeedBook:
-    """The speeds of one model on this machine, measured at the first use and stored next to the store.
-
-    A model has one file, with a row for each device, core and thread count and dtype. An unreadable file is measured
-    again. Speeds of a busy machine, or of a read-only store, serve this process only.
-    """
+    """The speeds of one model on this machine, measured at the first use and stored next to the store, with a row for
+    each device, core and thread count and dtype. Speeds of a busy machine, or of a read-only store, serve this process
+    only."""
 
     def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
         self._say = say
@@ -111,7 +109,6 @@ def _stored_speeds(store: Store, fingerprint: str, machine: str) -> tuple[PassSp
 
 
 def _machines(store: Store, fingerprint: str) -> dict[str, Any]:
-    """Read the rows of all machines; empty if the file is missing or unreadable."""
     rows = store.read_side(_file(fingerprint), format=FORMAT).get("machines")
     return rows if isinstance(rows, dict) else {}
 
@@ -234,7 +231,6 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
-    """Time the loading of chunks that `ChunkCache` holds."""
     there = held_on(decoder)
     chunks = {bytes([number]): _of_ones(decoder, there) for number in range(_WANTED)}
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]

@@ -19,8 +19,6 @@ AS_LONG_AGAIN = 2  # what is overdue is expected to take as long again as it has
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A computation under way, expected to end at `end` plus what is decoded beyond `decoded` seconds of it."""
-
     chunk: int
     since: float
     end: float

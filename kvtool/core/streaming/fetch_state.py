@@ -36,8 +36,6 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The levels of one chunk, the coarsest first."""
-
     chunk: int  # its number in the prompt
     tokens: int
     rungs: tuple[Rung, ...]  # with every step the loss falls and the size grows; empty: nothing is stored
@@ -80,10 +78,7 @@ class Estimator(Protocol):
 
 
 class Ewma:
-    """Moving average: a single odd transfer fades, a change is followed with a delay.
-
-    With a weight of 1 only the newest transfer counts (CacheGen, arXiv 2310.07240, section 5.3).
-    """
+    """Moving average; with weight 1 only the newest transfer counts (CacheGen, arXiv 2310.07240, section 5.3)."""
 
     def __init__(self, newest: float = _NEWEST) -> None:
         self._newest = newest
@@ -140,13 +135,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A fetch task for one question.
-
-    `compute`: seconds of the pass after streaming when these chunks are computed from their text; a chunk may add more
-    the more others there are, never less. `decode`: seconds to decode so many tokens at a level, one chunk after
-    another, during the fetching. `alone`: seconds to compute a chunk without others, during the fetching; `math.inf`:
-    it needs what precedes it.
-    """
+    """A fetch task for one question. `compute`: seconds of the pass after streaming if these chunks are computed from
+    their text; a chunk may add more the more others there are, never less. `decode`: seconds to decode so many tokens
+    at a level. `alone`: seconds to compute a chunk without others, during the fetching; `math.inf`: it needs what
+    precedes it."""
 
     ladders: tuple[Ladder, ...]  # the most relevant chunk first; only levels that are allowed
     compute: Callable[[frozenset[int]], float]
@@ -202,10 +194,8 @@ class Policy(ABC):
         return None
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
-        """Note the end of a chunk's computation, without the decoding in between.
-
-        Not `whole`: it failed, or was stopped; nothing of it is kept.
-        """
+        """Note the end of a chunk's computation, in seconds without decoding. Not `whole`: it failed, or was
+        stopped."""
         raise NotImplementedError("nothing was to be computed")
 
     def stop_at(self, chunk: int) -> float | None:
@@ -232,10 +222,8 @@ class Policy(ABC):
         return self._now if fetch.chunk in self._closed else None
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
-        """Note the end of a fetch, which started after the one before it on the same link had ended.
-
-        Not `arrived`: it failed, or was given up; nothing of it is kept.
-        """
+        """Note the end of a fetch, which started after the one before it on the same link. Not `arrived`: it failed, or
+        was given up."""
         flight = next(flight for flight in self._flying if flight.fetch == fetch)
         self._flying.remove(flight)
         self._now = self._last_end = max(self._now, ended)

@@ -142,10 +142,8 @@ class Adaptive(Policy):
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
-        """When the oldest outstanding base, or the next one, must arrive at the latest.
-
-        All the others could then still come in time, on a link that comes back.
-        """
+        """When the oldest outstanding base, or the next one, must arrive so that all others could still come in time,
+        on a link that comes back."""
         first = next((flight.fetch.size for flight in self._flying if self._is_base(flight.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._to_come()) - first
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())

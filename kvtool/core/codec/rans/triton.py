@@ -173,7 +173,6 @@ def _ahead(
     ids: tl.tensor, places: tl.tensor, out: tl.tensor, stride: tl.tensor, row: tl.tensor, group: tl.tensor,
     valid: tl.tensor, REFINE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the table ids of 32 columns, the coarser numbers there, and pointers to the places of their numbers."""
     lane = tl.arange(0, 32)
     table = tl.load(ids + group * 32 + lane, mask=valid, other=0).to(tl.int32)
     to = out + row * stride + tl.load(places + group, mask=valid, other=0) + lane

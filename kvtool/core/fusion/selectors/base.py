@@ -24,18 +24,10 @@ def share_of(share: float, context: int) -> int:
 
 
 class Selector(ABC):
-    """A fusion mode. Question and holes are always computed; a selector names the cached rows to compute as well.
-
-    Subclasses are frozen dataclasses whose fields are the mode's parameters.
-
-    Attributes
-    ----------
-    uses_cache : False if the whole prompt is computed, whatever is stored.
-    lossless : True if the logits are those of full prefill by construction.
-    ignores_question : True if the rows of the chunks are the same whatever question follows them.
-    knob : the field that sets how much is recomputed, such as `ratio`; "" for none.
-    reason : why a row is recomputed.
-    """
+    """A fusion mode, a frozen dataclass of its parameters; it names the cached rows to compute besides question and
+    holes. `uses_cache`: False if the whole prompt is computed. `lossless`: the logits are those of full prefill by
+    construction. `ignores_question`: the chunks' rows do not depend on the question. `knob`: the field that sets how
+    much is recomputed, or "". `reason`: why a row is recomputed."""
 
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
@@ -52,7 +44,6 @@ class Selector(ABC):
 
     @property
     def amount(self) -> float:
-        """The value of the field that `knob` names."""
         return float(getattr(self, self.knob))
 
     def with_amount(self, amount: float) -> Self:
@@ -60,7 +51,6 @@ class Selector(ABC):
 
     @property
     def pooling(self) -> Pooling:
-        """How the question's rows of attention are combined (`question_attention`)."""
         return "rows"
 
     @property

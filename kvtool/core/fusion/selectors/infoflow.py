@@ -48,5 +48,4 @@ class Infoflow(Selector):
         return rows
 
     def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
-        """Score each place by the worth of recomputing it, float32 `[plan.length]`."""
         return attention

@@ -15,8 +15,6 @@ from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionPar
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention; `name` is its value of `KVTOOL_ATTENTION`."""
-
     name: str
 
     def declines(self, call: AttentionCall) -> str:
@@ -71,11 +69,8 @@ def attend_packed(
     spans: Spans,
     lead_in: KV | None = None,
 ) -> torch.Tensor:
-    """Attend with chunks side by side, each of which sees itself and the lead-in only.
-
-    By `flash` in one call, by other backends one after the other. `lead_in`: keys and values `[1, kv_heads, tokens, …]`
-    that every row sees before its own.
-    """
+    """Attend with chunks side by side, each of which sees itself and the `lead_in` only: keys and values `[1, kv_heads,
+    tokens, …]`. By `flash` in one call, by other backends one after the other."""
     if _backend(AttentionCall.of(query, key, value, params)) is flash_cpu:
         return flash_cpu.attend_packed(query, key, value, params, spans, lead_in)
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)

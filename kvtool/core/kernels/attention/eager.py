@@ -22,11 +22,8 @@ def declines(call: AttentionCall) -> str:
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams
 ) -> torch.Tensor:
-    """Attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
-
-    A sink's weight belongs to no key: with sinks, a row's weights sum up to less than 1. `query` `[heads, rows,
-    head_dim]` and `key` `[kv_heads, keys, head_dim]` are rotated.
-    """
+    """Return attention weights, float32 `[heads, rows, keys]`, of rotated `query` `[heads, rows, head_dim]` and `key`
+    `[kv_heads, keys, head_dim]`. With sinks, a row's weights sum up to less than 1."""
     heads, rows, head_dim = query.shape
     kv_heads, keys, _ = key.shape
     scores = (query.reshape(kv_heads, -1, head_dim) @ key.transpose(1, 2)).float().view(heads, rows, keys)
@@ -50,11 +47,8 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams) -> torch.Tensor:
-    """The mean over all heads of `attention_weights`, float32 `[rows, keys]`.
-
-    On a CPU the rows of one head of keys at a time, in blocks of scores that stay in the cache: at 32,000 keys a third
-    of the time. Only keys that not every row sees are masked.
-    """
+    """The mean over all heads of `attention_weights`, float32 `[rows, keys]`. On a CPU one head of keys at a time, in
+    blocks that stay in the cache: a third of the time at 32,000 keys."""
     if query.device.type != "cpu":
         return attention_weights(query, key, ranges, params).mean(0)
     heads, rows, head_dim = query.shape
@@ -127,13 +121,9 @@ def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
 def _shifted_scores(
     query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, sample: torch.Tensor
 ) -> torch.Tensor:
-    """Scores in the model's dtype, each row shifted to near its largest.
-
-    A softmax does not change when its row is shifted. So every row is, while the product is still being summed in
-    float32 (one more column of the query, the ones below the keys): what carries weight is then close to zero, where
-    bfloat16 is exact enough. Measured against float32 the keys and values of a chunk are off by as much as with the
-    flash kernel (Qwen2.5-Coder 0.5B: 1.26 % both; unshifted 2.04 %).
-    """
+    """Scores in the model's dtype, each row shifted to near its largest, where bfloat16 is exact enough; a softmax does
+    not change. The shift is one more column of the query, so the product is still being summed in float32. Errors of a
+    chunk's KV, Qwen2.5-Coder 0.5B: 1.26 %, as with the flash kernel; unshifted 2.04 %."""
     part = (query * params.scale).reshape(len(keys), -1, query.shape[2])
     # The first key is where most heads rest; the mean shows what all keys share, and is taken of a sample that the
     # first row sees, so that no row depends on a later token.

@@ -22,12 +22,7 @@ name = "flash"
 
 
 def declines(call: AttentionCall) -> str:
-    """By features of the CPU, never by the clock.
-
-    On one core of an AMD EPYC (samples/results/speed.md), 15 % of the rows, heads of Qwen2.5-0.5B, GFLOP/s: bfloat16
-    with AVX-512 BF16 over 4,096 keys 318, 74 % of the plain product (`eager` 126, `sdpa` 46); float32 with AVX2 over
-    8,192 keys 95 of 94 (`eager` 53, `sdpa` 50).
-    """
+    """By features of the CPU, never by the clock; measured in samples/results/speed.md."""
     if call.device != "cpu":
         return "it runs on CPUs"
     if call.rows == 1 and not call.asked and not call.packed and not call.is_shaped:
@@ -104,11 +99,8 @@ class Kernel:
         rows: Spans,
         lead_in: KV | None = None,
     ) -> torch.Tensor:
-        """Attend with query `[heads, rows, head_dim]`, key and value `[kv_heads, keys, …]`.
-
-        Returns `[heads, rows, value_dim]`, laid out with rows before heads: the model's own transposition then copies
-        nothing. `lead_in`: keys and values, laid out as those, that every row sees before its own.
-        """
+        """Attend with query `[heads, rows, head_dim]`, key and value `[kv_heads, keys, …]`, and a `lead_in` that every
+        row sees before its own. Returns `[heads, rows, value_dim]`, laid out with rows before heads."""
         query, key, value = map(_in_rows, (query, key, value))
         leads = None if lead_in is None else (_in_rows(lead_in[0]), _in_rows(lead_in[1]))
         self._check(query, key, value, rows, leads)
@@ -154,7 +146,6 @@ class Kernel:
             )
 
     def _blocks(self, spans: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, threads: int) -> torch.Tensor:
-        """Spans cut into as many rows as a block takes, or fewer where threads would have none: int64 `[blocks, 3]`."""
         most = max(1, self.tiling.max_rows * kv_heads // heads)
         least = max(1, self.tiling.row_block * kv_heads // heads)
         if len(spans) == 1:

@@ -48,11 +48,8 @@ _UNROLLED = 2  # steps of a sum: rows are a multiple of it
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Constants that a kernel is made for.
-
-    A *lane* is a query row of a head; the heads of a group that share a key are adjacent lanes. Scores are held
-    transposed, keys × lanes: a row's maximum and sum are then plain operations between registers.
-    """
+    """Constants that a kernel is made for. A *lane* is a query row of a head; heads that share a key are adjacent
+    lanes. Scores are held transposed, keys × lanes: maximum and sum are plain operations between registers."""
 
     isa: Isa
     stored: str  # of queries, keys, values and results

@@ -13,12 +13,9 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """Parameters of the scores of a layer, and how far back a row sees.
-
-    softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118, section 2). sinks: float `[heads]`,
-    one more score of each head, which has no value: it takes weight from the keys (gpt-oss, arXiv 2508.10925, section
-    2).
-    """
+    """Parameters of a layer's scores, and how far back a row sees. softcap: scores s become softcap · tanh(s / softcap)
+    (Gemma 2, arXiv 2408.00118, section 2). sinks: float `[heads]`, one more score of each head, without a value
+    (gpt-oss, arXiv 2508.10925, section 2)."""
 
     scale: float  # of products of queries and keys
     window: int | None = None  # a row sees the keys of so many positions, its own the last; None: all up to its own
@@ -36,10 +33,8 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyRanges:
-    """The keys that each of some rows sees: `first` … `last`, both ascending.
-
-    `limits` and `begins` are the same as int64 tensors on the model's device.
-    """
+    """The keys that each row sees: `first` … `last`, both ascending; `begins` and `limits` are the same on the device,
+    int64."""
 
     last: Sequence[int]
     limits: torch.Tensor
@@ -88,12 +83,9 @@ class KeyRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Runs of query rows, each over its own keys.
-
-    `limits` and `begins`: int64 `[rows]` on the CPU, the last and first key that a row sees, counted from its span's
-    first, after the lead-in, ascending within a span. `furthest`: the last key that any row sees, counted from the
-    first of all.
-    """
+    """Runs of query rows, each over its own keys. `limits` and `begins`: int64 `[rows]` on the CPU, the last and first
+    key that a row sees, from its span's first, after the lead-in, ascending. `furthest`: the last key that any row
+    sees."""
 
     spans: Sequence[tuple[int, int, int]]  # first row, rows and first own key of each, in the order of the rows
     limits: torch.Tensor

@@ -20,10 +20,7 @@ name = "sdpa"
 
 
 def declines(call: AttentionCall) -> str:
-    """On a CPU without AMX torch's kernel is slower than matrix products.
-
-    See samples/results/speed.md: 46 GFLOP/s against 126 for 15 % of 4,096 rows in bfloat16.
-    """
+    """On a CPU without AMX torch's kernel is slower than matrix products (samples/results/speed.md)."""
     if call.is_shaped:
         return "torch's fused kernel knows neither a softcap nor sinks"
     if call.batch > 1 and not (call.causal and call.key_dim == call.value_dim):
@@ -73,11 +70,8 @@ def attend(
 def _grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attend with the query heads that share a key below each other as rows, so that each key is read once.
-
-    With a mask CUDA's fused kernels take no grouped heads, and keys repeated for every head would be copied for every
-    block.
-    """
+    """Attend with the query heads that share a key below each other as rows: with a mask CUDA's fused kernels take no
+    grouped heads, and keys would be copied for every block."""
     heads, rows, head_dim = query.shape[1:]
     kv_heads, groups = key.shape[1], heads // key.shape[1]
     part = query.reshape(1, kv_heads, groups * rows, head_dim)

@@ -32,8 +32,6 @@ name = "triton"
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of a program's share of the work, powers of two of at least 16."""
-
     rows: int  # query rows of a program, those of a group's heads counted separately
     keys: int  # read at a time
     warps: int
@@ -83,11 +81,8 @@ def attend(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Return `[1, heads, rows, head_dim]`, laid out with rows before heads. No position is read on the host.
-
-    `limits` and `begins` of the ranges are contiguous, and each less than the number of keys: the caller's to know, the
-    kernel does not look. `splits` None: as many as fill the GPU.
-    """
+    """Return `[1, heads, rows, head_dim]`, laid out with rows before heads. `limits` and `begins` must be contiguous
+    and less than the number of keys: the kernel does not check. `splits` None: as many as fill the GPU."""
     _check(query, key, value, params, ranges)
     _, heads, rows, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -306,7 +301,6 @@ def _written(
     place: tl.tensor, sums: tl.tensor, most: tl.tensor, total: tl.tensor, mixed: tl.tensor, real: tl.tensor,
     inside: tl.tensor, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write what the rows have mixed; of a part of the keys, also the log2-sum-exp of its scores."""
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(place, mixed.to(place.dtype.element_ty), mask=real[:, None] & inside[None, :])
     if PARTS:

@@ -270,10 +270,8 @@ AddBlocks: TypeAlias = Callable[
 
 
 class PackedRows:
-    """Rows of a matrix that a function has as its arguments, or a job as its fields: data, scales, group_mins, columns.
-
-    A step takes the blocks of a superblock, or as many as divide a row.
-    """
+    """Rows of a packed matrix, given by a function's arguments or a job's fields: data, scales, group_mins, columns. A
+    step takes the blocks of a superblock, or as many as divide a row."""
 
     def __init__(
         self, k: FunctionBuilder, layout: Layout, given: Fields | None = None, divisor: int | None = None

@@ -101,11 +101,8 @@ class PackedLinear(torch.nn.Linear):
 
 
 class PackedEmbedding(torch.nn.Embedding):
-    """An embedding whose rows are packed: those asked for are unpacked, rounded to bfloat16.
-
-    `weight` has the right shape and dtype, and one number that stands for all; it is on the CPU, where models that ask
-    for its device (Llama 4) then bring their ids.
-    """
+    """An embedding whose rows are packed: those asked for are unpacked, rounded to bfloat16. `weight` has the right
+    shape and dtype, and one number that stands for all, on the CPU."""
 
     def __init__(self, matrix: QuantizedTensor, padding_idx: int | None, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)

@@ -14,11 +14,8 @@ from kvtool.core.model.prompt_cache import PromptCache
 
 
 class DecodeBackend(Protocol):
-    """Appends tokens to one prompt cache.
-
-    Between two steps the cache is whole: other code may read or extend it from there. `name` is how steps are computed:
-    "native", "cuda graph", "torch"; `why` is the reason, where it is not the fastest backend.
-    """
+    """Appends tokens to one prompt cache, which other code may read or extend between steps. `name`: "native", "cuda
+    graph" or "torch"; `why` it is not the fastest backend."""
 
     @property
     def name(self) -> str: ...
@@ -60,11 +57,8 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
 
 
 def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Append a token to each of several caches; return the logits after each as `step` does.
-
-    Caches of one model in machine code run together, and its weights are read once for all of them; others run one by
-    one. The logits of a cache are the same to the bit, whatever the others are.
-    """
+    """Append a token to each of several caches; return the logits after each as `step` does. Caches of one model in
+    machine code run together, with the same bits as alone."""
     found: dict[int, torch.Tensor] = {}
     for group in _groups(backends):
         logits = NativeBackend.step_together([*group.values()], [tokens[at] for at in group])
@@ -73,11 +67,8 @@ def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> l
 
 
 def step_along(backend: DecodeBackend, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Append known tokens to one cache; yield the logits after each, the same bits as `step` gives one by one.
-
-    In machine code up to `MOST_TOGETHER` of them run in one step, and the cache may be ahead of what was yielded:
-    a caller that ends earlier shortens it.
-    """
+    """Append known tokens to one cache; yield the logits after each, the same bits as from single steps. The cache may
+    be ahead of what was yielded: a caller that ends earlier shortens it."""
     done = 0
     while done < len(tokens):
         part = tokens[done : done + (MOST_TOGETHER if _is_trusted(backend) else 1)]

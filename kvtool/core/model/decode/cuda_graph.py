@@ -43,10 +43,8 @@ class CudaGraphBackend:
 
 
 class StaticStep:
-    """A decoding step over a prompt cache of a fixed capacity.
-
-    The cache's rows after the filled ones are set to zero: a hidden number must still be one.
-    """
+    """A decoding step over a prompt cache of a fixed capacity. Unfilled rows are set to zero: hidden values must be
+    numbers."""
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
         self._decoder, self._cache = decoder, cache

@@ -38,10 +38,7 @@ MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 
 
 class CompiledModel:
-    """A model's code, and the programs that it runs: one for each number of sequences that run together.
-
-    Raises UnsupportedArchitecture: the model computes something that no program has an operation for.
-    """
+    """A model's code, with a program for each number of sequences. Raises UnsupportedArchitecture."""
 
     def __init__(self, decoder: Decoder, isa: Isa) -> None:
         self.isa = isa
@@ -68,11 +65,8 @@ class CompiledModel:
         return Step(self._spec, self._weights, codes, height, self._most_threads, sequences)
 
     def step(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[PromptCache]) -> torch.Tensor:
-        """Append a token to each of some caches, at most `MOST_TOGETHER`; return float32 `[caches, vocabulary]`.
-
-        A cache that is given several times takes that many tokens, one after the other: all of a layer's keys are
-        written before any row attends to them.
-        """
+        """Append a token to each of at most `MOST_TOGETHER` caches; return float32 `[caches, vocabulary]`. A cache that
+        is given several times takes that many tokens, one after the other."""
         embedded = decoder.base.embed_tokens(torch.tensor(tokens))
         count = len(tokens)
         step = self._steps.get(count) or self._steps.setdefault(count, self._new_step(count))
@@ -94,11 +88,8 @@ class CompiledModel:
         return tuple(sorted({linear.product for linear in self._weights.values()}))
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the format whose rounding a step's numbers may differ by.
-
-        A float32 that differs in its last bit may be rounded to the next 8-bit integer: .013 of the logits' spread
-        with Qwen2.5-Coder-1.5B, as in bfloat16.
-        """
+        """Return the format whose rounding a step's numbers may differ by. With 8-bit inputs that is bfloat16: a
+        float32 that differs in its last bit may be rounded to the next integer."""
         return torch.bfloat16 if any(kind.endswith(INT8) for kind in self.kinds) else dtype
 
     @property
@@ -166,7 +157,6 @@ class NativeBackend:
         return self._decoder.extend([token], self._cache)[-1]
 
     def _compared(self, token: int) -> torch.Tensor:
-        """Compute the process's first step with a model both ways, of which the model's own is right."""
         start = self._cache.buffers[0].length
         expected = self._step_by_torch(token)
         self._cache.set_length(start)
@@ -198,10 +188,8 @@ _lock = threading.Lock()
 
 
 def prepare_compiled_model(decoder: Decoder) -> None:
-    """Start to compile a model's code in a thread of its own: 0.1 s of one core, most of it LLVM's.
-
-    It is no daemon: a process that ends waits for LLVM to be done.
-    """
+    """Start to compile a model's code in a thread: 0.1 s. It is not a daemon, since a process that ends must wait for
+    LLVM."""
     if decoder.keeps_states:
         return
     _future(decoder, lambda make: threading.Thread(target=make, name="kvtool-decode").start())

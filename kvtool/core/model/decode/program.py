@@ -67,12 +67,8 @@ def decoding_weights(decoder: Decoder) -> Weights:
 
 
 class WeightSource:
-    """The matrices of a model's linear layers.
-
-    A model that computes in float32, or whose weights oneDNN has reordered, is often a bfloat16 checkpoint. Its weights
-    are then mapped from the file: half the bytes, or the only plain weights there are, and none of the process's
-    memory.
-    """
+    """The matrices of a model's linear layers. Weights of a bfloat16 checkpoint that is computed in float32, or that
+    oneDNN has reordered, are mapped from the file: half the bytes, and none of the process's memory."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._files = _bfloat16_files(decoder.loaded.files)
@@ -154,11 +150,9 @@ class Place:
 
 
 class Buffers:
-    """The activations of one token of each sequence during a step, for at most `threads` threads.
-
-    A step begins in `embedded`, float32 `[sequences, hidden]`, and ends in `found`, `[sequences, vocabulary]`. `hidden`
-    is the residual stream, `output` that of attention or MLP.
-    """
+    """Activations of one token of each sequence, for at most `threads` threads. A step begins in `embedded`, float32
+    `[sequences, hidden]`, and ends in `found`, `[sequences, vocabulary]`. `hidden` is the residual stream, `output`
+    that of attention or MLP."""
 
     def __init__(self, spec: ModelSpec, threads: int, sequences: int) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -197,11 +191,8 @@ def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
 
 
 def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> list[Operation]:
-    """Build the program from the embeddings in `hidden` to `logits`.
-
-    Keys, values and the memory of attention change with the caches: their addresses are 0 here. `height`: how many
-    sequences a row of weights is multiplied with at a time.
-    """
+    """Build the program from the embeddings in `hidden` to `logits`. Addresses that change with the caches are 0 here.
+    `height`: how many sequences a row of weights is multiplied with at a time."""
     layout = _Layout(spec, weights, buffers, height)
     for layer in spec.layers:
         layout.attention(layer)
@@ -366,11 +357,8 @@ class Step:
         self._parts = torch.empty(0, dtype=torch.float32)
 
     def bind(self, caches: Sequence[PromptCache], filled: Sequence[int], windows: Sequence[int | None]) -> None:
-        """Write the addresses of keys and values, which of them are seen, and where attention keeps its sums.
-
-        Each sequence's token sees `filled` rows, its own the last, of which each layer's window takes the last; None:
-        all.
-        """
+        """Write the addresses of keys, values and attention's sums. Each sequence's token sees the last rows of
+        `filled`, its own included, that each layer's window takes; None: all."""
         lengths = np.array(filled)
         capacities = np.array([cache.buffers[0].keys.shape[2] for cache in caches])
         seen = np.array([np.minimum(lengths, window or lengths) for window in windows])
