@@ -292,7 +292,7 @@ def test_130_interrupted(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_1_read_only(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "_writable", lambda *_: False)
+    monkeypatch.setattr(Store, "read_only", True)
     kvtool("compress", "--store", plain, *FAST, *form).failed(1, "read-only")
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shutil
-import signal
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from kvtool.core.cache import writer
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
+from kvtool.core.compress import level_writer
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.compress.making import (
     check_sound,
@@ -26,16 +23,8 @@ from tests.compress.making import (
     prefix_of,
     rows,
 )
-
-WARM = ["kvtool.core.compress.level_writer", "kvtool.cli.compress", "kvtool.core.compress.job"]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    """Children that have torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(WARM)
-    return context
+from tests.faults.harness.children import in_child
+from tests.remote.dying import dying
 
 
 @pytest.fixture(scope="module")
@@ -43,51 +32,27 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_fitted(make_plain(tiny, tmp_path_factory.mktemp("plain")), tmp_path_factory.mktemp("fitted"))
 
 
-def run_main(args: list[str], home: str, error: str, kill_at: int) -> None:
-    """Run kvtool in a child, killed when so many commits are done and the next one begins."""
-    os.environ.update(KVTOOL_HOME=home, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    import torch
-
-    torch.set_num_threads(1)
-    from kvtool.cli.app import main
-    from kvtool.core.cache import writer
-    from kvtool.core.compress import level_writer
-
-    works, calls = writer.Writer._commit, [0]
-
-    def commit(self: Any, *rows: Any, **how: Any) -> None:
-        if calls[0] == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls[0] += 1
-        works(self, *rows, **how)
-
-    writer.Writer._commit = commit  # type: ignore[method-assign]
-    writer.BATCH_SECONDS = -1.0  # each level of each chunk is a commit
+def compress(words: list[str], kill_at: int) -> None:
+    """Killed when so many commits are done and the next one begins; each level of each chunk is a commit."""
+    dying(writer.Writer, ("_commit", kill_at + 1, False))
+    writer.BATCH_SECONDS = -1.0
     level_writer._AT_ONCE = 2
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = open(error, "w")  # noqa: SIM115
-    sys.exit(main(args))
+    kvtool(*words).fine()
 
 
 @pytest.mark.slow
-def test_killed_at_any_commit(processes: Any, fitted_store: Path, tmp_path: Path, home: Path) -> None:
+def test_killed_at_any_commit(fitted_store: Path, tmp_path: Path) -> None:
     """With --drop-raw, the most there is to lose; the next run does the rest, and the end is the same."""
     chunks, prefix = chunks_in(fitted_store), prefix_of(fitted_store)
     exact = {chunk: decoded(fitted_store, chunk, "raw").keys for chunk in chunks}
     expected = {level: rows(fitted_store, level) for level in ("3", "4")}
     words = ["compress", "--level", "3", "4", "--drop-raw", "--yes", "--questions", "0", "--store"]
-    killed = 0
     for kill_at in (0, 1, 3, 4, 6):
         path = Path(shutil.copytree(fitted_store, tmp_path / f"{kill_at}"))
         for level in ("1", "2", "3", "4"):
             drop(path, level)
-        child = processes.Process(
-            target=run_main, args=([*words, str(path)], str(home), str(tmp_path / "err"), kill_at)
-        )
-        child.start()
-        child.join()
-        assert child.exitcode in (0, -signal.SIGKILL), (tmp_path / "err").read_text()
-        killed += child.exitcode == -signal.SIGKILL
+        ended = in_child(lambda path=path, kill_at=kill_at: compress([*words, str(path)], kill_at))
+        assert ended.killed_by == "SIGKILL", ended.trouble
         check_sound(path)
         found = levels_in(path)
         assert found[prefix] == ["raw"]
@@ -102,7 +67,6 @@ def test_killed_at_any_commit(processes: Any, fitted_store: Path, tmp_path: Path
             for found_keys, own in zip(decoded(path, chunk, "3").keys, keys, strict=True):
                 assert float((found_keys - own).norm() / own.norm()) < 0.3
         check_sound(path)
-    assert killed == 5
     with Store.open(path) as store:
         assert verify(store) == []
     reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json

@@ -19,8 +19,9 @@ import torch
 import kvtool as package
 from kvtool.core.cache.store import Store
 from kvtool.core.query.reply import Request
-from tests.cli.working import CHUNKS, SHORT, Done, command, damages, emptied, environment, kvtool, write_corpus
+from tests.cli.working import CHUNKS, SHORT, Done, damages, emptied, kvtool, write_corpus
 from tests.families import save_tiny
+from tests.faults.running import limit_files, start_kvtool
 from tests.serve.conftest import KEY, serving
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
@@ -51,7 +52,6 @@ def stretches(store: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a store, its documents and its model."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hybrids")
     write_corpus(folder / "corpus", 4)
@@ -68,12 +68,6 @@ def store(made: Path, tmp_path: Path) -> Path:
 
 
 # ---- at the same time --------------------------------------------------------------------------------------------
-
-
-def start(words: list[object]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
 
 
 def ended(child: subprocess.Popen[str]) -> dict[str, Any]:
@@ -93,9 +87,9 @@ def test_processes_that_ask_and_ingest_at_once(made: Path, store: Path, tmp_path
     folder = tmp_path / "more"
     write_corpus(folder / "corpus", 6)
     new = ("ingest", folder / "corpus", "--store", store, "--lock-wait", "300", "--json")
-    ingests = [start([*new, "--shard", f"{number}/2"]) for number in (1, 2)]
+    ingests = [start_kvtool(*new, "--shard", f"{number}/2") for number in (1, 2)]
     path = str(made / "corpus")
-    asking = {pair: start(asked(store, pair[0], "prefix", document=f"{path}/{pair[1]}")) for pair in truth}
+    asking = {pair: start_kvtool(*asked(store, pair[0], "prefix", document=f"{path}/{pair[1]}")) for pair in truth}
     for pair, child in asking.items():
         assert ended(child)["answer"] == truth[pair], pair
     assert sum(ended(child)["documents"]["added"] for child in ingests) == 6
@@ -128,9 +122,7 @@ def test_a_file_limit_met_while_a_stretch_is_kept(store: Path) -> None:
     """The very error of a full disk, from the kernel, in the middle of what is put."""
     answer = ask(store, FIRST, "full").json["answer"]
     data = next((store / "data").glob("gen-*/data.mdb"))
-    words = " ".join(f"'{word}'" for word in command(*asked(store, FIRST, "prefix")))
-    line = f"ulimit -f {data.stat().st_size // 1024 + 8}; trap '' XFSZ; exec {words}"  # blocks of 1024 bytes
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment(), timeout=120)
+    done = limit_files(data.stat().st_size // 1024 + 8, *asked(store, FIRST, "prefix"))
     assert done.returncode == 0, done.stderr
     assert "could not be stored" in done.stderr
     assert json.loads(done.stdout)["answer"] == answer
@@ -174,7 +166,6 @@ def test_a_chat_that_is_reset_answers_as_a_new_one(store: Path) -> None:
 
 
 def talk_over_http(url: str, about: str) -> list[str]:
-    """Three turns of one client."""
     import httpx2
 
     messages: list[dict[str, str]] = []
@@ -201,7 +192,6 @@ def test_two_conversations_with_a_server(store: Path) -> None:
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a model and documents."""
     torch.set_num_threads(1)
     write_corpus(tmp_path / "corpus", 4, 3, parts=2)
     save_tiny(request.param, tmp_path / "model")

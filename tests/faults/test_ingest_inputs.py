@@ -11,17 +11,7 @@ import pytest
 from kvtool.core.corpus import walk
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.ingest import survey
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    chunks_of,
-    damages,
-    files_below,
-    kvtool,
-    listing,
-    untouched,
-    write_corpus,
-)
+from tests.cli.working import CHUNKS, PREFIX, chunks_of, damages, files_below, kvtool, listing, untouched, write_corpus
 from tests.families import edit_config, save_tiny
 
 TEXT = "The mill stands on the river."
@@ -34,14 +24,6 @@ def alone(folder: Path, name: str) -> Path:
 
 
 # ---- nothing that could be read ----------------------------------------------------------------------------------
-
-
-def nothing(path: Path) -> None:
-    """No such path."""
-
-
-def empty_folder(path: Path) -> None:
-    path.mkdir()
 
 
 def empty_file(path: Path) -> None:
@@ -64,11 +46,7 @@ def dangling(path: Path) -> None:
     path.symlink_to(path.with_name("gone.txt"))
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-BAD = (nothing, empty_folder, empty_file, blank_file, binary_file, loop, dangling, fifo)
+BAD = (lambda path: None, Path.mkdir, empty_file, blank_file, binary_file, loop, dangling, os.mkfifo)
 
 
 @pytest.mark.some(6)
@@ -117,7 +95,7 @@ def test_a_file_that_fails_among_good_ones(make: Any, fresh: Any, tmp_path: Path
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(empty_file, "empty"), (blank_file, "empty"), (loop, "link"), (dangling, "link"), (fifo, "special")],
+    [(empty_file, "empty"), (blank_file, "empty"), (loop, "link"), (dangling, "link"), (os.mkfifo, "special")],
 )
 def test_what_is_passed_over_is_no_failure(make: Any, kind: str, fresh: Any, tmp_path: Path) -> None:
     make(alone(tmp_path / "in", "bad.txt"))
@@ -269,14 +247,6 @@ def positions_of_an_unknown_kind(folder: Path) -> Path:
     return folder
 
 
-def no_such_folder(folder: Path) -> Path:
-    return folder
-
-
-def unknown_name(folder: Path) -> Path:
-    return Path("nobody/nothing-1b")
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "make",
@@ -286,8 +256,8 @@ def unknown_name(folder: Path) -> Path:
         cut_gguf,
         hostile_gguf,
         positions_of_an_unknown_kind,
-        no_such_folder,
-        unknown_name,
+        lambda folder: folder,
+        lambda folder: Path("nobody/nothing-1b"),
     ],
 )
 def test_models_that_do_not_fit(make: Any, store: Path, corpus: Path, tmp_path: Path) -> None:

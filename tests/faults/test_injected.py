@@ -14,21 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FEW = {"flips": 40, "cuts": 10, "kills": 3, "fills": 0, "readers": 0, "threads": 0}
 COMMANDS = {
-    "ingest",
-    "compress",
-    "prune",
-    "compact",
-    "import",
-    "push",
-    "pull",
-    "ingest of states",
-    "question",
-    "learn",
+    *("ingest", "first ingest", "compress", "prune", "compact", "import", "push", "pull"),
+    *("ingest of states", "question", "learn"),
 }
 
 
 def run(journal: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which forks."""
     few = [str(word) for name, count in FEW.items() for word in (f"--{name}", count)]
     command = [sys.executable, str(ROOT / "tests/support/faults.py"), "--journal", str(journal), "--json", *few]
     return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=400, check=False)
@@ -45,6 +36,4 @@ def test_a_few_faults_of_every_kind(tmp_path: Path) -> None:
     assert sum(count for (part, _), count in times.items() if part == "cut") == FEW["cuts"]
     assert {what for part, what in times if part == "kill"} == COMMANDS
     assert [row for row in rows if row["wrong"]] == []
-    again = run(tmp_path / "journal", "--minutes", 0, "--out", tmp_path / "faults.md")
-    assert json.loads(again.stdout) == rows  # from the journal
-    assert (tmp_path / "faults.md").read_text().count("| kill -9 |") == len(COMMANDS)
+    assert json.loads(run(tmp_path / "journal", "--minutes", 0).stdout) == rows  # from the journal

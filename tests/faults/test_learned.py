@@ -64,7 +64,6 @@ def passages(folder: Path) -> list[str]:
 
 
 def done(work: Callable[[], Any]) -> Any:
-    """What a child returns, which must end well."""
     ended = in_child(work)
     assert not ended.trouble + ended.killed_by
     return ended.value

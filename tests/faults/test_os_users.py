@@ -29,6 +29,7 @@ from kvtool.core.retrieval.index import index_of
 from kvtool.serve import unix_socket
 from tests.cache.making import make_store
 from tests.evaluate.test_audits import made
+from tests.faults.harness.children import in_child
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("useradd") is None,
@@ -49,32 +50,22 @@ class User(NamedTuple):
 
     def does(self, work: Callable[[], Any]) -> Any:
         """Do something as this user, in a process of its own; what is raised there is raised here by name."""
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:  # pragma: no cover (another process)
-            code = 1
-            with contextlib.suppress(BaseException):
-                os.setgroups([])
-                os.setgid(self.gid)
-                os.setuid(self.uid)
-                os.umask(0o022)
-                os.environ |= {"HOME": str(self.home), "KVTOOL_HOME": str(self.home / "kvtool")}
-                try:
-                    said = repr(work())
-                    code = 0
-                except Exception as error:
-                    said = f"{type(error).__name__}: {error}"
-                os.write(writing, said.encode()[:60_000])
-            os._exit(code)
-        os.close(writing)
-        with open(reading, "rb") as file:
-            said = file.read().decode()
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            raise PermissionError(said) if "Permission" in said else RuntimeError(said)
-        return said
+
+        def work_as_user() -> str:
+            os.setgroups([])
+            os.setgid(self.gid)
+            os.setuid(self.uid)
+            os.umask(0o022)
+            os.environ |= {"HOME": str(self.home), "KVTOOL_HOME": str(self.home / "kvtool")}
+            return repr(work())
+
+        ended = in_child(work_as_user)
+        if ended.trouble:
+            error = ended.trouble.strip().rpartition("\n")[2]
+            raise PermissionError(error) if "Permission" in error else RuntimeError(error)
+        return ended.value
 
     def runs(self, *words: object, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run kvtool as this user."""
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),
@@ -88,11 +79,6 @@ class User(NamedTuple):
             user=self.uid, group=self.gid, extra_groups=[], umask=0o022, cwd=folder or self.home, env=environment,
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
-
-
-def _pythons() -> list[str]:
-    """Return this Python, and the system's: only root can run one below root's home."""
-    return [sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"]
 
 
 def _is_run(user: User) -> bool:
@@ -114,13 +100,15 @@ def users() -> Iterator[tuple[User, User]]:
         try:
             for name in NAMES:
                 subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/false", name], check=False)
-                known = pwd.getpwnam(name)
+                entry = pwd.getpwnam(name)
                 home = top / name
                 home.mkdir()
-                os.chown(home, known.pw_uid, known.pw_gid)
+                os.chown(home, entry.pw_uid, entry.pw_gid)
                 home.chmod(0o755)
-                made.append(User(name, known.pw_uid, known.pw_gid, home, common, ""))
-            pythons = [python for python in _pythons() if _is_run(made[0]._replace(python=python))]
+                made.append(User(name, entry.pw_uid, entry.pw_gid, home, common, ""))
+            # The system's, too: only root can run one below root's home.
+            known = (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+            pythons = [python for python in known if _is_run(made[0]._replace(python=python))]
             if not pythons:
                 pytest.skip("other users cannot read this Python, and there is no other one of its version")
             yield made[0]._replace(python=pythons[0]), made[1]._replace(python=pythons[0])
@@ -131,7 +119,6 @@ def users() -> Iterator[tuple[User, User]]:
 
 @pytest.fixture
 def kept(users: tuple[User, User]) -> Path:
-    """Make the first user's files: a store with copies from a shared store, a journal, an index and caches."""
     first = users[0]
     folder = first.home / "kept"
     shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +127,6 @@ def kept(users: tuple[User, User]) -> Path:
 
 
 def _fill(folder: Path) -> None:
-
     folder.mkdir()
     make_store(folder / "store")
     with Store.open(folder / "store") as store:
@@ -219,12 +205,9 @@ def test_a_temporary_name_is_not_taken_before_it_is_used(users: tuple[User, User
 
     second.does(plant)
     first.does(lambda: [atomic_write(folder / f"file{number}", b"mine") for number in range(3)])
-    assert _new(folder, first.uid) == ["file0", "file1", "file2"]
+    own = sorted(path.name for path in folder.iterdir() if path.lstat().st_uid == first.uid)
+    assert own == ["file0", "file1", "file2"]
     assert prize.read_text() == "untouched"
-
-
-def _new(folder: Path, uid: int) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.lstat().st_uid == uid)
 
 
 @pytest.mark.slow

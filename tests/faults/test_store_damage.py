@@ -11,11 +11,12 @@ import lmdb
 import pytest
 
 from kvtool.core.cache import layout, tables
-from kvtool.core.cache.integrity import verify
+from kvtool.core.cache.integrity import find_damage, repair, verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import check_data_file
 from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.cache.making import LAYERS, check_file, id_of, make_store, payload_of, put
+from tests.faults.harness.injury import flip_bit
 
 DIM = 256
 
@@ -45,20 +46,12 @@ def stored(path: Path, table: bytes, key: bytes) -> bytes:
         return bytes(value)
 
 
-def flip(data: bytes, at: int) -> bytes:
-    changed = bytearray(data)
-    changed[at] ^= 1
-    return bytes(changed)
-
-
 def test_flips_in_the_file_itself(path: Path) -> None:
     """One bit of a payload, found by its bytes in data.mdb: LMDB does not notice, we do."""
     data = path / "data/gen-1/data.mdb"
     payload = payload_of("f0.1", 1, dim=DIM)[1]
     at = data.read_bytes().index(payload)
-    with data.open("r+b") as file:
-        file.seek(at + 100)
-        file.write(bytes([payload[100] ^ 1]))
+    data.write_bytes(flip_bit(data.read_bytes(), at + 100))
     with Store.open(path) as store:
         with pytest.raises(DamagedError, match="digest"):
             store.read_kv(id_of("f0.1"), "raw", 1)
@@ -92,7 +85,7 @@ def test_swapped_layers(path: Path) -> None:
 
 def test_a_damaged_record_is_replaced_by_putting_it_again(path: Path) -> None:
     key = tables.record_key(id_of("f0.0"), "raw", 1)
-    overwrite(path, tables.RECORDS, key, flip(stored(path, tables.RECORDS, key), 500))
+    overwrite(path, tables.RECORDS, key, flip_bit(stored(path, tables.RECORDS, key), 500))
     with Store.open(path) as store:
         assert store.has_chunk(id_of("f0.0"))
         with store.writer() as pen:
@@ -111,7 +104,7 @@ def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
     """Flip a byte of every row in turn, and drop every row in turn; repair; ingest what is missing; all is sound."""
     original = make_store(tmp_path / "original", files=1)
     for number, (table, key) in enumerate(_rows(original)):
-        for value in (flip(stored(original, table, key), 70), None):
+        for value in (flip_bit(stored(original, table, key), 70), None):
             if (table, key) == (tables.META, tables.STORE_KEY):
                 continue  # see test_store_folder
             path = tmp_path / f"copy-{number}-{value is None}"
@@ -122,8 +115,6 @@ def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
 
 
 def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
-    from kvtool.core.cache.integrity import find_damage, repair
-
     with Store.open(path) as store:
         damages = list(find_damage(store, 1))  # type: ignore[arg-type]
         harmless = dropped and table in (tables.META, tables.FILES, tables.DOCUMENTS, tables.LEVELS, tables.ADDED)
@@ -138,10 +129,8 @@ def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
 
 
 def test_a_document_whose_file_is_damaged_goes(path: Path) -> None:
-    from kvtool.core.cache.integrity import find_damage, repair
-
     key = tables.name_key("f0")
-    overwrite(path, tables.FILES, key, flip(stored(path, tables.FILES, key), 70))
+    overwrite(path, tables.FILES, key, flip_bit(stored(path, tables.FILES, key), 70))
     with Store.open(path) as store, store.writer() as pen:
         repair(store, pen, find_damage(store, 1))  # type: ignore[arg-type]
         with store.snapshot() as snapshot:
@@ -150,7 +139,7 @@ def test_a_document_whose_file_is_damaged_goes(path: Path) -> None:
 
 def test_a_damaged_description_is_a_miss(path: Path) -> None:
     key = id_of("f0.0")
-    overwrite(path, tables.CHUNKS, key, flip(stored(path, tables.CHUNKS, key), 80))
+    overwrite(path, tables.CHUNKS, key, flip_bit(stored(path, tables.CHUNKS, key), 80))
     with Store.open(path) as store:
         assert not store.has_chunk(key)
         with pytest.raises(DamagedError, match="a chunk of the store is damaged"):
@@ -159,7 +148,7 @@ def test_a_damaged_description_is_a_miss(path: Path) -> None:
 
 def test_collect_drops_nothing_on_a_damaged_document(path: Path) -> None:
     key = tables.name_key("f0")
-    overwrite(path, tables.DOCUMENTS, key, flip(stored(path, tables.DOCUMENTS, key), 80))
+    overwrite(path, tables.DOCUMENTS, key, flip_bit(stored(path, tables.DOCUMENTS, key), 80))
     with Store.open(path) as store, store.writer() as pen:
         with pytest.raises(DamagedError, match="a document of the store is damaged"):
             pen.collect()
@@ -235,7 +224,7 @@ def test_damaged_meta_pages(path: Path) -> None:
     data = path / "data/gen-1/data.mdb"
     whole = data.read_bytes()
     for at in (16, 20, 40, 4096 + 16, 4096 + 20):
-        data.write_bytes(flip(whole, at))
+        data.write_bytes(flip_bit(whole, at))
         with pytest.raises((DamagedError, StoreFormatError)):
             Store.open(path)
 
@@ -244,7 +233,7 @@ def test_damaged_meta_pages(path: Path) -> None:
 def test_damage_of_what_every_command_reads_says_what_helps(path: Path, key: bytes, helps: str) -> None:
     """The store's own name, and its revision: without either nothing of it is answered."""
     value = stored(path, tables.META, key)
-    overwrite(path, tables.META, key, flip(value, len(value) // 2))
+    overwrite(path, tables.META, key, flip_bit(value, len(value) // 2))
     with pytest.raises(DamagedError, match="of the store") as error, Store.open(path) as store:
         store.revision()
     assert error.value.hint == helps

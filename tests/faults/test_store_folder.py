@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -18,7 +19,15 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import META
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
 from tests.cache.making import check_file, id_of, make_store
+from tests.faults.harness.injury import flip_bit
 from tests.faults.running import command
+
+
+def check_refusal(path: Path, error: Any, **match: str) -> None:
+    """Neither is it opened nor made anew."""
+    for door in (Store.open, Store.create_or_open):
+        with pytest.raises(error, **match):
+            door(path)
 
 
 def test_no_store(tmp_path: Path) -> None:
@@ -63,18 +72,14 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
 def test_a_foreign_lmdb(tmp_path: Path) -> None:
     path = tmp_path / "foreign"
     lmdb.open(str(path)).close()
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises(StoreFormatError):
-            door(path)
+    check_refusal(path, StoreFormatError)
 
 
 def test_a_foreign_lmdb_inside_the_store(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     shutil.rmtree(path / "data/gen-1")
     lmdb.open(str(path / "data/gen-1"), max_dbs=4).close()
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises((StoreFormatError, DamagedError)):
-            door(path)
+    check_refusal(path, (StoreFormatError, DamagedError))
 
 
 def test_the_data_of_another_store(tmp_path: Path) -> None:
@@ -89,9 +94,7 @@ def test_an_empty_data_file_is_not_a_new_store(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     data = path / "data/gen-1/data.mdb"
     data.write_bytes(b"")
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises(DamagedError, match="is empty"):
-            door(path)
+    check_refusal(path, DamagedError, match="is empty")
     assert data.read_bytes() == b""
 
 
@@ -99,9 +102,7 @@ def test_other_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store")
     text = json.loads((path / "store.json").read_text())
     (path / "store.json").write_text(json.dumps({**text, "format": 99}))
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises(StoreFormatError, match="format 99"):
-            door(path)
+    check_refusal(path, StoreFormatError, match="format 99")
     (path / "store.json").write_text(json.dumps(text))
     with Store.open(path) as store:
         inside = seal(tables.STORE_KEY, Kind.STORE, json.dumps({**text, "format": 98}).encode())
@@ -116,18 +117,14 @@ def test_other_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damaged_store_file(tmp_path: Path, text: bytes) -> None:
     path = make_store(tmp_path / "store")
     (path / "store.json").write_bytes(text)
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises(DamagedError, match=r"store\.json"):
-            door(path)
+    check_refusal(path, DamagedError, match=r"store\.json")
 
 
 def test_every_flipped_bit_of_the_store_file_is_told(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     sound = (path / "store.json").read_bytes()
     for bit in range(8 * len(sound)):
-        flipped = bytearray(sound)
-        flipped[bit // 8] ^= 1 << bit % 8
-        (path / "store.json").write_bytes(flipped)
+        (path / "store.json").write_bytes(flip_bit(sound, bit // 8, bit % 8))
         with pytest.raises(KvtoolError):
             Store.open(path)
     (path / "store.json").write_bytes(sound)
@@ -151,9 +148,7 @@ def test_damaged_pointer(tmp_path: Path, text: bytes | None) -> None:
         (path / "current").unlink()
     else:
         (path / "current").write_bytes(text)
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises(DamagedError):
-            door(path)
+    check_refusal(path, DamagedError)
 
 
 @pytest.mark.parametrize("name", ["store.json", "current", "data/gen-1/data.mdb", "data/gen-1/lock.mdb"])
@@ -161,9 +156,7 @@ def test_a_fifo_does_not_hang(tmp_path: Path, name: str) -> None:
     path = make_store(tmp_path / "store")
     (path / name).unlink()
     os.mkfifo(path / name)
-    for door in (Store.open, Store.create_or_open):
-        with pytest.raises((StoreFormatError, KvtoolError)):
-            door(path)
+    check_refusal(path, (StoreFormatError, KvtoolError))
 
 
 def test_side_files_that_are_fifos_do_not_hang(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,17 @@ from tests.faults.running import command, run, start
 def end(child: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = child.communicate(timeout=60)
     return child.returncode, out, err
+
+
+@contextmanager
+def held(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process holds the writer lock."""
+    holder = start(path, "hold", 20)
+    try:
+        yield holder
+    finally:
+        holder.kill()
+        end(holder)
 
 
 def test_written_there_read_here(tmp_path: Path) -> None:
@@ -57,8 +70,7 @@ def test_reading_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
-    holder = start(path, "hold", 20)
-    try:
+    with held(path) as holder:
         second = run(path, "lock", 0)
         assert second.returncode == 11
         assert f"process {holder.pid} (storework.py" in second.stderr
@@ -66,9 +78,6 @@ def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
         began = time.monotonic()
         assert run(path, "lock", 0.5).returncode == 11
         assert time.monotonic() - began > 0.5
-    finally:
-        holder.kill()
-        end(holder)
     assert run(path, "lock", 0).returncode == 0  # the kernel drops a dead holder's lock
 
 
@@ -84,15 +93,11 @@ def test_waiting_for_the_lock(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
-    holder = start(path, "hold", 20)
-    try:
+    with held(path):
         waiting = start(path, "lock", 20)
         time.sleep(0.3)
         waiting.send_signal(signal.SIGINT)
         assert end(waiting)[0] == 130
-    finally:
-        holder.kill()
-        end(holder)
 
 
 def test_two_writers_in_one_process(tmp_path: Path) -> None:

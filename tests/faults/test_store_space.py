@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,10 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
 from tests.cache.making import add_file, check_file, make_store
 from tests.faults.running import run
+
+
+def fail(*given: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def files_in(path: Path) -> int:
@@ -159,10 +165,7 @@ def test_readers_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = make_store(tmp_path / "store")
     (path / "data/gen-1/lock.mdb").unlink()
 
-    def full(handle: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
     with Store.open(path) as store:
         assert store.read_only
         check_file(store, "f0")
@@ -172,10 +175,7 @@ def test_small_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     target = tmp_path / "file"
     layout.atomic_write(target, b"old")
 
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(NoSpaceError):
         layout.atomic_write(target, b"new")
     assert target.read_bytes() == b"old"
@@ -188,9 +188,6 @@ def test_small_address_space(tmp_path: Path) -> None:
     script = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (3 * 10**8,) * 2); sys.argv.pop(0)\n"
     work = Path(__file__).with_name("storework.py")
     script += f"import runpy; runpy.run_path({str(work)!r}, run_name='__main__')"
-    import subprocess
-    import sys
-
     found = subprocess.run(
         [sys.executable, "-c", script, "work", str(path), "read"], capture_output=True, text=True, check=False
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 import subprocess
 import threading
@@ -24,32 +23,25 @@ class Process:
         self.child = subprocess.Popen(
             command("watch", *args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
         )
-        self._lines: queue.Queue[str] = queue.Queue()
         self.said: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.child.stdout is not None
-        with self.child.stdout as lines:
-            for line in lines:
-                self._lines.put(line.rstrip("\n"))
 
     def wait_for(self, text: str) -> None:
         """Read on until a line has this text."""
-        while True:
-            try:
-                self.said.append(self._lines.get(timeout=_LONG))
-            except queue.Empty:
-                pytest.fail(f"{text!r} was not said: {self.said}")
-            if text in self.said[-1]:
-                return
+        assert self.child.stdout is not None
+        late = threading.Timer(_LONG, self.child.kill)
+        late.start()
+        try:
+            while line := self.child.stdout.readline():
+                self.said.append(line)
+                if text in line:
+                    return
+        finally:
+            late.cancel()
+        pytest.fail(f"{text!r} was not said: {self.said}")
 
     def end(self, number: signal.Signals) -> int:
         self.child.send_signal(number)
-        code = self.child.wait(_LONG)
-        self._reader.join(_LONG)
-        return code
+        return self.child.wait(_LONG)
 
 
 @pytest.fixture
@@ -61,6 +53,8 @@ def watch(tiny: Path, tmp_path: Path) -> Iterator[Process]:
     process.wait_for("watching")
     yield process
     process.end(signal.SIGKILL)
+    assert process.child.stdout is not None
+    process.child.stdout.close()
 
 
 @pytest.mark.slow

@@ -91,7 +91,10 @@ def weights_as_used(model: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_attention_of_the_model(name: str) -> None:
-    one = case(name)
+    check_layers(case(name))
+
+
+def check_layers(one: Case) -> None:
     for layers in (range(2, LAYERS), range(1)):
         check_attention(one, one.plan(lead_in=BOS), layers)
 

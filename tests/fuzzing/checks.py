@@ -103,7 +103,6 @@ class Checks:
             require(info.lead_in == wanted, f"a chunk stands behind another lead-in than {own.mode}")
 
     def sound(self, path: Path) -> None:
-        """Nothing in the store is damaged."""
         with Store.open(path) as store:
             damages = [damage.reason for damage in find_damage(store, Fraction(1))]
         require(not damages, f"verify: {damages[:3]}")
@@ -167,7 +166,6 @@ class Checks:
         return self.reference.decoder.keeps_states
 
     def _is_everything(self, reply: Reply) -> bool:
-        """Whether all rows that are not exact were computed."""
         return not self._states and bool((reply.fused.recomputed | ~reply.fused.plan.hit_rows()).all())
 
     def _full(self, reply: Reply, count: int) -> None:

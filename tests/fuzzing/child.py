@@ -42,7 +42,6 @@ class Noting:
 
 
 def main(target: str, module: str, folder: Path, options: list[str]) -> None:
-    """Fuzz until libFuzzer's own bounds end it."""
     findings, corpus, seeds = (folder / name for name in ("findings", "corpus", "seeds"))
     for each in (findings, corpus, seeds):
         each.mkdir(parents=True, exist_ok=True)

@@ -16,12 +16,7 @@ _LEAST = 2  # documents that are left
 
 @dataclass
 class Corpus:
-    """Documents of a few paragraphs, by file name; `write` makes the folder so.
-
-    Attributes
-    ----------
-    documents : paragraphs by name.
-    """
+    """Documents of a few paragraphs, by file name; `write` makes the folder so."""
 
     folder: Path
     documents: dict[str, list[str]] = field(default_factory=dict)
@@ -29,14 +24,12 @@ class Corpus:
 
     @classmethod
     def begin(cls, folder: Path, dice: random.Random, count: int = 4) -> Corpus:
-        """Write `count` documents."""
         corpus = cls(folder)
         for _ in range(count):
             corpus.add(dice)
         return corpus
 
     def write(self) -> None:
-        """Make the folder hold these documents, and nothing else."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
             if path.name not in self.documents:
@@ -47,45 +40,31 @@ class Corpus:
                 path.write_text(text, encoding="utf-8")
 
     def text(self, name: str) -> str:
-        """The content of a document's file."""
         return "\n\n".join(self.documents[name]) + "\n"
 
     def texts(self) -> dict[str, str]:
-        """The content of every file, by its path."""
         return {str(self.folder / name): self.text(name) for name in self.documents}
 
     def question(self, dice: random.Random) -> str:
-        """A question with words that most documents have."""
         return dice.choice(_QUESTIONS).format(dice.choice(_ORDINALS), dice.choice(_THINGS))
 
     def any_path(self, dice: random.Random) -> str:
-        """The path of a document."""
         return str(self.folder / dice.choice(sorted(self.documents)))
 
-    # ---- changes; each says what it did ----
-
-    def change(self, dice: random.Random) -> str:
-        """Do one of the changes below."""
+    def change(self, dice: random.Random) -> None:
         changes = (self.edit, self.edit, self.swap_paragraphs, self.swap_documents, self.rename, self.remove)
-        more = (self.add, self.copy, self.repeat)
-        what = dice.choice((*changes, *more))(dice)
+        dice.choice((*changes, self.add, self.copy, self.repeat))(dice)
         self.write()
-        return what
 
-    def add(self, dice: random.Random) -> str:
-        """A new document."""
-        name = self._new_name()
+    def add(self, dice: random.Random) -> None:
         heading = f"# The {dice.choice(_ORDINALS)} {dice.choice(_THINGS)}"
-        self.documents[name] = [heading, *(_paragraph(dice) for _ in range(dice.randint(2, 4)))]
+        self.documents[self._new_name()] = [heading, *(_paragraph(dice) for _ in range(dice.randint(2, 4)))]
         self.write()
-        return f"add {name}"
 
-    def edit(self, dice: random.Random) -> str:
+    def edit(self, dice: random.Random) -> None:
         """Other words at the beginning, the middle or the end of a document; or a paragraph more or less."""
-        name = dice.choice(sorted(self.documents))
-        paragraphs = self.documents[name]
-        where = dice.choice(("beginning", "middle", "end"))
-        at = {"beginning": 0, "middle": len(paragraphs) // 2, "end": len(paragraphs) - 1}[where]
+        paragraphs = self._any(dice)
+        at = dice.choice((0, len(paragraphs) // 2, len(paragraphs) - 1))
         how = dice.choice(("replace", "insert", "drop", "word"))
         if how == "drop" and len(paragraphs) > 1:
             del paragraphs[at]
@@ -95,48 +74,36 @@ class Corpus:
             paragraphs[at] += f" It holds {dice.choice(_WORDS)}."
         else:
             paragraphs[at] = _paragraph(dice)
-        return f"{how} at the {where} of {name}"
 
-    def swap_paragraphs(self, dice: random.Random) -> str:
-        """Two paragraphs of one document change places."""
-        name = dice.choice(sorted(self.documents))
-        paragraphs = self.documents[name]
+    def swap_paragraphs(self, dice: random.Random) -> None:
+        paragraphs = self._any(dice)
         one, other = dice.randrange(len(paragraphs)), dice.randrange(len(paragraphs))
         paragraphs[one], paragraphs[other] = paragraphs[other], paragraphs[one]
-        return f"swap paragraphs {one} and {other} of {name}"
 
-    def swap_documents(self, dice: random.Random) -> str:
-        """Two files have each other's content."""
+    def swap_documents(self, dice: random.Random) -> None:
         one, other = dice.sample(sorted(self.documents), 2)
         self.documents[one], self.documents[other] = self.documents[other], self.documents[one]
-        return f"swap {one} and {other}"
 
-    def rename(self, dice: random.Random) -> str:
-        """A file has another name."""
-        name, new = dice.choice(sorted(self.documents)), self._new_name()
-        self.documents[new] = self.documents.pop(name)
-        return f"rename {name} to {new}"
+    def rename(self, dice: random.Random) -> None:
+        self.documents[self._new_name()] = self.documents.pop(dice.choice(sorted(self.documents)))
 
-    def remove(self, dice: random.Random) -> str:
-        """A file is gone, unless few are left."""
+    def remove(self, dice: random.Random) -> None:
         if len(self.documents) <= _LEAST:
             return self.add(dice)
-        name = dice.choice(sorted(self.documents))
-        del self.documents[name]
-        return f"remove {name}"
+        del self.documents[dice.choice(sorted(self.documents))]
+        return None
 
-    def copy(self, dice: random.Random) -> str:
-        """A second file with the content of another."""
-        name, new = dice.choice(sorted(self.documents)), self._new_name()
-        self.documents[new] = list(self.documents[name])
-        return f"copy {name} to {new}"
+    def copy(self, dice: random.Random) -> None:
+        self.documents[self._new_name()] = list(self._any(dice))
 
-    def repeat(self, dice: random.Random) -> str:
+    def repeat(self, dice: random.Random) -> None:
         """Repeat a paragraph in another place, of its own document or of another one."""
-        paragraph = dice.choice(self.documents[dice.choice(sorted(self.documents))])
-        name = dice.choice(sorted(self.documents))
-        self.documents[name].insert(dice.randint(0, len(self.documents[name])), paragraph)
-        return f"repeat a paragraph in {name}"
+        paragraph, paragraphs = dice.choice(self._any(dice)), self._any(dice)
+        paragraphs.insert(dice.randint(0, len(paragraphs)), paragraph)
+
+    def _any(self, dice: random.Random) -> list[str]:
+        """The paragraphs of a document."""
+        return self.documents[dice.choice(sorted(self.documents))]
 
     def _new_name(self) -> str:
         self.made += 1

@@ -154,7 +154,6 @@ def _split(data: bytes) -> None:
 
 
 def _ignore(data: bytes) -> None:
-    """An ignore file, and names that its patterns may take long with."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         (folder / ".kvtoolignore").write_bytes(data)
@@ -164,7 +163,6 @@ def _ignore(data: bytes) -> None:
 
 
 def _questions(data: bytes) -> None:
-    """A file of questions."""
     with tempfile.TemporaryDirectory() as made:
         path = Path(made) / "questions.jsonl"
         path.write_bytes(data)
@@ -202,10 +200,6 @@ def _member(ending: str) -> list[bytes]:
         return [sound.read(_PACKED[ending]), _sound(ending)]
 
 
-def _whole(ending: str) -> list[bytes]:
-    return [_sound(ending)]
-
-
 def _texts() -> list[bytes]:
     korean = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
     texts = [b"A mill. It stands!\n\n1.1 Scope\n\nOne, two: three", korean.encode(), korean.encode("cp949")]
@@ -239,7 +233,7 @@ _SEEDS: dict[str, list[bytes]] = {
     "saved_page": [
         b'MIME-Version: 1.0\nContent-Type: multipart/related; boundary="x"\n\n--x\nContent-Type: text/html\n'
         b"Content-Transfer-Encoding: quoted-printable\n\n<p>Caf=C3=A9 a=\nb\n<p>c\n--x\nContent-Type: text/html\n"
-        b"Content-Transfer-Encoding: base64\n\nPHA+eA==\n--x--\n",
+        b"Content-Transfer-Encoding: base64\n\nPHA+eA==\n--x--\n"
     ],
     "latex": [b"\\section*[s]{A \\'{e} \\v{c} \\ss{} \\o}\n\\\"u \\H{o} {\\ae}\n  \\paragraph{x} text"],
     "roff": [
@@ -261,7 +255,7 @@ _SEEDS: dict[str, list[bytes]] = {
         b"From: a@b.c\nTo: =?utf-8?q?J=C3=B6rg?= <d@e.f>\nSubject: =?x?b?YQ==?=\nMIME-Version: 1.0\n"
         b'Content-Type: multipart/mixed; boundary="x"\n\n--x\nContent-Type: text/plain; charset=utf-8\n'
         b"Content-Transfer-Encoding: base64\n\nSGVsbG8=\n--x\nContent-Type: text/html\n\n<p>b\n--x\n"
-        b'Content-Disposition: attachment; filename="a.pdf"\n\nz\n--x--\n',
+        b'Content-Disposition: attachment; filename="a.pdf"\n\nz\n--x--\n'
     ],
     "mailbox": [b"From a\nSubject: one\n\nbody\n\nFrom b\nMessage-ID: <x>\nContent-Type: text/html\n\n<b>two</b>\n"],
     "notebook": [
@@ -292,20 +286,19 @@ _SEEDS: dict[str, list[bytes]] = {
     ],
 }
 
-TARGETS: dict[str, Target] = {
-    **{name: _read_here(file) for name, file in _HERE.items()},
-    **{name: _read_apart(file) for name, file in _APART.items()},
-    **{ending: _read_apart(f"a.{ending}", _packed(ending)) for ending in _PACKED},
-    "encoding": _timed(_encoding),
-    "split": _timed(_split),
-    "grown": _timed(_grown),
-    "ignore": _timed(_ignore),
-    "question_file": _timed(_questions),
-}
-
-SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    **{name: functools.partial(list, seeds) for name, seeds in _SEEDS.items()},
+_MADE: dict[str, Callable[[], list[bytes]]] = {
     **dict.fromkeys(("text", "markdown"), _texts),
     **{ending: functools.partial(_member, ending) for ending in _PACKED},
-    **{ending: functools.partial(_whole, ending) for ending in ("pdf", "rtf", "svg")},
+    **{ending: lambda ending=ending: [_sound(ending)] for ending in ("pdf", "rtf", "svg")},
+}
+
+TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
+    name: (target, _MADE.get(name) or functools.partial(list, _SEEDS[name]))
+    for name, target in (
+        *((name, _read_here(file)) for name, file in _HERE.items()),
+        *((name, _read_apart(file)) for name, file in _APART.items()),
+        *((ending, _read_apart(f"a.{ending}", _packed(ending))) for ending in _PACKED),
+        *(("encoding", _timed(_encoding)), ("split", _timed(_split)), ("grown", _timed(_grown))),
+        *(("ignore", _timed(_ignore)), ("question_file", _timed(_questions))),
+    )
 }

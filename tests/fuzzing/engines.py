@@ -65,7 +65,6 @@ class Helper:
         theirs.close()
 
     def command(self, *words: object) -> Done:
-        """Run a command there."""
         self._pipe.send([str(word) for word in words])
         require(self._pipe.poll(_SECONDS), f"{words} hangs")
         done: Done = self._pipe.recv()
@@ -115,8 +114,6 @@ class Said:
 
 
 class EngineLife:
-    """A life; see the module."""
-
     def __init__(self, family: str, seed: int, model: Path, folder: Path) -> None:
         dice = random.Random(f"begin {seed} {family}")
         self.family, self.seed, self.folder, self.model = family, seed, folder, model
@@ -350,8 +347,7 @@ class EngineLife:
         self.long.close()
         self.long = self._cache(self.store)
 
-    def _turn(self, dice: random.Random) -> None:
-        """Nothing changes, and conversations go on."""
+    _turn = _same  # conversations go on
 
     def _new_talk(self, dice: random.Random, number: int = 0) -> None:
         self.talks[number] = (), self._talking(dice)

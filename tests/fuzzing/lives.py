@@ -24,6 +24,7 @@ from kvtool.core.errors import KvtoolError, NoSpaceError, NothingFoundError, Usa
 from kvtool.core.query.reply import Reply
 from tests.cli.working import Done
 from tests.families import HYBRIDS
+from tests.faults.harness.injury import flip_bit
 from tests.faults.harness.live import AGE, live_regions
 from tests.fusion.making import MOE
 from tests.fuzzing import children
@@ -173,7 +174,6 @@ class StoreLife:
         return self._got(lambda: cache.query(question, **asked))
 
     def _got(self, ask: Callable[[], Reply]) -> Reply | None:
-        """An answer; None where it cannot be had."""
         replies: list[Reply] = []
         self._refused(lambda: replies.append(ask()))
         return replies[0] if replies else None
@@ -262,7 +262,6 @@ class StoreLife:
             self._one_file(dice)
 
     def _instruction(self, dice: random.Random) -> None:
-        """The store has another instruction from now on."""
         self.system = dice.choice(("Say it in a few words.", "Answer briefly, from the passages."))
         self._ingest(dice, system=self.system)
 
@@ -358,11 +357,7 @@ class StoreLife:
         kind = dice.choice(kinds)
         region = dice.choice([one for one in regions if one.kind == kind])
         at = dice.randrange(region.start, region.stop)
-        with data.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1 << dice.randrange(8)]))
+        data.write_bytes(flip_bit(data.read_bytes(), at, dice.randrange(8)))
         asked = ["query", self.corpus.question(dice), "--fusion", "prefix" if self.states else dice.choice(MODES[:5])]
         done = children.command(*asked, "--max-tokens", 2, "--dtype", "float32", "--json", "--store", self.store)
         require(done.code in (0, *_REFUSALS, *_REPORTED), f"{kind} flipped, query: {done.code}: {done.err[-300:]}")
@@ -378,7 +373,6 @@ class StoreLife:
         self.checking.sound(self.store)
 
     def _anew(self) -> tuple[kvtool.Cache, kvtool.Cache]:
-        """The store is made again of the files."""
         shutil.rmtree(self.store)
         near, far = self._opened(), self._opened()
         near.ingest(self.corpus.folder, **self._making(), system=self.system)
@@ -432,20 +426,11 @@ class StoreLife:
         pack, other = self.folder / "store.kvpack", self.folder / f"packed-{dice.getrandbits(30)}"
         self.near.export(pack, force=True)
         self.packed = dict(self.committed)
-        with self._opened(other) as cache:
-            cache.take(pack)
-            self.checking.store(other, self.packed)
-            self._asked(cache, dice)
-            self._asked(cache, dice)
+        self._filled(other, lambda cache: cache.take(pack), dice)
 
     def _old_pack(self, dice: random.Random) -> None:
-        """A pack of an earlier day is taken in: documents are those of now or of then."""
-        packed: dict[str, str] | None = getattr(self, "packed", None)
-        if packed is None or self._refused(lambda: self.near.take(self.folder / "store.kvpack")):
-            return
-        self.current = False
-        self._take_either({**packed, **self.committed}, packed)
-        self._ingest(dice)
+        """A pack of an earlier day is taken in."""
+        self._joined(getattr(self, "packed", None), lambda: self.near.take(self.folder / "store.kvpack"), dice)
 
     def _tier(self, dice: random.Random) -> None:
         """What was pushed another store pulls, and answers the same."""
@@ -453,20 +438,25 @@ class StoreLife:
             self.tiers += 1  # the one before was made with another lead-in, or instruction
             self.near.push(self.tier)
         self.pushed = dict(self.committed)
-        other = self.folder / f"pulled-{dice.getrandbits(30)}"
+        self._filled(self.folder / f"pulled-{dice.getrandbits(30)}", lambda cache: cache.pull(self.tier), dice)
+
+    def _pull(self, dice: random.Random) -> None:
+        """Pull an older state of a shared store."""
+        self._joined(getattr(self, "pushed", None), lambda: self.near.pull(self.tier), dice)
+
+    def _filled(self, other: Path, fill: Callable[[kvtool.Cache], object], dice: random.Random) -> None:
         with self._opened(other) as cache:
-            cache.pull(self.tier)
-            self.checking.store(other, self.pushed)
+            fill(cache)
+            self.checking.store(other, self.committed)
             self._asked(cache, dice)
             self._asked(cache, dice)
 
-    def _pull(self, dice: random.Random) -> None:
-        """Pull an older state of a shared store: documents are those of now or of then."""
-        pushed: dict[str, str] | None = getattr(self, "pushed", None)
-        if pushed is None or self._refused(lambda: self.near.pull(self.tier)):
+    def _joined(self, older: dict[str, str] | None, take: Callable[[], object], dice: random.Random) -> None:
+        """Documents are those of now or of then."""
+        if older is None or self._refused(take):
             return
         self.current = False
-        self._take_either({**pushed, **self.committed}, pushed)
+        self._take_either({**older, **self.committed}, older)
         self._ingest(dice)
 
     def _front(self, dice: random.Random) -> None:

@@ -21,7 +21,7 @@ from kvtool.core.model.prompt import prompt_parts
 from kvtool.core.model.tokens import encode
 from tests.checkpoint.gguf_files import write_gguf
 from tests.families import save_tiny
-from tests.fuzzing.harness import scratch
+from tests.fuzzing.registry import scratch
 
 _TEXT = "The mill was built in 1804 <s> by the river, naïve 水車."
 
@@ -86,7 +86,6 @@ def _with(name: str, data: bytes, folder: Path) -> Path:
 
 
 def gguf_header(data: bytes) -> None:
-    """The header of a GGUF file."""
     path = _place() / "header.gguf"
     path.write_bytes(data + _gguf()[1])
     with _refused_as_a_model():
@@ -106,7 +105,6 @@ def gguf_model(data: bytes) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    """A file of weights, looked at and loaded."""
     folder = _with("model.safetensors", data + _weights()[1], _sound())
     with _refused_as_a_model():
         files = resolve(str(folder))
@@ -114,14 +112,12 @@ def safetensors(data: bytes) -> None:
 
 
 def safetensors_index(data: bytes) -> None:
-    """The list of weight files."""
     folder = _with("model.safetensors.index.json", data, _sharded())
     with _refused_as_a_model():
         check_folder(folder)
 
 
 def config(data: bytes) -> None:
-    """config.json: read, checked, and the model that it describes loaded."""
     folder = _with("config.json", data, _sound())
     with _refused_as_a_model():
         files = resolve(str(folder))
@@ -153,19 +149,6 @@ def generation_config(data: bytes) -> None:
             load_model(resolve(str(folder)), device="cpu", packed=packed)
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    "gguf_header": gguf_header,
-    "gguf_model": gguf_model,
-    "safetensors": safetensors,
-    "safetensors_index": safetensors_index,
-    "config": config,
-    "tokenizer": _tokenizer_of("tokenizer.json"),
-    "tokenizer_config": _tokenizer_of("tokenizer_config.json"),
-    "chat_template": _tokenizer_of("chat_template.jinja"),
-    "generation_config": generation_config,
-}
-
-
 def _file(name: str, folder: Callable[[], Path] = _sound) -> list[bytes]:
     return [(folder() / name).read_bytes()]
 
@@ -177,14 +160,15 @@ def _configs() -> list[bytes]:
     return [json.dumps(value | other).encode() for other in ({}, *others)]
 
 
-SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    "gguf_header": lambda: [_gguf()[0]],
-    "gguf_model": lambda: [_gguf()[0]],
-    "safetensors": lambda: [_weights()[0]],
-    "safetensors_index": lambda: _file("model.safetensors.index.json", _sharded),
-    "config": _configs,
-    "tokenizer": lambda: _file("tokenizer.json"),
-    "tokenizer_config": lambda: _file("tokenizer_config.json"),
-    "chat_template": lambda: _file("chat_template.jinja"),
-    "generation_config": lambda: _file("generation_config.json"),
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "gguf_header": (gguf_header, lambda: [_gguf()[0]]),
+    "gguf_model": (gguf_model, lambda: [_gguf()[0]]),
+    "safetensors": (safetensors, lambda: [_weights()[0]]),
+    "safetensors_index": (safetensors_index, lambda: _file("model.safetensors.index.json", _sharded)),
+    "config": (config, _configs),
+    **{
+        file.partition(".")[0]: (_tokenizer_of(file), functools.partial(_file, file))
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    },
+    "generation_config": (generation_config, lambda: _file("generation_config.json")),
 }

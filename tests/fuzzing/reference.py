@@ -28,7 +28,6 @@ LeadIns = Mapping[bytes, Ids]  # token ids by their digest
 
 @cache
 def loaded(folder: Path, store_dtype: str) -> Decoder:
-    """The model, once for each number format of stores."""
     made = load_model(resolve(str(folder), offline=True), device="cpu", dtype=store_dtype, arithmetic="float32")
     return Decoder(made, kv_dtype=getattr(torch, store_dtype))
 
@@ -60,18 +59,15 @@ class Reference:
     # ---- plain transformers ----
 
     def full(self, plan: Plan) -> torch.Tensor:
-        """Return the logits after all tokens of the prompt that have a row, each at its position."""
         if not plan.dropped:
             return plain_logits(self.family, "float32", tuple(plan.ids), self._attention)
         model = plain_model(self.family, "float32")
         return forward(model, plan.ids, plan.positions.tolist(), DynamicCache(), []).logits[0, -1]
 
     def text(self, ids: Sequence[int], count: int) -> Ids:
-        """The greedy continuation."""
         return plain_text(self.family, "float32", tuple(ids), count)
 
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits after these tokens."""
         return plain_logits(self.family, "float32", tuple(ids), self._attention)
 
     def jumps(self, ids: Sequence[int]) -> bool:
@@ -134,7 +130,6 @@ class Reference:
     # ---- kvtool's own modes over fresh KV ----
 
     def kv(self, ids: Ids, lead_in: Ids) -> ChunkKV:
-        """Return a chunk's KV after a lead-in, computed now."""
         if (ids, lead_in) not in self._fresh:
             decoder = self.decoder
             (self._fresh[ids, lead_in],) = prefill_chunks(decoder, LeadIn(decoder, lead_in), [PrefillItem(ids)])

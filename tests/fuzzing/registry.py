@@ -1,47 +1,44 @@
-"""The targets of all modules in this folder: what is fed with bytes, and the sound bytes that changes begin with.
+"""The targets of the modules in this folder: what is fed with bytes, and the sound bytes that changes begin with.
 
-A module has ``TARGETS``, functions of bytes by name, and ``SEEDS``, which make the sound bytes of each. A target
-returns where the bytes are read or politely refused, and raises for a bug.
+A module has ``TARGETS``: by name a function of bytes, and what makes its sound bytes. A target returns where the bytes
+are read or politely refused, and raises for a bug.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import importlib
-import pkgutil
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvtool.core.errors import KvtoolError
+
 Target = Callable[[bytes], None]
-Seeds = Callable[[], list[bytes]]
 
-_FOLDER = Path(__file__).parent
-_OTHERS = {"__main__", "child", "registry", "harness"} | {  # the driver; and lives, which are no functions of bytes
-    *("lives", "engines", "runs", "checks", "reference", "corpus", "children")
-}
-
-
-def modules() -> list[str]:
-    """Names of the modules that have targets."""
-    names = [found.name for found in pkgutil.iter_modules([str(_FOLDER)])]
-    return [f"tests.fuzzing.{name}" for name in names if name not in _OTHERS and not name.startswith("test_")]
+refused = functools.partial(contextlib.suppress, KvtoolError)  # an error that says what is wrong is no finding
+_MODULES = [f"tests.fuzzing.{name}" for name in ("documents", "models", "shared", "stores")]
 
 
 def targets() -> dict[str, str]:
     """The module of each target, by the target's name."""
-    found: dict[str, str] = {}
-    for name in modules():
-        module = importlib.import_module(name)
-        assert module.TARGETS.keys() == module.SEEDS.keys(), name
-        assert not module.TARGETS.keys() & found.keys(), name
-        found |= dict.fromkeys(module.TARGETS, name)
-    return found
+    return {name: module for module in _MODULES for name in importlib.import_module(module).TARGETS}
 
 
 def loaded(target: str, module: str) -> tuple[Target, list[bytes]]:
-    """A target and its seeds."""
-    found = importlib.import_module(module)
-    return found.TARGETS[target], found.SEEDS[target]()
+    function, seeds = importlib.import_module(module).TARGETS[target]
+    return function, seeds()
+
+
+def scratch(name: str) -> Path:
+    """Make a folder that is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix=f"kvtool-fuzz-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def mutations(seeds: list[bytes], count: int, dice: random.Random) -> Iterator[bytes]:

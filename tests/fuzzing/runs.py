@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -38,30 +38,13 @@ class Step:
         return random.Random(f"{seed} {family} {self.number}")
 
 
-class Life(Protocol):
-    """A life that is lived step by step; `checks` counts by name what was held against a reference."""
-
-    checks: Counter[str]
-
-    def live(self, step: Step) -> None: ...
-
-    def end(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Begin = Callable[[str, int, Path, Path], Life]  # family, seed, the model's folder, one of its own
+Begin = Callable[[str, int, Path, Path], Any]  # a life of a family, a seed, the model's folder, and one of its own
 Names = Sequence[tuple[str, int]]  # steps, and how often each of them comes
 
 
 @dataclass(slots=True)
 class Lived:
-    """The outcome of a life.
-
-    Attributes
-    ----------
-    at : number of the step at which it failed, one past the last where its end did; None: nothing failed.
-    """
+    """The outcome of a life; `at`: the step at which it failed, one past the last where its end did."""
 
     steps: int
     checks: Counter[str]
@@ -71,7 +54,6 @@ class Lived:
 
 
 def steps_of(names: Names, family: str, seed: int, least: int, most: int) -> list[Step]:
-    """The steps of a life."""
     dice = random.Random(f"steps {seed} {family}")
     words, weights = zip(*names, strict=True)
     return [Step(n, name) for n, name in enumerate(dice.choices(words, weights, k=dice.randint(least, most)))]
@@ -128,7 +110,6 @@ _folders: list[Path] = []
 
 
 def model_of(family: str) -> Path:
-    """The family's model in a folder, made once."""
     if family not in _models:
         _models[family] = save_tiny(family, _scratch() / "models" / family)
     return _models[family]
@@ -143,7 +124,6 @@ def _scratch() -> Path:
 
 
 def clean() -> None:
-    """Remove what this process has made."""
     while _folders:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
     _models.clear()
@@ -154,8 +134,6 @@ def clean() -> None:
 
 @dataclass
 class Tally:
-    """The outcomes of all lives of a family."""
-
     lives: int = 0
     steps: int = 0
     failures: int = 0
@@ -216,7 +194,6 @@ def _say(text: str) -> None:
 
 
 def table(tallies: dict[str, Tally]) -> str:
-    """Markdown: a row for each family, and one for all."""
     rows = ["| family | lives | steps | checks | failures |", "| --- | ---: | ---: | ---: | ---: |"]
     total = Tally()
     for family in sorted(tallies):

@@ -26,7 +26,7 @@ from kvtool.core.remote.catalogue_io import catalogue_in, open_shard, read_catal
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import LAYERS, id_of, info_of, make_store, put, records_of
-from tests.fuzzing.harness import refused, scratch
+from tests.fuzzing.registry import refused, scratch
 from tests.remote.test_hostile import IDENTITY
 
 _ZSTD = zstandard.ZstdCompressor()
@@ -125,7 +125,6 @@ def tier(data: bytes) -> None:
 
 
 def pack_file(data: bytes) -> None:
-    """A file that is said to be a pack."""
     path = _place() / "hostile.kvpack"
     path.write_bytes(data)
     with refused(), closing(PackReader(path)) as reader:
@@ -149,7 +148,6 @@ def pack_catalogue(data: bytes) -> None:
 
 
 def pack_tensors(data: bytes) -> None:
-    """A member with KV."""
     for level in ("raw", "lossless"):
         with refused():
             for record in from_safetensors(id_of("f0.0"), level, LAYERS, data):
@@ -157,7 +155,6 @@ def pack_tensors(data: bytes) -> None:
 
 
 def leases(data: bytes) -> None:
-    """Parse the object that holds leases."""
     object_store._leases(data, 1.0)
 
 
@@ -188,25 +185,19 @@ def _descriptions() -> list[bytes]:
     ]
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    "head": head,
-    "catalogue": catalogue,
-    "described": described,
-    "tier": tier,
-    "pack_file": pack_file,
-    "pack_catalogue": pack_catalogue,
-    "pack_tensors": pack_tensors,
-    "leases": leases,
-}
-SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    "head": lambda: [_json({"format": 1, "catalogue": "ab" * 16, "before": ["cd" * 16]}), seal_head(Head("ab" * 16))],
-    "catalogue": _catalogues,
-    "described": _descriptions,
-    "tier": lambda: _catalogues()[-1:],
-    "pack_file": lambda: [_pack().read_bytes()],
-    "pack_catalogue": lambda: _catalogues()[-1:],
-    "pack_tensors": lambda: [
-        to_safetensors(id_of("f0.0"), level, records_of("f0.0", level)) for level in ("raw", "lossless")
-    ],
-    "leases": lambda: [_json({"push-0123456789abcdef": None, "sweep-x": 1700000000.0}), b"{}"],
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "head": (
+        head,
+        lambda: [_json({"format": 1, "catalogue": "ab" * 16, "before": ["cd" * 16]}), seal_head(Head("ab" * 16))],
+    ),
+    "catalogue": (catalogue, _catalogues),
+    "described": (described, _descriptions),
+    "tier": (tier, lambda: _catalogues()[-1:]),
+    "pack_file": (pack_file, lambda: [_pack().read_bytes()]),
+    "pack_catalogue": (pack_catalogue, lambda: _catalogues()[-1:]),
+    "pack_tensors": (
+        pack_tensors,
+        lambda: [to_safetensors(id_of("f0.0"), level, records_of("f0.0", level)) for level in ("raw", "lossless")],
+    ),
+    "leases": (leases, lambda: [_json({"push-0123456789abcdef": None, "sweep-x": 1700000000.0}), b"{}"]),
 }

@@ -39,7 +39,7 @@ from tests.codec import test_fuzz as records
 from tests.codec.rans import reference
 from tests.codec.rans.streams import TABLES, stream_of, symbols_for
 from tests.codec.synthetic import encoded
-from tests.fuzzing.harness import refused, scratch
+from tests.fuzzing.registry import refused, scratch
 
 _KEY = bytes(range(20))
 _LEVELS = ("raw", "lossless", "1", "2", "3", "4", "keep50-raw", "keep50-lossless", "keep50-2")
@@ -90,7 +90,6 @@ def _look_up(tree: Tree) -> None:
 
 
 def lmdb_page(data: bytes) -> None:
-    """A page of a tree; short ones are filled up."""
     page = data[:4096].ljust(4096, b"\0")
     for ordered in (True, False):
         with refused():
@@ -103,7 +102,6 @@ def _pages() -> list[bytes]:
 
 
 def store_open(data: bytes) -> None:
-    """store.json of a store that is opened."""
     path = _place() / "opened"
     path.mkdir(exist_ok=True)
     (path / layout.STORE_FILE).write_bytes(data)
@@ -131,7 +129,8 @@ def _items() -> dict[str, Encoded]:
     keys, values = records.MODEL.kv(1, records.TOKENS, dtype=torch.bfloat16)
     found |= encoded(keys, values, ["4"], records.PROFILE, 1)
     for level in (one for one in _LEVELS if one not in found):
-        payload = b"".join(bytes(part) for part in CODECS[level].encode(keys, values, 1, records.PROFILE))
+        (parts,) = CODECS[level].encode_layers([(keys, values)], records.PROFILE)
+        payload = b"".join(bytes(part) for part in parts)
         found[level] = Encoded(payload, _SHAPE, "bfloat16")
     return found
 
@@ -219,7 +218,6 @@ def profile(data: bytes) -> None:
 
 
 def stretch_part(data: bytes) -> None:
-    """Decode tensors of a state checkpoint."""
     with refused():
         decode_part(memoryview(bytearray(data)))
 
@@ -252,7 +250,6 @@ def _entry_seeds() -> list[bytes]:
 
 
 def side_files(data: bytes) -> None:
-    """Read JSON and notes next to the records, with and without a digest that is right."""
     with Store.open(_store()) as store:
         store.side_file("gate/x.json").write_bytes(data)
         store.read_side("gate/x.json")
@@ -271,7 +268,6 @@ def _side_seeds() -> list[bytes]:
 
 
 def index_tables(data: bytes) -> None:
-    """A file of the retrieval index."""
     path = _place() / "index.tables"
     path.write_bytes(side_sealed(data))
     with refused():
@@ -285,7 +281,6 @@ def index_tables(data: bytes) -> None:
 
 
 def side_sealed(data: bytes) -> bytes:
-    """A table with its digest."""
     return data + sides.tail_of(data)
 
 
@@ -305,27 +300,18 @@ def _table_seeds() -> list[bytes]:
     return [data[: -sides.TAIL_BYTES] for data in (path.read_bytes(), *_index_files().values())]
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    "lmdb_file": lmdb_file,
-    "lmdb_page": lmdb_page,
-    "store_json": store_open,
-    **{f"record_{level.replace('-', '_')}": record_of(level) for level in _LEVELS},
-    "rans": rans,
-    "profile": profile,
-    "stretch_part": stretch_part,
-    "entries": entries,
-    "side_files": side_files,
-    "index_tables": index_tables,
-}
-SEEDS: dict[str, Callable[[], list[bytes]]] = {
-    "lmdb_file": lambda: [next(iter(_store().rglob("data.mdb"))).read_bytes()],
-    "lmdb_page": _pages,
-    "store_json": lambda: [(_store() / layout.STORE_FILE).read_bytes()],
-    **{f"record_{level.replace('-', '_')}": _record_seeds(level) for level in _LEVELS},
-    "rans": _rans_seeds,
-    "profile": lambda: [bytes(records.PROFILE.data)],
-    "stretch_part": lambda: [encode_part({"keys": torch.ones(2, 3, dtype=torch.bfloat16), "state": torch.ones(5)})],
-    "entries": _entry_seeds,
-    "side_files": _side_seeds,
-    "index_tables": _table_seeds,
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "lmdb_file": (lmdb_file, lambda: [next(iter(_store().rglob("data.mdb"))).read_bytes()]),
+    "lmdb_page": (lmdb_page, _pages),
+    "store_json": (store_open, lambda: [(_store() / layout.STORE_FILE).read_bytes()]),
+    **{f"record_{level.replace('-', '_')}": (record_of(level), _record_seeds(level)) for level in _LEVELS},
+    "rans": (rans, _rans_seeds),
+    "profile": (profile, lambda: [bytes(records.PROFILE.data)]),
+    "stretch_part": (
+        stretch_part,
+        lambda: [encode_part({"keys": torch.ones(2, 3, dtype=torch.bfloat16), "state": torch.ones(5)})],
+    ),
+    "entries": (entries, _entry_seeds),
+    "side_files": (side_files, _side_seeds),
+    "index_tables": (index_tables, _table_seeds),
 }

@@ -8,12 +8,11 @@ import pytest
 
 from tests.fuzzing import registry
 
-_SLOW = {"gguf_model": 4, "config": 30, "safetensors": 30, "generation_config": 10, "tier": 20, "tools": 20}
+_SLOW = {"gguf_model": 4, "config": 30, "safetensors": 30, "generation_config": 10, "tier": 20}
 _SLOW |= {"tokenizer_config": 30}  # a process for each template
 _TARGETS = registry.targets()
 
 
-@pytest.mark.some(5)
 @pytest.mark.some(12)
 @pytest.mark.parametrize("name", sorted(_TARGETS))
 def test_seeds_and_changes_of_them(name: str, unpacked: None) -> None:

@@ -80,7 +80,7 @@ def test_a_chunk_is_the_same_in_every_batch_and_order(like: Case) -> None:
 
 @pytest.mark.parametrize("name", LIKE)
 def test_the_question_looks_where_the_model_would(name: str) -> None:
-    test_question.holds(case(name))
+    test_question.check_layers(case(name))
 
 
 @pytest.mark.parametrize("name", LIKE)

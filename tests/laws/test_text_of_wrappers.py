@@ -67,7 +67,7 @@ def test_another_question_changes_no_context_row(text: Case) -> None:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_question_looks_where_the_model_would(name: str) -> None:
-    test_question.holds(text_of(name, "float32"))
+    test_question.check_layers(text_of(name, "float32"))
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 TABLE = Path(__file__).with_name("kernels.json")
@@ -22,9 +23,16 @@ def kernels() -> dict[str, Callable[[], str]]:
 
 
 def hashes() -> dict[str, str]:
-    """Hash every kernel's text; of what is made for any CPU, that of an x86 one."""
+    """Hash every kernel's texts for all instruction sets; of what is made for any CPU, that of an x86 one."""
+    from kvtool.core.native.isa import ISAS
+
+    found: dict[str, Any] = {}
     with mock.patch("platform.machine", return_value="x86_64"):
-        return {name: hashlib.sha256(make().encode()).hexdigest()[:16] for name, make in kernels().items()}
+        for name, make in kernels().items():
+            kind, _, isa = name.rpartition("/")
+            kind = kind if isa in (*ISAS, "avx512bf16") else name
+            found.setdefault(kind, hashlib.sha256()).update(make().encode())
+    return {kind: digest.hexdigest()[:16] for kind, digest in found.items()}
 
 
 def _entropy() -> Kernels:

@@ -160,9 +160,7 @@ def test_no_more_take_part_than_a_job_has_room_for(wanted: int, expected: int) -
         assert pool is not None
         running = threading.Thread(target=pool.run, args=(function, ctypes.addressof(job), wanted))
         running.start()
-        until = time.monotonic() + 20
-        while job[0] < expected and time.monotonic() < until:
-            time.sleep(0.001)
+        soon(lambda: job[0] >= expected)
         time.sleep(0.02)  # one too many would have come by now
         came = job[0]
         job[1] = 0

@@ -74,9 +74,6 @@ class OnDevice(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"OnDevice({self.inner!r})"
 
-    def record_stream(self, stream: Any) -> None:
-        streams.log.recorded.append(stream)
-
 
 def _dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operation is torch.ops.prim.device.default:

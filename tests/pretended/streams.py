@@ -52,12 +52,6 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         Event().record(other).wait(self)
 
-    def wait_event(self, event: Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return (event or Event()).record(self)
-
     def synchronize(self) -> None:
         log.note("stream.synchronize")
         self.run()
@@ -117,7 +111,6 @@ class Graph:
 
 
 def capturing() -> Graph | None:
-    """The graph that this thread captures."""
     graph: Graph | None = getattr(_here, "graph", None)
     return graph
 
@@ -131,7 +124,6 @@ class Log:
     """A log of the waits of a GPU, each with the line of kvtool that asked."""
 
     waits: list[tuple[str, str]] = field(default_factory=list)
-    recorded: list[Any] = field(default_factory=list)
 
     def note(self, operation: Any) -> None:
         graph = capturing()
@@ -157,20 +149,17 @@ _streams: list[Stream] = [_default]
 
 
 def new(*ignored: Any, **named: Any) -> Stream:
-    """Make another stream."""
     _streams.append(Stream())
     return _streams[-1]
 
 
 def current(device: Any = None) -> Stream:
-    """The stream that this thread's work is put into."""
     stream: Stream = getattr(_here, "stream", _default)
     return stream
 
 
 @contextlib.contextmanager
 def on(stream: Stream | None) -> Iterator[None]:
-    """Put this thread's work into a stream."""
     before, _here.stream = current(), stream or current()
     try:
         yield
@@ -179,16 +168,13 @@ def on(stream: Stream | None) -> Iterator[None]:
 
 
 def finish(device: Any = None) -> None:
-    """Run everything in every stream."""
     log.note("cuda.synchronize")
     for stream in _streams:
         stream.run()
 
 
 def forget() -> None:
-    """Begin anew."""
     _streams[:] = [_default]
     _default.queue.clear()
     _default.done = 0
     log.waits.clear()
-    log.recorded.clear()

@@ -6,19 +6,18 @@ A wrong gold answer, or one that is also in another document, would look like a 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, TypeVar
+
+from kvtool.core.corpus.readers import read_documents
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 CORPUS = SAMPLES / "corpus"
 KINDS = ("direct", "coreference", "hop")
-WORDS = {"en": (150, 600), "ko": (110, 600)}
 # The nameless part of a coreference document: how far into the text an answer is at least (so that the name is in
 # the chunk before), and how many words around it must be free of the name. A Korean word carries more tokens.
 DEPTH = {"en": 190, "ko": 95}
@@ -29,44 +28,12 @@ Question = dict[str, Any]
 Row = TypeVar("Row", Question, str)
 
 
-class _Text(HTMLParser):
-    """Visible text of a page; block ends become paragraph ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-        self._hidden = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._hidden += tag in ("script", "style", "head", "nav", "footer")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._hidden -= tag in ("script", "style", "head", "nav", "footer")
-        if tag in ("p", "h1", "h2"):
-            self.parts.append("\n\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            self.parts.append(data)
-
-
-def _read_html(raw: str) -> str:
-    parser = _Text()
-    parser.feed(raw)
-    return "".join(parser.parts)
-
-
-def _read_jsonl(raw: str) -> str:
-    rows = [json.loads(line) for line in raw.splitlines() if line.strip()]
-    return "\n\n".join(f"{row['title']}\n\n{row['text']}" for row in rows)
-
-
 @cache
 def text_of(path: str) -> str:
-    raw = (CORPUS / path).read_text(encoding="utf-8")
-    if path.endswith(".html"):
-        return _read_html(raw)
-    return _read_jsonl(raw) if path.endswith(".jsonl") else raw
+    if path.endswith((".html", ".jsonl")):
+        found = read_documents(CORPUS / path, (CORPUS / path).read_bytes())
+        return "\n\n".join(document.text for document in found)
+    return (CORPUS / path).read_text(encoding="utf-8")
 
 
 @cache
@@ -136,36 +103,6 @@ def test_document_counts() -> None:
     assert set(kinds) == {".md", ".txt", ".html", ".jsonl"}
     assert kinds[".html"] >= 2
     assert kinds[".jsonl"] >= 1
-
-
-@every(documents())
-def test_document_reads_well(path: str) -> None:
-    low, high = WORDS[language(path)]
-    text = text_of(path)
-    assert low <= len(text.split()) <= high
-    assert not set(text) & set("\r\t\ufffd")
-
-
-@every([p for p in documents() if language(p) == "ko"])
-def test_korean_document_is_korean(path: str) -> None:
-    letters = [c for c in text_of(path) if c.isalpha()]
-    assert sum("가" <= c <= "힣" for c in letters) / len(letters) > 0.97
-
-
-@every(documents())
-def test_document_starts_with_a_title(path: str) -> None:
-    first = text_of(path).strip().splitlines()[0]
-    if path.endswith(".md"):
-        assert first.startswith("# ")
-    assert 2 <= len(first) <= 80
-    assert not first.endswith((".", "다."))
-
-
-def test_documents_have_distinct_titles_and_paragraphs() -> None:
-    titles = [text_of(p).strip().splitlines()[0] for p in documents()]
-    paragraphs = [squash(x) for p in documents() for x in text_of(p).split("\n\n") if x.strip()]
-    assert len(set(titles)) == len(titles)
-    assert [x for x, n in Counter(paragraphs).items() if n > 1] == []
 
 
 # --- questions
@@ -246,38 +183,3 @@ def test_coreference_paragraph_does_not_name_the_entity(q: Question) -> None:
     holders = [p for p in map(squash, text_of(q["source"]).split("\n\n")) if answer in p]
     assert holders
     assert not any(squash(name) in p for name in q["entity"] for p in holders)
-
-
-# --- direct questions carry enough words for a keyword search
-
-
-def tokens(text: str) -> list[str]:
-    """Words; Korean words also as pairs of syllables, since a particle is glued to the noun."""
-    words = re.findall(r"\w+", text.casefold())
-    pairs = [w[i : i + 2] for w in words if re.search("[가-힣]", w) for i in range(len(w) - 1)]
-    return [w for w in words if not re.search("[가-힣]", w)] + pairs
-
-
-@cache
-def index() -> tuple[dict[str, Counter[str]], Counter[str]]:
-    counts = {p: Counter(tokens(text_of(p))) for p in documents()}
-    return counts, Counter(t for c in counts.values() for t in c)
-
-
-def rank(question: str) -> list[str]:
-    """Documents by BM25 (k1=1.2, b=0.75)."""
-    counts, spread = index()
-    mean = sum(c.total() for c in counts.values()) / len(counts)
-
-    def score(path: str) -> float:
-        c = counts[path]
-        norm = 1.2 * (0.25 + 0.75 * c.total() / mean)
-        terms = [t for t in set(tokens(question)) if c[t]]
-        return sum(math.log(1 + len(counts) / spread[t]) * 2.2 * c[t] / (c[t] + norm) for t in terms)
-
-    return sorted(counts, key=score, reverse=True)
-
-
-@every(of_kind("direct"))
-def test_keyword_search_finds_the_document_of_a_direct_question(q: Question) -> None:
-    assert q["source"] in rank(q["question"])[:2]

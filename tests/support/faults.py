@@ -27,6 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
+from tests.faults.harness import flips, full, injury, threads  # noqa: E402
+from tests.faults.harness.kills import Killing  # noqa: E402
+from tests.faults.harness.subject import make_subject  # noqa: E402
+from tests.faults.harness.works import WORKS, Bases  # noqa: E402
+
 Unit = tuple[str, str, int]  # part, name, number
 FLIPS, CUTS, KILLS = "flip", "cut", "kill"
 LIMIT, DISK, READERS, THREADS = "file limit", "full disk", "readers", "threads"
@@ -129,10 +134,8 @@ class Bench:
     """Subject, bases and scratch folder, made on need and kept."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        from tests.faults.harness import works
-
         self._given = given
-        self.works = {work.name: work for work in works.works() if given.only in (None, work.name)}
+        self.works = {work.name: work for work in WORKS if given.only in (None, work.name)}
         self._made: dict[str, Any] = {}
         memory = Path("/dev/shm")
         place = memory if os.access(memory, os.W_OK) else given.journal
@@ -146,7 +149,6 @@ class Bench:
     @property
     def subject(self) -> Any:
         """Made anew by every run: a store of another commit is another store."""
-        from tests.faults.harness.subject import make_subject
 
         def make() -> Any:
             folder = self._given.journal.absolute() / "subject"
@@ -156,9 +158,6 @@ class Bench:
         return self._get("subject", make)
 
     def fault(self, part: str, number: int) -> dict[str, Any]:
-        """One flip or cut."""
-        from tests.faults.harness import flips, injury
-
         found = self._get("range", lambda: flips.Range(self.subject, self._place))
         choose = {FLIPS: injury.flips, CUTS: injury.cuts}[part]
         faults = self._get(part, lambda: choose(self.subject, getattr(self._given, f"{part}s"), self._given.seed))
@@ -167,27 +166,18 @@ class Bench:
         return {"kind": outcome.fault.kind, "what": outcome.what, "why": why, "wrong": outcome.wrong}
 
     def _bases(self) -> Any:
-        from tests.faults.harness.works import Bases
-
         return self._get("bases", lambda: Bases.make(self.subject))
 
     def kill(self, name: str, number: int) -> dict[str, Any]:
-        """One kill that meets the command at work."""
-        from tests.faults.harness.kills import Killing
-
         place = self._place / f"kill-{name}"
         killing = self._get(f"kill {name}", lambda: Killing(self._bases(), self.works[name], place))
-        before = len(killing.result.wrong)
-        dice = random.Random(f"{self._given.seed} {name} {number}")
-        met = list(killing.kills(killing.result.kills + 1, dice))
-        wrong = killing.result.wrong[before:]
-        what = "never met at work" if not met else "wrong" if wrong else "whole, and completed by the next run"
-        return {"what": what, "why": "; ".join(wrong), "wrong": bool(wrong) or not met}
+        wrong = killing.kill(random.Random(f"{self._given.seed} {name} {number}"))
+        if wrong is None:
+            return {"what": "never met at work", "why": "", "wrong": True}
+        what = "wrong" if wrong else "whole, and completed by the next run"
+        return {"what": what, "why": "; ".join(wrong), "wrong": bool(wrong)}
 
     def fill(self, how: str, name: str, number: int) -> dict[str, Any]:
-        """One full disk."""
-        from tests.faults.harness import full
-
         if how == DISK and not self._get("mount", full.can_mount):
             return {"what": "not tried: needs root", "why": "", "wrong": False}
         kind, place = {LIMIT: full.Limited, DISK: full.Small}[how], self._place / f"{how} {name}"
@@ -205,8 +195,6 @@ class Bench:
 
     def threads(self) -> dict[str, Any]:
         """In a process of their own: this one forks."""
-        from tests.faults.harness import threads
-
         rounds = str(self._given.threads)
         return self._said([threads.__file__, str(self.subject.store), str(self.subject.corpus), rounds])
 
@@ -242,7 +230,6 @@ def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def render(rows: list[dict[str, Any]], journal: list[dict[str, Any]], given: argparse.Namespace) -> str:
-    """Markdown."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in journal))
     asked = {name: getattr(given, name) for name in ("flips", "cuts", "kills", "fills", "readers", "threads", "seed")}
     asked |= {"only": given.only} if given.only else {}
@@ -250,7 +237,7 @@ def render(rows: list[dict[str, Any]], journal: list[dict[str, Any]], given: arg
     lines = [
         "# Faults, injected",
         "",
-        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}, commit {commits}:",
+        f"{os.cpu_count()} × {platform.machine()}, {datetime.now(UTC):%Y-%m-%d}, commit {commits}:",
         "",
         f"    {command}",
         "",
@@ -268,16 +255,6 @@ def render(rows: list[dict[str, Any]], journal: list[dict[str, Any]], given: arg
     for part, times in totals.items():
         lines.append(f"| **{TITLES[part]}** | **all** | **{times}** | | **{bad[part]}** |")
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """What it ran on."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    return f"{os.cpu_count()} × {model}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

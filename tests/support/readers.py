@@ -39,14 +39,7 @@ MODES = ("union", "reuse", "epic")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a run.
-
-    Attributes
-    ----------
-    answers, revisions : how many, and of how many revisions they were.
-    commits : made meanwhile.
-    differences : answers other than those of the idle store; empty where all is well. `failures` of readers alike.
-    """
+    """How many answers of how many revisions there were, and commits meanwhile; what differed, which readers failed."""
 
     answers: int
     revisions: int
@@ -75,7 +68,6 @@ def ask(store: Path, questions: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def facts(reply: Any) -> dict[str, Any]:
-    """What has to be equal."""
     logits = hashlib.blake2b(reply.fused.logits.numpy().tobytes(), digest_size=16).hexdigest()
     chunks = [[chunk.id, chunk.source, chunk.start, chunk.end, chunk.line, chunk.status] for chunk in reply.chunks]
     return {"answer": reply.answer, "chunks": chunks, "tokens": reply.tokens, "logits": logits}
@@ -123,7 +115,6 @@ def keep_copy(store: Path, environment: Environment, folder: Path) -> None:
 
 
 def document(number: int, version: int) -> str:
-    """Of a mill; each version says something else."""
     which = MILLS[number % len(MILLS)]
     lines = [f"The {which} mill was built in {1700 + 7 * version} by baker {chr(65 + version % 26)}."]
     for n in range(1, 2 + version % 3):
@@ -132,7 +123,6 @@ def document(number: int, version: int) -> str:
 
 
 def write_corpus(corpus: Path) -> None:
-    """The first version of each document."""
     corpus.mkdir(parents=True)
     for number in range(6):
         (corpus / f"{number}.md").write_text(document(number, 0))
@@ -179,13 +169,7 @@ def chunks_of_documents(store: Store) -> set[bytes]:
 def run(
     store: Path, corpus: Path, work: Path, processes: int = 4, questions: int = 200, say: Callable[[str], None] = print
 ) -> Outcome:
-    """Ask a store from several processes while this one changes it, and compare.
-
-    Parameters
-    ----------
-    store, corpus : a store of a corpus that :func:`write_corpus` wrote.
-    work : an empty folder.
-    """
+    """Ask a store of :func:`write_corpus` from several processes while this one changes it, and compare."""
     outs = [work / f"reader-{number}.jsonl" for number in range(processes)]
     commands = [
         [sys.executable, __file__, "--ask", str(store), str(questions), str(number)] for number in range(processes)

@@ -1,16 +1,10 @@
 """A chat in a real terminal, scene by scene: what is typed, and the screen afterwards.
 
-    python tests/support/terminal.py STORE > screens.md
-    python tests/support/terminal.py STORE --only follow-up --max-tokens 40
-
-drives `kvtool chat` in a tmux of its own: a follow-up, Ctrl-C in an answer, a window that becomes narrow while a line
-is typed and while an answer is written, Korean, several lines, the commands, and the ways out of it. A scene ends with
-an error where its screen lacks what it should have.
+`kvtool chat` runs in a tmux of its own. A scene ends with an error where its screen lacks what it should have.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -23,18 +17,10 @@ HERE = Path(__file__).resolve().parents[2]
 PROMPT = "\n>"
 PATIENCE_S = 300.0
 WIDTH, HEIGHT = 100, 40
-FIRST = "Who founded the observatory at Kellhaven?"
-SECOND = "And when was that?"
 
 
 class Terminal:
-    """A terminal with one command in it.
-
-    Parameters
-    ----------
-    command : run by a shell, which says afterwards how it ended.
-    folder : where it works.
-    """
+    """A terminal with one command in it, run by a shell, which says afterwards how it ended."""
 
     def __init__(self, command: str, folder: Path) -> None:
         self._server = ["tmux", "-L", f"kvtool-{os.getpid()}-{time.monotonic_ns()}", "-f", os.devnull]
@@ -46,7 +32,6 @@ class Terminal:
         return subprocess.run([*self._server, *words], capture_output=True, text=True, check=True).stdout
 
     def close(self) -> None:
-        """End the command, and its terminal."""
         subprocess.run([*self._server, "kill-server"], capture_output=True)
 
     def types(self, text: str, *keys: str) -> None:
@@ -57,7 +42,6 @@ class Terminal:
             self._tmux("send-keys", *keys)
 
     def resized(self, width: int, height: int) -> None:
-        """Make the window larger or smaller."""
         self._tmux("resize-window", "-x", str(width), "-y", str(height))
 
     def screen(self) -> str:
@@ -65,12 +49,7 @@ class Terminal:
         return self._tmux("capture-pane", "-p", "-J", "-S", "-200").rstrip()
 
     def until(self, text: str, times: int = 1) -> str:
-        """Return the screen as soon as it shows a text so many times.
-
-        Raises
-        ------
-        TimeoutError : it does not come.
-        """
+        """Return the screen as soon as it shows a text so many times."""
         over = time.monotonic() + PATIENCE_S
         while (shown := self.screen()).count(text) < times:
             if time.monotonic() > over:
@@ -82,23 +61,6 @@ class Terminal:
 Scene = Callable[[Terminal], None]
 
 
-def follow_up(terminal: Terminal) -> None:
-    terminal.types(FIRST, "Enter")
-    terminal.until("sources: ")
-    terminal.types(SECOND, "Enter")
-    terminal.until("tokens kept")
-
-
-def ctrl_c(terminal: Terminal) -> None:
-    """In an answer, once its first words are there; then at the prompt."""
-    terminal.types(FIRST, "Enter")
-    terminal.until("llhaven", times=2)
-    terminal.types("", "C-c")
-    terminal.until("sources: ")
-    terminal.types("never asked", "C-c")
-    terminal.until("Ctrl-D ends the chat")
-
-
 def narrow(terminal: Terminal) -> None:
     terminal.types("a line that is longer than forty columns are, and is typed on")
     terminal.resized(40, 20)
@@ -107,18 +69,6 @@ def narrow(terminal: Terminal) -> None:
     terminal.resized(WIDTH, HEIGHT)
     terminal.types(" and a wide one")
     terminal.until("typed on in a narrow window and a wide one")
-
-
-def narrow_answer(terminal: Terminal) -> None:
-    """The window becomes narrow while an answer is written, and wide again while the next one is."""
-    terminal.types(FIRST, "Enter")
-    terminal.until("llhaven", times=2)
-    terminal.resized(40, 20)
-    terminal.until("sources: ")
-    terminal.types(SECOND, "Enter")
-    terminal.until(f"{SECOND}\nThe")
-    terminal.resized(WIDTH, HEIGHT)
-    terminal.until("tokens kept")
 
 
 def korean(terminal: Terminal) -> None:
@@ -138,50 +88,16 @@ def several_lines(terminal: Terminal) -> None:
     terminal.until("sources: ")
 
 
-def commands(terminal: Terminal) -> None:
-    terminal.types("/sources", "Enter")
-    terminal.until("nothing was answered yet")
-    terminal.types(FIRST, "Enter")
-    terminal.until("sources: ")
-    for typed, said in (
-        ("/mode epic", "mode: epic"),
-        ("/mode foo", "is none of"),
-        ("/top-k 0", "top_k"),
-        ("/sources", "sources: "),
-        ("/save talk.md", "saved as talk.md"),
-        ("/save talk.md", "talk.md exists"),
-        ("/save /proc/talk.md", "cannot be written"),
-        ("/nope", "there is no command /nope"),
-        ("/reset", "a new conversation begins"),
-    ):
-        terminal.types(typed, "Enter")
-        terminal.until(said)
-
-
 def ends(terminal: Terminal) -> None:
     terminal.types("", "C-d")
     terminal.until("ended with 0")
 
 
-SCENES: dict[str, Scene] = {
-    "follow-up": follow_up,
-    "ctrl-c": ctrl_c,
-    "narrow": narrow,
-    "narrow-answer": narrow_answer,
-    "korean": korean,
-    "several-lines": several_lines,
-    "commands": commands,
-    "ends": ends,
-}
+SCENES: dict[str, Scene] = {"narrow": narrow, "korean": korean, "several-lines": several_lines, "ends": ends}
 
 
 def played(name: str, store: Path, folder: Path, *more: str) -> str:
-    """One scene over a store; the screen at its end.
-
-    Raises
-    ------
-    TimeoutError : what it should show does not come.
-    """
+    """One scene over a store; the screen at its end."""
     command = shlex.join([sys.executable, "-m", "kvtool", "chat", "--store", str(store.absolute()), *more])
     terminal = Terminal(f"PYTHONPATH={shlex.quote(str(HERE))} {command}", folder)
     try:
@@ -191,19 +107,3 @@ def played(name: str, store: Path, folder: Path, *more: str) -> str:
         return terminal.screen()
     finally:
         terminal.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", type=Path)
-    parser.add_argument("--only", choices=SCENES)
-    parser.add_argument("--max-tokens", default="256", help="of each answer")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the chat works, and /save writes")
-    given = parser.parse_args()
-    answers = ("--max-tokens", given.max_tokens)
-    for name in [given.only] if given.only else SCENES:
-        print(f"## {name}\n\n```\n{played(name, given.store, given.folder, *answers)}\n```\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -49,6 +49,7 @@ CARRIED = {
     "PyStemmer": "Stemmer",
     "PyYAML": "yaml",
     "rich": "rich",
+    "shellingham": "shellingham",
     "sortedcontainers": "sortedcontainers",
     "tqdm": "tqdm",
     "typer": "typer",

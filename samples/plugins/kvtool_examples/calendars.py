@@ -1,4 +1,4 @@
-"""A reader: the events of a calendar (`.ics`, RFC 5545), one below the other."""
+"""A reader: the events of a calendar (`.vcs`, in the lines of RFC 5545), one below the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHOWN = {"SUMMARY": "What", "DTSTART": "When", "LOCATION": "Where", "DESCRIPTIO
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """Make a document of a file's bytes; `source` is its path. An answer cites `work.ics event 2`."""
+    """Make a document of a file's bytes; `source` is its path. An answer cites `work.vcs event 2`."""
     lines = re.sub(r"\r?\n[ \t]", "", data.decode("utf-8", "replace")).splitlines()  # long lines are folded
     events: list[list[str]] = []
     for line in lines:

@@ -18,14 +18,7 @@ _LOST_POOL = "Invalid thread pool!"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a child process.
-
-    Attributes
-    ----------
-    killed_by : name of the signal that ended it, `SECONDS` where it hung; "": none.
-    value : what its work returned.
-    trouble : the traceback of an exception that its work let out.
-    """
+    """What ended a child: a signal's name, or that it hung; what its work returned; or the traceback of its error."""
 
     killed_by: str
     value: Any = None
@@ -36,11 +29,7 @@ def in_child(work: Callable[[], Any], seconds: float = SECONDS, kill_after: floa
     """Run `work`, whose result must be JSON, in a child of this process.
 
     About once in a thousand forks torch has lost its pool of threads in the child, which fails at its first product;
-    another takes its place then.
-
-    Parameters
-    ----------
-    kill_after : seconds after which it gets SIGKILL.
+    another takes its place then. After `kill_after` seconds it gets SIGKILL.
     """
     ended = _in_child(work, seconds, kill_after)
     while _LOST_POOL in ended.trouble:

@@ -7,27 +7,24 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from kvtool.core.cache.integrity import verify_here
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
 from tests.faults.harness.children import Ended, in_child
-from tests.faults.harness.injury import Fault
-from tests.faults.harness.reading import REPORTED, Compared, Facts, Known, ask_all, read_all
+from tests.faults.harness.injury import Fault, flip_bit
+from tests.faults.harness.reading import REPORTED, Facts, Known, ask_all, compare, read_all
 from tests.faults.harness.subject import Subject, copy, decoder_of
 
 WRONG = ("wrong tensor", "wrong passage", "crash", "unexpected error", "not noticed")
-FINE = ("reported", "made anew", "no effect")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a fault: one of `WRONG` or `FINE`, and the words about it."""
+    """The outcome of a fault: one of `WRONG`, or "reported", "made anew" or "no effect", and the words about it."""
 
     fault: Fault
     what: str
@@ -52,13 +49,10 @@ class Range:
         self.decoder = decoder_of(subject)
         with closing(Store.open(subject.store)) as store:
             self.known = Known.of(store)
-        self.truth = {part: self._truth(part) for part in ("store", "tier", "pack") if self._source(part).exists()}
-
-    def _source(self, part: str) -> Path:
-        return {"store": self.subject.store, "tier": self.subject.tier, "pack": self.subject.pack}[part]
+        self.truth = {part: self._truth(part) for part in ("store", "tier", "pack")}
 
     def _truth(self, part: str) -> Facts:
-        copy(self._source(part), self._copy(part))
+        copy(getattr(self.subject, part), self._copy(part))
         facts = Facts()
         for dice in range(self._decoded):
             ended = in_child(lambda dice=dice: asdict(self._read(part, dice)))
@@ -73,8 +67,7 @@ class Range:
         return self.place / (f"{part}.kvpack" if part == "pack" else part)
 
     def suffer(self, fault: Fault, number: int) -> Outcome:
-        """One fault, on a copy of its own."""
-        where = copy(self._source(fault.part), self._copy(fault.part))
+        where = copy(getattr(self.subject, fault.part), self._copy(fault.part))
         fault.strike(where)
         checked = in_child(lambda: self._verify(fault.part))
         read = in_child(lambda: asdict(self._read(fault.part, number)))
@@ -87,19 +80,20 @@ class Range:
         for ended in (read, checked):
             if ended.trouble:
                 return "unexpected error", ended.trouble
-        found = Compared.of(self.truth[fault.part], Facts(**read.value))
-        if found.wrong_tensors:
-            return "wrong tensor", ", ".join(found.wrong_tensors[:3])
-        if found.wrong_passages:
-            return "wrong passage", ", ".join(found.wrong_passages[:3])
+        found = Facts(**read.value)
+        wrong_tensors, wrong_passages, missing = compare(self.truth[fault.part], found)
+        if wrong_tensors:
+            return "wrong tensor", ", ".join(wrong_tensors[:3])
+        if wrong_passages:
+            return "wrong passage", ", ".join(wrong_passages[:3])
         verified = [f"verify ended by {checked.killed_by}"] if checked.killed_by else checked.value
         if found.said or verified:
             return "reported", (found.said or (*verified, ""))[0]
-        if found.missing:
-            return "reported", f"{found.missing} missed"
+        if missing:
+            return "reported", f"{missing} missed"
         if not fault.live:
             return "no effect", "nothing is kept there"
-        if _replaced(fault, self._source(fault.part), where):
+        if _replaced(fault, getattr(self.subject, fault.part), where):
             return "made anew", ""
         return "not noticed", ""
 
@@ -141,7 +135,6 @@ class Range:
 
 
 def verified(path: Path) -> list[str]:
-    """As its child does it."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
@@ -152,7 +145,6 @@ def verified(path: Path) -> list[str]:
 
 
 def pulled(tier: Path, to: Path) -> list[str]:
-    """Into a new store."""
     from kvtool.core.remote.blobs import open_blobs
     from kvtool.core.remote.pull import pull
 
@@ -167,7 +159,6 @@ def pulled(tier: Path, to: Path) -> list[str]:
 
 
 def import_pack(pack: Path, to: Path, warned: list[str]) -> Store:
-    """A new store of it."""
     from kvtool.core.pack.import_ import take
     from kvtool.core.remote.signing import Trust
 
@@ -181,17 +172,5 @@ def _replaced(fault: Fault, sound: Path, where: Path) -> bool:
     if fault.file == ".":
         return False
     path, was = where / fault.file, (sound / fault.file).read_bytes()
-    if not path.exists():
-        return True
-    injured = was[: fault.at] if fault.bit is None else _flipped(was, fault.at, fault.bit)
-    return path.read_bytes() != injured
-
-
-def _flipped(data: bytes, at: int, bit: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-
-
-def suffer_all(range_: Range, faults: Iterable[Fault], told: Callable[[Outcome], Any]) -> None:
-    """One fault after the other."""
-    for number, fault in enumerate(faults):
-        told(range_.suffer(fault, number))
+    injured = was[: fault.at] if fault.bit is None else flip_bit(was, fault.at, fault.bit)
+    return not path.exists() or path.read_bytes() != injured

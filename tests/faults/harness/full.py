@@ -6,7 +6,9 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,64 +32,49 @@ class _Full(Killing):
     """The same start, the same checks, another end."""
 
     def meet(self, ended: Ended, when: str) -> Filled:
-        """Judge a run that met a full disk."""
         if ended.value == 0:
             return Filled("had room enough")
         if f"Refused: exit {EXIT_NO_SPACE}" not in ended.trouble:
             return Filled("wrong", [f"{when}: {ended.killed_by or ended.trouble[-600:]}"])
-        before = len(self.result.wrong)
-        self._check(when)
-        wrong = self.result.wrong[before:]
+        wrong = self._check(when)
         return Filled("wrong" if wrong else "exit 14, completed with room", wrong)
 
+    def run_without_reserve(self, most: int = resource.RLIM_INFINITY) -> Ended:
+        """Run with files of at most so many bytes."""
 
-class Limited:
+        def work() -> int:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does at its start
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            os.environ["KVTOOL_DISK_RESERVE"] = "0"
+            return self.work.run(self.bases, self.folder, self.told)
+
+        return in_child(work, SECONDS)
+
+
+class Limited(_Full):
     """No file may grow beyond a size (RLIMIT_FSIZE): LMDB meets the very error of a full disk. Needs no root."""
 
-    how = "file size limit"
-
     def __init__(self, bases: Bases, work: Work, place: Path) -> None:
-        self._full = _Full(bases, work, place)
-        self._sizes = _file_sizes(self._full)
+        super().__init__(bases, work, place)
+        last = _largest(self.folder / work.into)
+        self._start()
+        first = _largest(self.folder / work.into)
+        # What is made anew and smaller begins with little.
+        self._sizes = (first + 1, last) if last > first + 1 else (2**16, last)
 
     def fill(self, dice: random.Random) -> Filled:
-        """One run with less room than it needs, or just as much."""
-        full, limit = self._full, dice.randrange(*self._sizes)
-        full._start()
-        ended = in_child(lambda: _limited(full, limit), SECONDS)
-        return full.meet(ended, f"{full.work.name} with files of at most {limit} bytes")
-
-
-def _file_sizes(full: _Full) -> tuple[int, int]:
-    """From the largest file of the start to the largest of the end; of what is made anew and smaller, from little."""
-    full._start()
-    first = _largest(full.folder / full.work.into)
-    full._run()
-    last = _largest(full.folder / full.work.into)
-    return (first + 1, last) if last > first + 1 else (2**16, last)
+        size = dice.randrange(*self._sizes)
+        self._start()
+        return self.meet(self.run_without_reserve(size), f"{self.work.name} with files of at most {size} bytes")
 
 
 def _largest(folder: Path) -> int:
     return max((file.stat().st_size for file in folder.rglob("*") if file.is_file()), default=0)
 
 
-def _limited(full: _Full, limit: int) -> int:
-    import signal
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does at its start
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    os.environ["KVTOOL_DISK_RESERVE"] = "0"
-    return full.work.run(full.bases, full.folder, full.told)
-
-
 def can_mount() -> bool:
-    """Whether a small disk of memory can be mounted here."""
-    return os.geteuid() == 0 and shutil.which("mount") is not None and _try_mount()
-
-
-def _try_mount() -> bool:
-    import tempfile
-
+    if os.geteuid() or shutil.which("mount") is None:
+        return False
     with tempfile.TemporaryDirectory() as place:
         try:
             with small_disk(Path(place) / "disk", 2**20):
@@ -98,7 +85,6 @@ def _try_mount() -> bool:
 
 @contextmanager
 def small_disk(at: Path, size: int) -> Iterator[Path]:
-    """Mount a disk of so many bytes, in memory."""
     at.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(at)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -113,21 +99,22 @@ def small_disk(at: Path, size: int) -> Iterator[Path]:
 class Small:
     """A disk that holds the start and a part of what the command adds. Needs root."""
 
-    how = "small disk"
-
     def __init__(self, bases: Bases, work: Work, place: Path) -> None:
         self._bases, self._work, self._place = bases, work, place
         self._full: _Full | None = None
         self._more = 0
 
     def fill(self, dice: random.Random) -> Filled:
-        """One run with less room than it needs, or just as much."""
         with small_disk(self._place / "disk", 2**28) as disk:
             full = self._full = self._full or self._measured(disk)
             room = dice.randrange(4096, self._more)
             full._start()
-            with _stuffed(disk, room):
-                ended = in_child(lambda: _without_reserve(full), SECONDS)
+            stuffing = disk / "stuffing"
+            with stuffing.open("wb") as file:
+                state = os.statvfs(disk)
+                os.posix_fallocate(file.fileno(), 0, max(4096, state.f_bavail * state.f_frsize - room))
+            ended = full.run_without_reserve()
+            stuffing.unlink()
             return full.meet(ended, f"{full.work.name} with {room} bytes free")
 
     def _measured(self, disk: Path) -> _Full:
@@ -142,21 +129,3 @@ class Small:
 def _used(disk: Path) -> int:
     state = os.statvfs(disk)
     return (state.f_blocks - state.f_bfree) * state.f_frsize
-
-
-@contextmanager
-def _stuffed(disk: Path, room: int) -> Iterator[None]:
-    """So many bytes are free."""
-    state = os.statvfs(disk)
-    stuffing = disk / "stuffing"
-    with stuffing.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(4096, state.f_bavail * state.f_frsize - room))
-    try:
-        yield
-    finally:
-        stuffing.unlink()
-
-
-def _without_reserve(full: _Full) -> int:
-    os.environ["KVTOOL_DISK_RESERVE"] = "0"
-    return full.work.run(full.bases, full.folder, full.told)

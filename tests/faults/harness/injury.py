@@ -35,20 +35,19 @@ class Fault:
     live: bool = True
 
     def strike(self, copy: Path) -> None:
-        """Do it to a copy of the part."""
         path = copy if self.file == "." else copy / self.file
         if self.bit is None:
             os.truncate(path, self.at)
             return
-        with path.open("r+b") as file:
-            file.seek(self.at)
-            byte = file.read(1)[0]
-            file.seek(self.at)
-            file.write(bytes([byte ^ 1 << self.bit]))
+        path.write_bytes(flip_bit(path.read_bytes(), self.at, self.bit))
 
     def __str__(self) -> str:
         what = "cut" if self.bit is None else f"bit {self.bit}"
         return f"{self.part}/{self.file} at {self.at}, {what} ({self.kind})"
+
+
+def flip_bit(data: bytes, at: int, bit: int = 0) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,8 @@ class Target:
 
 
 def targets_of(subject: Subject) -> list[Target]:
-    """Every file that a fault may hit."""
-    found = [*_store_targets(subject.store), *_folder_targets("tier", subject.tier)]
-    if subject.pack.exists():
-        found.append(_whole("pack", ".", subject.pack, "pack"))
-    return found
+    pack = _whole("pack", ".", subject.pack, "pack")
+    return [*_store_targets(subject.store), *_folder_targets("tier", subject.tier), pack]
 
 
 def _store_targets(store: Path) -> Iterator[Target]:
@@ -111,7 +107,6 @@ def flips(subject: Subject, count: int, seed: int) -> list[Fault]:
 
 
 def cuts(subject: Subject, count: int, seed: int) -> list[Fault]:
-    """Files cut at any length below their own."""
     dice, targets = random.Random(seed), targets_of(subject)
     found = []
     for _ in range(count):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.harness.children import Ended, in_child
@@ -17,38 +15,19 @@ _TRIES = 25  # runs for each kill that is wanted: some end before it comes
 SECONDS = 180.0
 
 
-@dataclass
-class Killed:
-    """The outcome of the kills of one command; every list but `times` is to stay empty."""
-
-    name: str
-    kills: int = 0
-    done_before: int = 0
-    times: list[float] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    not_completed: list[str] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> list[str]:
-        return self.lost + self.damaged + self.left + self.not_completed
-
-
 class Killing:
     """A command that is killed again and again, each time from its start."""
 
     def __init__(self, bases: Bases, work: Work, place: Path) -> None:
         self.bases, self.work, self.place = bases, work, place
         self.folder, self.told = place / "work", place / "told"
-        self.result = Killed(work.name)
         self.before = self._start()
         began = time.monotonic()
-        self._complete("undisturbed")
+        wrong = self._complete()
         self.seconds = time.monotonic() - began
         self.end = self._kept()
-        if self.end.wrong or self.result.wrong:
-            raise RuntimeError(f"{work.name} undisturbed: {self.end.wrong} {self.result.wrong}")
+        if self.end.wrong or wrong:
+            raise RuntimeError(f"{work.name} undisturbed: {self.end.wrong} {wrong}")
 
     def _start(self) -> Kept:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -66,33 +45,23 @@ class Killing:
     def _run(self, kill_after: float | None = None) -> Ended:
         return in_child(lambda: self.work.run(self.bases, self.folder, self.told), SECONDS, kill_after)
 
-    def _complete(self, when: str) -> None:
+    def _complete(self) -> list[str]:
         ended = self._run()
-        if ended.value != 0:
-            self.result.not_completed.append(f"{when}: {ended.killed_by or ended.trouble[-600:]}")
+        return [] if ended.value == 0 else [ended.killed_by or ended.trouble[-600:]]
 
-    def kills(self, count: int, dice: random.Random) -> Iterator[float]:
-        """Moments; each is a kill that met the command at work."""
-        for _ in range(_TRIES * (count - self.result.kills)):
-            if self.result.kills == count:
-                return
+    def kill(self, dice: random.Random) -> list[str] | None:
+        """Kill the command at work, and return what is wrong then; None: it always ended before."""
+        for _ in range(_TRIES):
             moment = dice.uniform(0, self.seconds)
             self._start()
             began = time.monotonic()
-            ended = self._run(moment)
-            took = time.monotonic() - began
-            if ended.killed_by != "SIGKILL":  # the machine is less busy than when it was measured
-                self.result.done_before += 1
-                self.seconds = min(self.seconds, took)
-                continue
-            self.result.kills += 1
-            self.result.times.append(moment)
-            self._check(f"{self.work.name} killed after {moment * 1000:.0f} ms")
-            yield moment
+            if self._run(moment).killed_by == "SIGKILL":
+                return self._check(f"{self.work.name} killed after {moment * 1000:.0f} ms")
+            self.seconds = min(self.seconds, time.monotonic() - began)  # the machine is less busy than before
+        return None
 
-    def _check(self, when: str) -> None:
+    def _check(self, when: str) -> list[str]:
         now = self._kept()
-        self.result.damaged += [f"{when}: {one}" for one in now.wrong]
         # What it is not to remove is there; what it had committed is; and nothing is that is in neither.
         stays = {name for name, digest in self.before.things.items() if self.end.things.get(name) == digest}
         lost = [name for name in stays if now.things.get(name) != self.before.things[name]]
@@ -103,13 +72,12 @@ class Killing:
             if name.startswith(("document ", "passage ", "chunk ", "stretch "))
             and digest not in (self.before.things.get(name), self.end.things.get(name))
         ]
-        self.result.lost += [f"{when}: {one}" for one in (*lost, *strange)]
         make_old(self.folder)
-        self._complete(when)
+        incomplete = self._complete()
         after = self._kept()
         differing = self._too_large(after) if self.work.most is not None else _differing(self.end, after)
-        self.result.not_completed += [f"{when}: {one}" for one in (*after.wrong, *differing)]
-        self.result.left += [f"{when}: {one}" for one in leftovers(self.folder)]
+        wrong = (*now.wrong, *lost, *strange, *incomplete, *after.wrong, *differing, *leftovers(self.folder))
+        return [f"{when}: {one}" for one in wrong]
 
     def _too_large(self, after: Kept) -> list[str]:
         """What a command did not do that is to make the store smaller, and to take nothing from what it keeps."""
@@ -123,11 +91,3 @@ def _differing(end: Kept, after: Kept) -> list[str]:
     """What an undisturbed run leaves otherwise: documents, records, states, and what is answered from them."""
     names = {name for name in end.things.keys() | after.things.keys() if name.startswith(_COMPARED)}
     return [f"{name} is another than undisturbed" for name in names if end.things.get(name) != after.things.get(name)]
-
-
-def kill_all(bases: Bases, work: Work, place: Path, count: int, seed: int, told: Callable[[], object]) -> Killed:
-    """So many kills of one command."""
-    killing = Killing(bases, work, place)
-    for _ in killing.kills(count, random.Random(f"{seed} {work.name}")):
-        told()
-    return killing.result

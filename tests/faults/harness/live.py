@@ -29,7 +29,6 @@ class Region:
 
 
 def live_regions(path: Path) -> list[Region]:
-    """All of a sound file, ascending."""
     data = path.read_bytes()
     numbers = [struct.unpack_from("=Q", data, at * PAGE + 16 + 24 + 96 + 8)[0] for at in (0, 1)]
     newest = max((0, 1), key=lambda at: numbers[at])
@@ -72,8 +71,3 @@ def _kind_of(key: bytes) -> str:
         length = rest[ID_BYTES]
         return f"KV {rest[ID_BYTES + 1 : ID_BYTES + 1 + length].decode()}"
     return tables.TABLE_NAMES.get(table, "other tables")
-
-
-def kind_at(regions: list[Region], offset: int) -> str:
-    """Of the byte at an offset; "" where nothing is kept."""
-    return next((one.kind for one in regions if one.start <= offset < one.stop), "")

@@ -26,21 +26,13 @@ REPORTED = (10, 12, 13)  # no store, misfit, damaged
 
 @dataclass
 class Facts:
-    """Results of all reads.
-
-    Attributes
-    ----------
-    tensors, passages : a digest by name of what came out.
-    said : damage that was reported, warnings included.
-    asked : what each question gave: its passages, and its answer by what that was made of.
-    """
+    """Digests by name of all that was read, and damage that was reported, warnings included."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     passages: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
     def take(self, into: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
-        """Read one thing; damage is noted, and any other error is a bug."""
         try:
             value = read()
         except KvtoolError as error:
@@ -61,8 +53,6 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Contents of a sound store: what is asked for in a damaged one."""
-
     chunks: tuple[bytes, ...]
     layers: int
     sources: tuple[str, ...]
@@ -79,7 +69,6 @@ class Known:
 
 
 def read_all(store: Store, known: Known, dice: int) -> Facts:
-    """Every record, description, document and state."""
     facts = Facts()
     small = facts.passages
     for name in ("manifest", "codec_state", "sources", "chunk_ids", "revision"):
@@ -116,7 +105,6 @@ def _read_layer(facts: Facts, store: Store, chunks: Sequence[bytes], level: str,
 
 
 def _decode(facts: Facts, store: Store, known: Known, dice: int) -> None:
-    """One chunk through each codec."""
     chunk, shelf = known.chunks[dice % len(known.chunks)], ProfileCache(store)
     for level in ("lossless", *NESTED):
 
@@ -167,29 +155,19 @@ def _answer(session: Session, question: str, options: QueryOptions, facts: Facts
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Comparison of a damaged store with the sound one."""
+def compare(truth: Facts, found: Facts) -> tuple[list[str], list[str], int]:
+    """Names of wrong tensors, names of wrong passages, and how many facts are missing in a damaged store."""
 
-    wrong_tensors: tuple[str, ...]
-    wrong_passages: tuple[str, ...]
-    missing: int
-    said: tuple[str, ...]
+    def wrong(sound: dict[str, str], injured: dict[str, str]) -> list[str]:
+        names = (name for name in injured if not name.startswith("made ") or name in sound)
+        # With damage reported, fewer passages are there to be found; each must still be one.
+        ignored = ("question ",) if found.said else ()
+        return [name for name in names if sound.get(name) != injured[name] and not name.startswith(ignored)]
 
-    @classmethod
-    def of(cls, truth: Facts, found: Facts) -> Compared:
-        def wrong(sound: dict[str, str], injured: dict[str, str]) -> tuple[str, ...]:
-            names = (name for name in injured if not name.startswith("made ") or name in sound)
-            # With damage reported, fewer passages are there to be found; each must still be one.
-            told = ("made ", "question ") if found.said else ("made ",)
-            return tuple(name for name in names if sound.get(name) != injured[name] and not name.startswith(told[1:]))
-
-        missing = sum(
-            name not in injured
-            for sound, injured in ((truth.tensors, found.tensors), (truth.passages, found.passages))
-            for name in sound
-            if not name.startswith(("made ", "decoded "))  # of other prompts, and of other chunks
-        )
-        return cls(
-            wrong(truth.tensors, found.tensors), wrong(truth.passages, found.passages), missing, tuple(found.said)
-        )
+    missing = sum(
+        name not in injured
+        for sound, injured in ((truth.tensors, found.tensors), (truth.passages, found.passages))
+        for name in sound
+        if not name.startswith(("made ", "decoded "))  # of other prompts, and of other chunks
+    )
+    return wrong(truth.tensors, found.tensors), wrong(truth.passages, found.passages), missing

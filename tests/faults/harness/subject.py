@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -29,26 +28,13 @@ class Subject:
 
     folder: Path
     model: str
-
-    @property
-    def corpus(self) -> Path:
-        return self.folder / "corpus"
-
-    @property
-    def store(self) -> Path:
-        return self.folder / "store"
-
-    @property
-    def tier(self) -> Path:
-        return self.folder / "tier"
-
-    @property
-    def pack(self) -> Path:
-        return self.folder / "store.kvpack"
+    corpus: Path
+    store: Path
+    tier: Path
+    pack: Path
 
 
 def kvtool(*args: object) -> None:
-    """A command that must succeed."""
     said = StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         code = main([str(arg) for arg in args])
@@ -59,7 +45,8 @@ def kvtool(*args: object) -> None:
 def make_subject(folder: Path, model: str | None = None, documents: int = 6, paragraphs: int = 3) -> Subject:
     """Make raw, lossless and all lossy records, index, vectors, profile and gate result; and a shared store of it."""
     os.environ["KVTOOL_HOME"] = str(folder / "home")
-    made = Subject(folder, model or str(save_tiny("llama", folder / "model")))
+    places = (folder / name for name in ("corpus", "store", "tier", "store.kvpack"))
+    made = Subject(folder, model or str(save_tiny("llama", folder / "model")), *places)
     write_corpus(made.corpus, documents, paragraphs)
     words = folder / "words"
     save_words(words)
@@ -70,17 +57,8 @@ def make_subject(folder: Path, model: str | None = None, documents: int = 6, par
     for question in QUESTIONS:
         kvtool("query", question, *store, "--max-tokens", "1")
     kvtool("store", "push", f"file://{made.tier}", *store)
-    if can_pack():
-        kvtool("store", "export", made.pack, *store)
+    kvtool("store", "export", made.pack, *store)
     return made
-
-
-def can_pack() -> bool:
-    """Whether this kvtool exports packs."""
-    from kvtool.cli.store import app
-
-    names = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    return "export" in names
 
 
 def save_words(path: Path) -> None:
@@ -98,23 +76,15 @@ def save_words(path: Path) -> None:
 
 
 def decoder_of(subject: Subject) -> object:
-    """The model, loaded once for all children."""
     torch.set_num_threads(1)
     with closing(Store.open(subject.store)) as store:
         return Session.open(store, ModelOptions(offline=True)).decoder
 
 
 def copy(path: Path, to: Path) -> Path:
-    """A copy to be injured."""
     if to.is_dir():
         shutil.rmtree(to)
     if path.is_file():
         to.parent.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy2(path, to))
     return Path(shutil.copytree(path, to))
-
-
-def quiet_python() -> None:
-    """Nothing of a child's own may reach our table."""
-    sys.stdout.flush()
-    sys.stderr.flush()

@@ -14,7 +14,6 @@ from tests.faults.harness.subject import QUESTIONS
 
 
 def facts(reply: Reply) -> tuple[object, ...]:
-    """What has to be equal."""
     return reply.answer, [chunk.id for chunk in reply.chunks], reply.tokens, reply.fused.logits.tolist()
 
 

@@ -28,15 +28,11 @@ from tests.faults.harness.flips import pulled, verified
 from tests.faults.harness.reading import Facts, Known, read_all
 from tests.faults.harness.subject import LOOK, Subject, copy, kvtool
 
-_EXACT = ("--store-dtype", "float32")  # stored exactly as computed: answers are those of no store
 _TEMPORARY = re.compile(r"\.tmp-.*|\..+-[0-9]+-[0-9a-f]{8}")
-LONG_AGO = 30 * 86400.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """The stores and files that the commands start from."""
-
     subject: Subject
     corpus: Path  # edited since `half` was made of it
     half: Path  # a store of a part of the documents
@@ -48,7 +44,6 @@ class Bases:
 
     @classmethod
     def make(cls, subject: Subject, documents: int = 12) -> Bases:
-        """Made once, and copied for each kill."""
         folder = subject.folder / "bases"
         made = cls(
             subject,
@@ -65,14 +60,8 @@ class Bases:
         kvtool("compress", "--fit", "--level", "4", "--store", made.plain, "--questions", "0")
         copy(subject.store, made.thinned)
         kvtool("store", "rm", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned)
-        model = (
-            "--model",
-            save_tiny("qwen3.5", folder / "hybrid"),
-            "--chunk-tokens",
-            "64",
-            *_EXACT,
-        )
-        kvtool("ingest", made.corpus, "--store", made.states, *model)
+        hybrid = ("--model", save_tiny("qwen3.5", folder / "hybrid"), "--chunk-tokens", "64")
+        kvtool("ingest", made.corpus, "--store", made.states, *hybrid, "--store-dtype", "float32")  # exact answers
         start_learning(made.half, made.learned.parent)
         learn(made.learned.parent, 0, 4)
         write_corpus(made.corpus, documents, 3)
@@ -130,15 +119,6 @@ class Refused(Exception):
 
     def __init__(self, code: int, said: str) -> None:
         super().__init__(f"exit {code}: {said[-400:]}")
-        self.code = code
-
-
-def works() -> list[Work]:
-    """Those that this kvtool has."""
-    from kvtool.cli.store import app
-
-    there = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    return [work for work in _ALL if work.name in there or work.name in _NOT_OF_STORE]
 
 
 def _half(bases: Bases) -> int:
@@ -146,33 +126,24 @@ def _half(bases: Bases) -> int:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files below."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-_NOT_OF_STORE = ("ingest", "compress", "ingest of states", "question", "learn")
-_ALL = [
+WORKS = [
     Work(
         "ingest",
         lambda b, f: copy(b.half, f / "store"),
         lambda b, f: ["ingest", b.corpus, "--sync", "--store", f / "store"],
     ),
     Work(
+        "first ingest",
+        lambda b, f: shutil.rmtree(f / "store", ignore_errors=True),
+        lambda b, f: ["ingest", b.corpus, "--model", b.subject.model, *LOOK, "--store", f / "store"],
+    ),
+    Work(
         "compress",
         lambda b, f: copy(b.plain, f / "store"),
-        lambda b, f: [
-            "compress",
-            "--level",
-            "1",
-            "2",
-            "3",
-            "--drop-raw",
-            "--yes",
-            "--questions",
-            "0",
-            "--store",
-            f / "store",
-        ],
+        lambda b, f: [*"compress --level 1 2 3 --drop-raw --yes --questions 0 --store".split(), f / "store"],
     ),
     Work(
         "prune",
@@ -181,9 +152,7 @@ _ALL = [
         most=_half,
     ),
     Work(
-        "compact",
-        lambda b, f: copy(b.thinned, f / "store"),
-        lambda b, f: ["store", "compact", "--store", f / "store"],
+        "compact", lambda b, f: copy(b.thinned, f / "store"), lambda b, f: ["store", "compact", "--store", f / "store"]
     ),
     Work(
         "import",
@@ -214,9 +183,7 @@ _ALL = [
         asks=("prefix",),
     ),
     Work(  # as `serve --learn` does, after its answers
-        "learn",
-        lambda b, f: (start_learning(b.half, f), copy(b.learned, f / "store")),
-        does=lambda f: learn(f, 4, 10),
+        "learn", lambda b, f: (start_learning(b.half, f), copy(b.learned, f / "store")), does=lambda f: learn(f, 4, 10)
     ),
 ]
 
@@ -328,20 +295,10 @@ def make_old(folder: Path) -> None:
     """Age temporary files: kvtool keeps recent ones, which may still be in use."""
     for path in folder.rglob("*"):
         if _TEMPORARY.fullmatch(path.name):
-            before = path.stat().st_mtime - LONG_AGO
+            before = path.stat().st_mtime - 30 * 86400
             os.utime(path, (before, before))
 
 
 def committed(told: Path) -> Iterator[str]:
-    """Files that a killed run had committed."""
     if told.exists():
         yield from told.read_text().split("\n")[:-1]
-
-
-def opens(path: Path) -> str:
-    """What is wrong with opening it; "": nothing."""
-    try:
-        Store.open(path).close()
-        return ""
-    except KvtoolError as error:
-        return error.message

@@ -8,5 +8,4 @@ from tests.cli.working import Done, script
 
 
 def run_bench(*args: object) -> Done:
-    """Run a bench."""
     return script(lambda words: main(words, app, "bench"), *args)

@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import NESTED
-from kvtool.core.common.types import Events
 from samples.benchmarks.bench import codec
 from tests.cli.working import LAYERS, damages, kvtool, listing
 from tests.samples.benchmarks.benching import run_bench
 
 KV_HEADS, HEAD_DIM = 2, 16  # of the tiny model
-OF_A_LEVEL = {"encode", "decode", "decode by chunk"}
 
 
 def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(store: Path) -> None:
@@ -31,10 +27,6 @@ def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(
     assert row["speedup"] == pytest.approx(ratio)  # one round: no medians
     assert listing(store) == before
     assert not damages(store)
-
-
-def test_bench_needs_a_store(tmp_path: Path) -> None:
-    run_bench("ingest", "--store", tmp_path / "none").failed(10)
 
 
 def bench_codec(store: Path, *more: object) -> dict[str, Any]:
@@ -57,15 +49,6 @@ def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
                 assert record is not None
                 size += len(record[1]) + OVERHEAD_BYTES
     return read, size
-
-
-@pytest.mark.slow
-def test_the_bar_of_bench_codec_moves_within_a_round(store: Path) -> None:
-    done: list[float] = []
-    with Store.open(store) as opened:
-        found = codec.bench_codec(opened, tokens=1, repeat=1, threads=1, events=Events(advance=done.append))
-    assert len(done) == 2 * len(found["rows"])
-    assert sum(done) == pytest.approx(2)
 
 
 def test_bench_codec_measures_what_the_store_would_be_compressed_to(
@@ -98,33 +81,3 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     assert rows["memcpy", None, 1]["bits_per_element"] == 16
     beside = {"memcpy", "zstd -1 compress", "zstd -1 decompress"}
     assert {what for what, level, _ in rows if level is None} == beside
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
-def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> None:
-    found = bench_codec(store, "--tokens", "1", "--threads", "1", "--dtype", dtype)
-    assert found["decoded_to"] == ("bfloat16" if dtype == "auto" else dtype)
-    assert {row["note"] for row in found["rows"] if row["what"] == "decode" and row["level"] in ("1", "4")} == {
-        f"to {found['decoded_to']}"
-    }
-
-
-@pytest.mark.slow
-def test_bench_codec_takes_the_stores_profile(store: Path, threads: None) -> None:
-    kvtool("compress", "--store", store, "--fit", "--questions", "0", "--level", "2").fine()
-    torch.set_num_threads(2)
-    found = bench_codec(store, "--tokens", "1", "--threads", "1")
-    assert torch.get_num_threads() == 2
-    assert found["profile"]
-    assert found["chunks"] == 1
-    assert {row["threads"] for row in found["rows"]} == {1}
-    for level in NESTED:
-        rows = {row["what"]: row for row in found["rows"] if row["level"] == level}
-        assert set(rows) == OF_A_LEVEL
-
-
-def test_bench_codec_needs_an_exact_chunk(store: Path) -> None:
-    with Store.open(store) as opened, opened.writer() as writer:
-        writer.drop_level(opened.chunk_ids(), "raw")
-    run_bench("codec", "--store", store).failed(1, "exact", "kvtool ingest")

@@ -19,22 +19,3 @@ def test_both_steppers_and_the_parts_of_a_token() -> None:
     assert found["kl_max"] < 1e-9
     assert found["apart_max"] < 1e-3
     assert found["rows"][1]["bytes_per_s"] is None
-
-
-def test_one_stepper_is_measured_alone() -> None:
-    found = run_bench(*TINY, "--stepper", "torch", "--json").fine().json
-    assert [row["stepper"] for row in found["rows"]] == ["torch"]
-    assert found["parts"] == []
-    assert found["kl_max"] is None
-
-
-@pytest.mark.slow
-def test_a_model_without_native_steps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTOOL_STEPPER", "torch")
-    done = run_bench(*TINY).fine()
-    assert "no native steps: KVTOOL_STEPPER asks for it" in done.err
-    assert "torch" in done.out
-
-
-def test_a_context_that_is_too_long_is_refused() -> None:
-    run_bench(*TINY[:5], "--context", "1000000").failed(2, "--context")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.fusion.selectors import MODES as ALL_MODES
-from samples.benchmarks.bench import fusion, machine, prompts
+from samples.benchmarks.bench import machine, prompts
 from tests.cli.working import damages, listing
 from tests.samples.benchmarks.benching import run_bench
 
@@ -31,18 +31,6 @@ def bench(*more: object) -> dict[str, Any]:
     sizes = ("--chunk-tokens", 40, "--question-tokens", QUESTION, "--repeat", 1)
     given = ("--shape", "tiny", "--dtype", "bfloat16", *sizes)
     return run_bench("fusion", *given, "--json", *more).fine().json
-
-
-def test_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 fma")
-    found = bench("--context", 120, "--fusion", "reuse", "--dtype", "auto")
-    host = found["host"]
-    assert found["resolved"]["dtype"] == "float32"
-    assert (host["cpu_features"], host["fast_bfloat16"]) == (["avx2", "fma"], False)
-    assert host["held_to"]["KVTOOL_CPU_FEATURES"] == "avx2 fma"
-    assert (host["threads"], host["torch"]) == (1, torch.__version__)
-    assert host["cpu"]
-    assert host["torch_kernels"]
 
 
 def by_hand(rows_and_keys: list[tuple[int, int]]) -> int:
@@ -80,21 +68,6 @@ def test_a_row_for_each_mode_and_context(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_long_prompts_need_no_full_prefill() -> None:
-    found = bench("--context", "120,200", "--fusion", "reuse,full", "--skip-full-above", 150)
-    short, long = found["references"]
-    assert short["transformers_ms"] > 0
-    assert (long["transformers_ms"], long["kvtool_ms"]) == (None, None)
-    assert [(row["fusion"], row["context"]) for row in found["rows"]] == [("reuse", 120), ("full", 120), ("reuse", 200)]
-    last = found["rows"][-1]
-    assert (last["full_ms"], last["speedup"], last["efficiency"], last["reference"]) == (None, None, None, "")
-    assert last["flops_ratio"] > 1
-    assert last["roofline_efficiency"] > 0
-    told = run_bench("fusion", "--shape", "tiny", "--context", 120, "--skip-full-above", 0, "--repeat", 1).fine()
-    assert "not measured" in told.out
-
-
-@pytest.mark.slow
 def test_flops_ratios_by_hand() -> None:
     found = bench(
         "--context", 120, "--fusion", "full,reuse,epic,prefix,infoflow", "--link-tokens", LINKS, "--ratio", 0.1
@@ -128,22 +101,6 @@ def test_a_compressed_level_is_decoded(level: str) -> None:
     assert row["decode_ms"] > 0
 
 
-def test_it_tells_people_what_the_times_include() -> None:
-    done = run_bench("fusion", "--shape", "tiny", "--context", 120, "--repeat", 1, "--fusion", "reuse").fine()
-    for said in ("full, transformers", "full, kvtool", "reuse", "page cache", "retrieval", "TFLOP/s", "memcpy"):
-        assert said in done.out
-
-
-@pytest.mark.slow
-def test_tables_fit_a_narrow_terminal() -> None:
-    done = run_bench("fusion", "--shape", "tiny", "--context", "120,200", "--repeat", 1, "--question-tokens", 8)
-    tables = [block.splitlines() for block in done.fine().out.split("\n\n") if block.startswith("fusion ")]
-    assert [len(table) for table in tables] == [1 + 2 * (2 + len(MODES)), *[1 + 2 * len(MODES)] * 2]
-    # On a terminal rich puts a space on both sides of a cell, and one between: three a column here for two.
-    assert max(len(line) + len(table[0].split()) + 3 for table in tables for line in table) <= 80
-    assert all(not {"fusion", "context"} - set(table[0].split()) for table in tables)
-
-
 @pytest.mark.slow
 def test_a_stores_own_chunks(store: Path) -> None:
     before = listing(store)
@@ -156,30 +113,3 @@ def test_a_stores_own_chunks(store: Path) -> None:
     assert "100000 were asked for" in done.err
     assert listing(store) == before
     assert not damages(store)
-
-
-def test_what_cannot_be_measured_is_refused(store: Path, tmp_path: Path) -> None:
-    run_bench("fusion", "--shape", "tinny").failed(2, "did you mean 'tiny'?")
-    run_bench("fusion", "--shape", "tiny", "--fusion", "reuse,magic").failed(2, "magic")
-    run_bench("fusion", "--shape", "tiny", "--fusion", "auto").failed(2, "'auto' is none of full")
-    run_bench("fusion", "--shape", "tiny", "--context", "12,many").failed(2, "many")
-    run_bench("fusion", "--shape", "tiny", "--context", "12").failed(2, "too short")
-    run_bench("fusion", "--shape", "tiny", "--context", "200000").failed(2, "131072")
-    run_bench("fusion", "--shape", "tiny", "--level", "9").failed(2, "level")
-    run_bench("fusion", "--store", tmp_path / "none").failed(10)
-    run_bench("fusion", "--store", store, "--level", "lossless").failed(1, "lossless", "its levels: raw")
-    run_bench("fusion", "--store", store, "--context", "10").failed(2, "too short")
-
-
-def test_an_interruption_leaves_no_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
-    seen: list[Path] = []
-
-    def interrupt(*given: object) -> None:
-        seen.extend((home / "cache").glob("kvtool-bench-*"))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fusion, "warm_up", interrupt)
-    run_bench("fusion", "--shape", "tiny", "--context", "120").failed(130, "interrupted")
-    assert seen
-    assert not any(folder.exists() for folder in seen)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtool.core.errors import UsageError
 from kvtool.core.model.decoder import Decoder
 from samples.benchmarks.bench.machine import Architecture, LayerWork, Machine, flops, full_work, keys_seen, limit_of
 from samples.benchmarks.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
@@ -101,16 +100,6 @@ def test_shapes_are_supported(name: str) -> None:
     check_supported(shape_config(name))
 
 
-@pytest.mark.parametrize(("features", "dtype"), [("avx2", torch.float32), ("avx2 avx512_bf16", torch.bfloat16)])
-def test_a_built_shape_takes_what_a_query_would(
-    monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
-) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
-    assert build_shape("tiny", "cpu").model.dtype == dtype
-    assert build_shape("tiny", "cpu", "bfloat16").model.dtype == torch.bfloat16
-
-
 def test_a_built_shape_is_whole_and_the_same_every_time() -> None:
     model, again = build_shape("tiny", "cpu").model, build_shape("tiny", "cpu").model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -123,9 +112,3 @@ def test_a_built_shape_is_whole_and_the_same_every_time() -> None:
     assert float(logits.std()) > 0
     fresh = type(model.model.rotary_emb)(model.config)
     assert torch.equal(model.model.rotary_emb.inv_freq, fresh.inv_freq)
-
-
-def test_an_unknown_shape_is_guessed_at() -> None:
-    with pytest.raises(UsageError) as raised:
-        shape_config("qwen2.5-0.6b")
-    assert "did you mean 'qwen2.5-0.5b'?" in raised.value.hint

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from importlib.metadata import requires
 from pathlib import Path
@@ -15,10 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from samples.benchmarks.gpu import STAGES
-from samples.benchmarks.gpu_day import carried, table
-from samples.benchmarks.gpu_day.day import BROKEN, Day, OutOfTime, Results
-from samples.benchmarks.gpu_wheels import command
+from samples.benchmarks.gpu_day import carried
+from samples.benchmarks.gpu_day.day import BROKEN, Day, Results
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,52 +44,12 @@ def test_a_step_is_done_once_and_what_failed_is_tried_again_by_the_next_call(tmp
     assert (kept["a"]["value"], kept["b"]["value"]) == ({"ms": 1}, 2)
 
 
-def test_out_of_time_keeps_what_is_done(tmp_path: Path) -> None:
-    late = day(tmp_path, seconds=6)
-    late.step("a", lambda: 1)
-    with pytest.raises(OutOfTime):
-        late.step("b", lambda: 2, least_s=600)
-    assert list(Results.read(tmp_path / "results.json").stages["laws"]["steps"]) == ["a"]
-
-
 def test_a_step_that_loses_the_device_ends_the_process_and_is_noted(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         day(tmp_path).step("a", fails("CUDA error: an illegal memory access was encountered"))
     assert ended.value.code == BROKEN
     assert day(tmp_path).step("a", lambda: 1) is None  # of the same call: another process does the steps after it
     assert day(tmp_path, run="2").step("a", lambda: 1) == 1
-
-
-def test_the_table_has_a_row_a_step(tmp_path: Path) -> None:
-    one = day(tmp_path)
-    one.step("llama", lambda: {"passed": 3, "which": []})
-    one.step("qwen3", fails("a | b"))
-    text = table.of(one.results.stages, STAGES)
-    assert "| llama | passed 3 |" in text
-    assert "**failed** RuntimeError: a / b" in text
-    row = {"rows": {"epic": {"ttft_ms": 12.5, "cold_ms": None}}}
-    assert "| x | epic | 12.5 |" in table.of({"fusion": {"steps": {"x": {"value": row}}}}, STAGES)
-
-
-def test_every_stage_has_its_module() -> None:
-    for name in STAGES:
-        assert (ROOT / "samples" / "benchmarks" / "gpu_day" / f"{name}.py").is_file()
-
-
-def test_wheels_are_those_of_the_lock_and_shadow_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = command(tmp_path, "3.12", [*carried.CARRIED])
-    assert f"lmdb=={carried.locked()['lmdb']}" in said
-    assert "--no-deps" in said
-    assert carried.missing() == []
-    wheel = tmp_path / "kvtool_carried-1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as made:
-        made.writestr("kvtool_carried.py", "HERE = 1\n")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setitem(carried.CARRIED, "kvtool-carried", "kvtool_carried")
-    assert carried.missing() == ["kvtool-carried is missing (carry its wheel: samples/benchmarks/gpu_wheels.py)"]
-    carried.unpack(tmp_path)
-    assert not [line for line in carried.missing() if "is missing" in line]
 
 
 @pytest.mark.slow

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
-
 import pytest
 
-from kvtool.core.errors import UsageError
 from samples.benchmarks.bench.machine import Architecture, LayerWeights, flops, full_work
 from samples.benchmarks.bench.shapes import shape_config
 from samples.benchmarks.streaming.bench import ADAPTIVE, ALL, LINK, TEXT, StreamBench, StreamOptions, bench_stream
-from samples.benchmarks.streaming.charts import (
-    case_table,
-    classes_figure,
-    drop_figure,
-    ready_table,
-    stream_chart,
-    stream_notes,
-    stream_table,
-)
 from samples.benchmarks.streaming.context import DEFAULT_LEVELS, Context, shape_context
 from samples.benchmarks.streaming.speeds import GivenSpeeds
 from samples.benchmarks.streaming.traces import generate
 
-SVG = "{http://www.w3.org/2000/svg}"
 MEASURED = DEFAULT_LEVELS.levels
 FIXED = [level for level, of in MEASURED.items() if of.loss]  # `raw` and `lossless` lose nothing to compare
 
@@ -140,35 +127,3 @@ def test_decoding_delays_what_is_decoded() -> None:
     before, after = ({one.policy: one for one in bench_stream(each, [], options).ready} for each in (free, slow))
     assert after["2"].ready_ms > 1e3 * free.raw_bytes / 1e9
     assert after["raw"].ready_ms == before["raw"].ready_ms
-
-
-def test_an_unknown_shape_or_predictor_is_a_usage_error() -> None:
-    with pytest.raises(UsageError):
-        shape_context("mistral-70b", 100, 10, GivenSpeeds())
-    with pytest.raises(UsageError):
-        bench_stream(subject(), generate()[:1], StreamOptions((500,), predictor="magic"))
-
-
-def test_tables_and_figures_hold_every_policy(result: StreamBench) -> None:
-    head, rows = stream_table(result)
-    told = list(rows)
-    assert [row[0] for row in told] == list(result.policies)
-    assert all(len(row) == len(head) for row in told)
-    assert len(list(case_table(result))) == len(result.policies)
-    assert [row[0] for row in ready_table(result)][-1] == TEXT
-    assert "31 traces" in " ".join(stream_notes(result))
-    for text in (stream_chart(result), classes_figure(result), drop_figure(result)):
-        root = ElementTree.fromstring(text)
-        words = {one.text for one in root.iter(SVG + "text")}
-        assert {ADAPTIVE, "cachegen", "4", "int8", TEXT} <= words
-
-
-def test_the_figure_of_the_drop_holds_every_arrival_that_it_has_room_for(result: StreamBench) -> None:
-    root = ElementTree.fromstring(drop_figure(result))
-    titles = [title.text or "" for title in root.iter(SVG + "title")]
-    own = result.case[ADAPTIVE]
-    for arrival in own.arrivals:
-        assert f"chunk {arrival.chunk} at {arrival.level}, {arrival.second * 1e3:.0f} ms" in titles
-    width = float(root.attrib["width"])
-    for rectangle in root.iter(SVG + "rect"):
-        assert 0 <= float(rectangle.get("x", "0")) + float(rectangle.attrib["width"]) <= width

@@ -10,7 +10,6 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.session.identity import MeasuredLosses
 from samples.benchmarks import stream
-from samples.benchmarks.streaming.traces import generate, read_trace
 from tests.cli.working import kvtool, script
 
 SHAPE = ("--shape", "qwen2.5-0.5b", "--context", "3000", "--slo-ms", "100,400")
@@ -43,11 +42,6 @@ def test_json_holds_rows_by_class_and_objective(trace: Path, tmp_path: Path) -> 
     assert {"chunk", "level", "estimated_mbps", "measured_mbps", "fetch_ms"} <= set(run["stream"][0])
 
 
-def test_the_same_twice(trace: Path) -> None:
-    first, second = (script(stream.main, *SHAPE, "--trace", trace, "--json").fine().out for _ in range(2))
-    assert first == second
-
-
 def test_the_table_and_three_figures(trace: Path, tmp_path: Path) -> None:
     done = script(
         stream.main, *SHAPE, "--trace", trace, "--plot", tmp_path / "s.svg", "--margin", "0", "--predictor", "last"
@@ -57,12 +51,6 @@ def test_the_table_and_three_figures(trace: Path, tmp_path: Path) -> None:
     assert "decoding is not counted" in done.out
     for name in ("s.svg", "s-classes.svg", "s-drop.svg"):
         assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
-
-
-def test_the_generated_traces_are_written(trace: Path, tmp_path: Path) -> None:
-    script(stream.main, *SHAPE, "--trace", trace, "--write-traces", tmp_path / "traces").fine()
-    found = {path.stem: read_trace(path) for path in (tmp_path / "traces").glob("*.csv")}
-    assert found == {one.name: one for one in generate()}
 
 
 def test_given_speeds_replace_the_gpus(trace: Path) -> None:
@@ -90,42 +78,3 @@ def test_a_store_has_its_own_sizes_and_losses(plain: Path, trace: Path) -> None:
     assert read["raw"] == pytest.approx(sum(one["raw"] for one in sizes))
     assert read["4"] == pytest.approx(sum(one["4"] for one in sizes))
     assert found["raw_bytes"] <= sum(one["raw"] for one in sizes) < 1.5 * found["raw_bytes"]  # records have headers
-
-
-def test_a_store_that_was_never_measured_needs_a_speed(plain: Path, trace: Path) -> None:
-    script(stream.main, "--store", plain, "--trace", trace).failed(1, "--prefill-tokens-per-second")
-
-
-def test_no_store_and_an_empty_one(tmp_path: Path, trace: Path) -> None:
-    script(stream.main, "--store", tmp_path / "none", "--trace", trace).failed(10, "no store at")
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--shape", "mistral-70b"), "no shape"),
-        (("--gpu", "h9000"), "a100"),
-        (("--slo-ms", "soon"), "--slo-ms"),
-        (("--slo-ms", "0"), "--slo-ms"),
-        (("--slo-ms", "nan"), "--slo-ms"),
-        (("--predictor", "magic"), "harmonic"),
-        (("--prefill-tokens-per-second", "0"), "--prefill-tokens-per-second"),
-        (("--decode-gb-per-s", "-1"), "--decode-gb-per-s"),
-        (("--decode-gb-per-s", "inf"), "--decode-gb-per-s"),
-    ],
-)
-def test_what_makes_no_sense_is_a_usage_error(args: tuple[str, ...], said: str, trace: Path) -> None:
-    script(stream.main, *SHAPE, "--trace", trace, *args).failed(2, said)
-
-
-@pytest.mark.parametrize("text", ["", "0,fast\n", "0,1000\n0,1\n", "0,0\n"])
-def test_a_bad_trace_is_a_usage_error(text: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.csv").write_text(text, encoding="utf-8")
-    script(stream.main, *SHAPE, "--trace", tmp_path / "bad.csv").failed(2, "bad.csv")
-    script(stream.main, *SHAPE, "--trace", tmp_path / "none.csv").failed(2, "none.csv")
-
-
-def test_a_figure_that_cannot_be_written(trace: Path, tmp_path: Path) -> None:
-    script(stream.main, *SHAPE, "--trace", trace, "--plot", tmp_path / "none" / "s.svg").failed(1, "figure")
-    (tmp_path / "file").write_text("")
-    script(stream.main, *SHAPE, "--trace", trace, "--write-traces", tmp_path / "file").failed(2, "--write-traces")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from kvtool.core.errors import UsageError
 from samples.benchmarks.streaming.traces import LinkTrace, drop_in_mid_transfer, generate, read_trace, write_trace
 from tests.streaming.making import traces
 
@@ -43,37 +42,3 @@ def test_rows_alone_are_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0, 3000\n\n0.5,1000\n", encoding="utf-8")
     assert read_trace(path) == LinkTrace("mine", "file", ((0.0, 3000.0), (0.5, 1000.0)))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "# name: x\n",
-        "0,fast\n",
-        "0,1,2\n",
-        "1,1000\n",
-        "0,1000\n0,500\n",
-        "0,1000\n1,-5\n",
-        "0,1000\n1,nan\n",
-        "0,inf\n",
-        "0,1000\n1,0\n",
-        "# latency_ms: soon\n0,1000\n",
-        "# latency_ms: -1\n0,1000\n",
-        "# seed: inf\n0,1000\n",
-    ],
-)
-def test_a_bad_file_is_a_usage_error_that_names_it(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError) as error:
-        read_trace(path)
-    assert "bad.csv" in error.value.message
-    assert error.value.hint
-
-
-def test_no_file_and_no_text_are_usage_errors(tmp_path: Path) -> None:
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name in ("none", "binary", "."):
-        with pytest.raises(UsageError):
-            read_trace(tmp_path / name)

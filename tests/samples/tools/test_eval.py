@@ -115,13 +115,6 @@ def test_a_document_of_two_questions_is_written_once(tmp_path: Path) -> None:
     assert len(second["documents"]) == 2
 
 
-def test_running_again_changes_nothing(tmp_path: Path) -> None:
-    assert run(tmp_path, "hotpotqa", [hotpot_row()]) == 0
-    before = (corpus(tmp_path), batch(tmp_path))
-    assert run(tmp_path, "hotpotqa", [hotpot_row()]) == 0
-    assert (corpus(tmp_path), batch(tmp_path)) == before
-
-
 @pytest.mark.parametrize("title", ["../../etc/passwd", "CON", "", "a" * 400, "달여섬 등대", "x/y\\z:*?\n<>|", "\ud800"])
 def test_file_names_are_safe_and_short(tmp_path: Path, title: str) -> None:
     assert run(tmp_path, "hotpotqa", [hotpot_row(context=[[title, ["Text."]]])]) == 0
@@ -202,56 +195,3 @@ def test_limit(tmp_path: Path) -> None:
     assert run(tmp_path, "hotpotqa", rows, "--limit", "2") == 0
     assert [line["id"] for line in batch(tmp_path)] == ["q0", "q1"]
     assert len(corpus(tmp_path)) == 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "data", "words"),
-    [
-        ("hotpotqa", {"data": []}, "should be list"),
-        ("hotpotqa", [], "no question"),
-        ("hotpotqa", [{"_id": "q"}], 'no "context"'),
-        ("hotpotqa", [hotpot_row(context=[["only a title"]])], "pairs"),
-        ("hotpotqa", [hotpot_row(context={"title": ["a", "b"], "sentences": [["x"]]})], "2 titles for 1 texts"),
-        ("hotpotqa", [hotpot_row(answer=3)], "should be str"),
-        ("musique", [hotpot_row()], 'no "paragraphs"'),
-        ("musique", [musique_row(paragraphs=[{"title": "A"}])], 'no "paragraph_text"'),
-        ("locomo", [locomo_row(conversation=[])], "should be dict"),
-        ("locomo", [locomo_row(qa=[{"answer": "x"}])], 'no "question"'),
-        ("locomo", [locomo_row(qa=[])], "no question"),
-        ("squad", [hotpot_row()], "should be dict"),
-        ("squad", {"data": [{"title": "t"}]}, 'no "paragraphs"'),
-        ("squad", squad_file(), "no question"),
-        ("squad", "{not json", "is not JSON"),
-        ("squad", "", "should be dict"),
-    ],
-)
-def test_wrong_format_is_a_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, data: Any, words: str
-) -> None:
-    assert run(tmp_path, kind, data) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert words in captured.err
-    assert "\nhint: " in captured.err
-    assert not (tmp_path / "out").exists()
-
-
-def test_missing_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ev.main(["squad", str(tmp_path / "absent.json"), str(tmp_path / "out")]) == 2
-    assert "cannot read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [["--limit", "0"], ["--limit", "x"], ["--paragraphs", "2"], ["--unknown"]])
-def test_wrong_usage(tmp_path: Path, flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(tmp_path, "squad", squad_file(squad_row("k", "a")), *flags)
-    assert caught.value.code == 2
-
-
-def test_documents_of_another_run_are_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "hotpotqa", [hotpot_row()]) == 0
-    before = corpus(tmp_path)
-    assert run(tmp_path, "musique", [musique_row()]) == 2
-    assert "already holds 3 other files" in capsys.readouterr().err
-    assert corpus(tmp_path) == before

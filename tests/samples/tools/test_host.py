@@ -149,12 +149,3 @@ class _Noting(host.CacheProxy):
 
     def __init__(self, note: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
         super().__init__(note)  # type: ignore[arg-type]
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    host.main(["--shape", "tiny", "--tokens", "512", "--batch", "256", "--store", str(tmp_path), "--profile"])
-    out = capsys.readouterr().out
-    assert [
-        name for name in ("limits before", "limits after", "ingest:", "load for a device:") if name not in out
-    ] == []
-    assert not (tmp_path / "store").exists()

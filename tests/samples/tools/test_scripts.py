@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as Xml
 from pathlib import Path
 
 import pytest
 
+from samples.benchmarks import machines
 from samples.tools import layer_bytes, plan_of_scale
 from tests.cli.working import built, tiny
 
@@ -74,33 +74,16 @@ def test_tables_of_several_sets_and_of_all_together(tmp_path: Path) -> None:
     ]
 
 
-def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
-    for name, text in {
-        "low/a.py": "import kvtool.core.high.b\n",
-        "high/b.py": "from kvtool.core.low import a\n",
-    }.items():
-        path = tmp_path / "kvtool/core" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text, encoding="utf-8")
-    figure = tmp_path / "rooms.svg"
-    said = run("tools/rooms.py", str(figure), "--package", str(tmp_path / "kvtool"), "--order", "high,low")
-    assert said == "2 arrows, 1 against the order: low → high\n"
-    assert len(Xml.parse(figure).getroot().findall("{http://www.w3.org/2000/svg}path")) == 2
-
-
-@pytest.mark.slow
-def test_latents_keep_less() -> None:
-    lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024")
-    gemma, deepseek = (line.split(" | ") for line in lines.splitlines()[2:])
-    assert gemma[1:3] == ["4 full, 22 of 512", "26,624"]  # 26 layers, one head of 256, keys and values
-    assert deepseek[1:3] == ["27 full, latents", "31,104"]  # 27 layers of 512 + 64
-
-
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-4-e4b", "gemma-4-26b-a4b"])
 def test_the_bytes_of_kinds_of_layers_are_those_that_the_page_has(name: str) -> None:
     page = layer_bytes.PAGE.read_text(encoding="utf-8")
     assert f"{layer_bytes.HEAD}\n| qwen2.5-0.5b" in page
     assert layer_bytes.row(name, 4096) in page
+
+
+def test_the_tables_by_machine_are_those_of_the_page() -> None:
+    page = (machines.RESULTS / "speed.md").read_text(encoding="utf-8")
+    assert run("benchmarks/machines.py", "tables").strip() in page
 
 
 def test_the_plan_of_scale_is_the_one_that_the_page_has(

@@ -40,11 +40,6 @@ class Fact:
     question: str
     answer: str
 
-    @property
-    def gold_text(self) -> str:
-        """The paragraph that answers."""
-        return self.paragraphs[self.gold]
-
 
 def facts(lang: str) -> Iterator[Fact]:
     """All documents of a language, in one order."""

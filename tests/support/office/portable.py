@@ -37,10 +37,7 @@ def pdf(pages: Sequence[Sequence[str]], korean: bool = False) -> bytes:
 def scanned(pages: int) -> bytes:
     """A PDF whose pages show a grey square and no text."""
     kids = " ".join(f"{3 + 2 * number} 0 R" for number in range(pages))
-    objects = {
-        1: b"<< /Type /Catalog /Pages 2 0 R >>",
-        2: f"<< /Type /Pages /Kids [{kids}] /Count {pages} >>".encode(),
-    }
+    objects = {1: b"<< /Type /Catalog /Pages 2 0 R >>", 2: f"<< /Type /Pages /Kids [{kids}] /Count {pages} >>".encode()}
     for number in range(pages):
         page = 3 + 2 * number
         objects[page] = (

@@ -1,57 +1,19 @@
-"""Ingests that are killed while they make a store (others: test_injected), and ingests that meet (law 9)."""
+"""Ingests that meet each other, a lock or a full disk (law 9); those that are killed are in test_injected."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
-import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtool.core.cache.store import Store
-from tests.cli.working import (
-    CHUNKS,
-    PREFIX,
-    QUESTION,
-    SHORT,
-    command,
-    damages,
-    environment,
-    kvtool,
-    listing,
-    process,
-    write_corpus,
-)
-
-WARM = ["kvtool.core.ingest.storer", "kvtool.cli.ingest", "transformers.models.llama.modeling_llama"]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    """Children that have torch already: a kill must not wait seconds for the import it interrupts."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*WARM, "kvtool.core.session.gate", "kvtool.core.checkpoint.load"])
-    return context
-
-
-def run_main(args: list[str], home: str, error: str) -> None:
-    """What a child runs."""
-    os.environ.update(KVTOOL_HOME=home, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    import torch
-
-    torch.set_num_threads(1)
-    from kvtool.cli.app import main
-
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = open(error, "w")  # noqa: SIM115
-    sys.exit(main(args))
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, listing, process, write_corpus
+from tests.faults.running import limit_files, start_kvtool
 
 
 def names(path: Path) -> set[str]:
@@ -64,38 +26,12 @@ def names(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_killed_while_the_store_is_made(processes: Any, tiny: Path, tmp_path: Path, home: Path) -> None:
-    folder, moments = write_corpus(tmp_path / "in", documents=2), random.Random(6)
-    args = ["ingest", str(folder), "--model", str(tiny), *CHUNKS, *PREFIX]
-    for turn in range(8):
-        path = tmp_path / f"store{turn}"
-        child = processes.Process(
-            target=run_main, args=([*args, "--store", str(path)], str(home), str(tmp_path / "err"))
-        )
-        child.start()
-        while child.is_alive() and not path.exists():
-            time.sleep(0.0005)
-        time.sleep(moments.uniform(0, 0.03))
-        child.kill()
-        child.join()
-        kvtool(*args, "--store", path).fine()
-        assert damages(path) == []
-        assert len(listing(path)) == 2
-
-
-def start(*args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
-
-
-@pytest.mark.slow
 def test_two_ingests_at_once(tiny: Path, tmp_path: Path) -> None:
     """The second reports the process that holds the store, or waits; queries do neither."""
     one, path = write_corpus(tmp_path / "one", documents=120, paragraphs=3), tmp_path / "store"
     (tmp_path / "two.txt").write_text("The last mill was built by nobody.")
     args = ("--store", path, "--model", tiny, *CHUNKS, *PREFIX)
-    with start("ingest", one, *args) as first:
+    with start_kvtool("ingest", one, *args) as first:
         while not names(path):
             assert first.poll() is None, first.communicate()
             time.sleep(0.005)
@@ -122,7 +58,7 @@ def open_files(pid: int) -> list[str]:
 def test_ctrl_c_while_waiting_for_the_lock(store: Path, tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_text("A new mill.")
     with Store.open(store) as held, held.writer():
-        child = start("ingest", tmp_path / "new.txt", "--store", store, "--lock-wait", "60")
+        child = start_kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lock-wait", "60")
         while not any("data.mdb" in file for file in open_files(child.pid)):
             assert child.poll() is None, child.communicate()
             time.sleep(0.02)
@@ -142,14 +78,42 @@ def test_a_full_disk_by_a_file_limit(tiny: Path, tmp_path: Path) -> None:
     """The very error of a full disk, from the kernel, through the command; the next run has room."""
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "store"
     args = ("ingest", folder, "--store", path, "--model", tiny, *CHUNKS, *PREFIX)
-    words = " ".join(f"'{word}'" for word in command(*args))
-    line = f"ulimit -f 5000; trap '' XFSZ; exec {words}"  # blocks of 1024 bytes
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment(), timeout=120)
+    done = limit_files(5000, *args)
     assert done.returncode == 14, done.stderr
-    assert done.stderr.startswith("error: ")
+    assert "\nerror: " in f"\n{done.stderr}"  # after a line about a slow step
     assert "no space" in done.stderr
     assert damages(path) == []
     kept = len(listing(path))
     assert 0 < kept < 60
     assert kvtool(*args, "--json").fine().json["documents"]["unchanged"] == kept
     assert process("store", "verify", "--store", path).code == 0
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    """A corpus that is half ingested."""
+    folder = write_corpus(tmp_path / "in", 3, 2)
+    where = ("--store", tmp_path / "store", "--model", tiny)
+    kvtool("ingest", folder, *where, *CHUNKS, *PREFIX).fine()
+    kvtool("query", QUESTION, "--store", tmp_path / "store", *SHORT).fine()
+    return write_corpus(tmp_path / "in", 6, 2)
+
+
+@pytest.mark.slow
+def test_two_ingests_and_ten_questions_at_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    store, log = str(tmp_path / "store"), tmp_path / "log.jsonl"
+    prebuild = ["ingest", str(folder), "--store", store, "--quiet", "--sync", "--lock-wait", "10m", "--log", str(log)]
+    ask = ["query", QUESTION, "--store", store, "--json", *SHORT]
+    for args, child in [(args, start_kvtool(*args)) for args in (prebuild, prebuild, *[ask] * 10)]:
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, (args, err)
+        if args is ask:
+            assert json.loads(out)["chunks"]
+        else:
+            assert (out, err) == ("", "")
+    assert len(listing(tmp_path / "store")) == 6
+    assert damages(tmp_path / "store") == []
+    summaries = [event for event in map(json.loads, log.read_text().splitlines()) if event["type"] == "summary"]
+    assert sorted(event["documents"]["added"] for event in summaries) == [0, 3]
+    assert len({event["pid"] for event in summaries} - {os.getpid()}) == 2
