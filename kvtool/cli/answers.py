@@ -68,7 +68,6 @@ def cited(chunk: ReplyChunk) -> str:
 
 
 def _unmistakable(name: str) -> str:
-    """A name, in quotation marks where it could be read as several places, or as what is said of one."""
     name = name.replace("\n", "\\n")
     return json.dumps(name, ensure_ascii=False) if _MISLEADING.search(clean(name)) else name
 

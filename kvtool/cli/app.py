@@ -125,7 +125,6 @@ class Root(LazyGroup):
         formatter.write_text("`kvtool COMMAND --help` shows the options of a command, `kvtool help` the documentation.")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the named command; the error for another name, or for a command of a group, shows how it is called."""
         if args and args[0] not in COMMANDS:
             group = group_of(args[0])
             other = f"{group} {args[0]}" if group is not None else _OTHER_NAMES.get(args[0])
@@ -196,20 +195,17 @@ def _run(argv: Sequence[str] | None, commands: typer.Typer = app, program: str =
 
 
 def _share_cores() -> None:
-    """On a busy machine, let threads that wait for each other sleep instead of spinning; before torch is imported.
+    """On a busy machine, let waiting threads sleep instead of spinning on another's core; before torch is imported.
 
-    A thread that spins holds the core that the other one waits for. Measured on 2 cores with one other process: `epic`
-    0.74 s instead of 1.2 to 9.9 s. On an idle machine sleeping costs a tenth, so there nothing is changed.
+    On 2 cores with one other process, `epic` took 0.74 s instead of 1.2 to 9.9 s; an idle machine loses a tenth by it.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys() and is_busy():
         os.environ["GOMP_SPINCOUNT"] = _SHORT_SPIN
 
 
 def run() -> NoReturn:
-    """Run kvtool as a process of its own, and end it at once: taking torch down module by module takes a second, all
-    that has come in for a question to a server a tenth of that question's time.
-
-    Nothing is left to be done then: stores are closed and files are written where they are used.
+    """Run kvtool as a process of its own, and end it at once: taking torch down takes a second, and nothing is left
+    to be done: stores are closed and files are written where they are used.
     """
     code = _run(None)
     for stream in (sys.stdout, sys.stderr):

@@ -102,11 +102,7 @@ def check_kept(run: Run, is_plain: bool) -> None:
 
 
 def _seconds_to_keep(run: Run) -> float:
-    """Return how long an engine stays.
-
-    The option is for everybody; its default and settings are for a person at a terminal, who types there and reads both
-    streams. Pipes and programs such as those of cron start no background process.
-    """
+    """How long an engine stays. By default only a person at a terminal gets one: pipes and cron start no process."""
     is_person = run.out.is_interactive and sys.stderr is not None and sys.stderr.isatty()
     return run.get(KeepOptions).keep_alive if is_kept_asked(run) or is_person else 0.0
 

@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Hide input that is typed meanwhile: it would appear in the middle of an answer. The next prompt has it.
-
-    Keys that send signals still do so. If stdin is no terminal, nothing is changed.
-    """
+    """Hide input typed meanwhile, which the next prompt gets; signals pass. Does nothing without a terminal."""
     try:
         import termios
 
@@ -90,8 +87,6 @@ def lines_for(out: Out) -> Lines:
 
 
 class PipedLines:
-    """Questions from a pipe, one per line; empty lines are skipped."""
-
     is_terminal = False
 
     def __init__(self, stream: Iterable[bytes]) -> None:
@@ -167,7 +162,6 @@ def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
 
 
 def _history(out: Out) -> Any:
-    """Return the history of earlier chats, in a file that only the user can read; in memory if that fails."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class PrivateHistory(FileHistory):

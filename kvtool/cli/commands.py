@@ -92,7 +92,6 @@ class _Described:
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, `--help` with them; what is given to them is converted where it has to be."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if "process_value" not in vars(param):
@@ -211,7 +210,6 @@ def everywhere() -> list[tuple[str, str]]:
 
 
 def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return the help of a parameter, without synonyms and typer's names of types."""
     every = param.opts
     param.opts = [flag for flag in every if flag not in synonyms]
     try:

@@ -99,7 +99,6 @@ def _result(report: CompressReport) -> str:
 
 
 def _is_offered(report: CompressReport) -> bool:
-    """Return True if questions lose nothing when the exact records are dropped."""
     return report.file_without_exact is not None and report.is_allowed and not _lacks_rows(report)
 
 

@@ -107,7 +107,6 @@ def _list(out: Out) -> None:
 
 
 def _command_help(words: list[str]) -> str:
-    """Return the text of `kvtool WORDS… --help`. Raises the parser's own errors: there is no such command."""
     from kvtool.cli.app import app as every_command
 
     command: Any = typer.main.get_command(every_command)

@@ -139,7 +139,6 @@ def _counted(count: int, kind: str) -> str:
 
 
 def is_mostly_beside(report: IngestReport) -> bool:
-    """Return True if the preparation of the first chunk took most of the time, and long enough to notice."""
     return report.tokens > 0 and sum(report.phases.values()) > max(_NOTICED_S, report.seconds / 2)
 
 

@@ -36,7 +36,6 @@ class Reports(LazyGroup):
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Treat flags before the report's name as the report's own."""
         return super().parse_args(ctx, self._name_first(args))
 
     def _name_first(self, args: list[str]) -> list[str]:

@@ -144,7 +144,6 @@ def takes(
 
 
 def _chosen(wanted: tuple[type[Options] | Part, ...]) -> dict[str, Option]:
-    """The wanted options that have a flag, by the name that typer knows them under."""
     chosen: dict[str, Option] = {}
     for each in wanted:
         known = options_of(each.source if isinstance(each, Part) else each)
@@ -204,7 +203,6 @@ class ManyValues(Command):
         return super().parse_args(ctx, self._spread(list(args)))
 
     def _spread(self, args: list[str]) -> list[str]:
-        """The arguments with each such option repeated before every value."""
         options = {flag: option for option in self.params for flag in option.opts if flag.startswith("-")}
         out: list[str] = []
         positional, run = False, ""  # the option whose values are being read
@@ -262,7 +260,6 @@ def open_any_store(run: Run) -> Store:
 
 
 def new_session(run: Run, store: Store) -> Session:
-    """A session of the store whose model is loaded when it is needed; its warnings are shown."""
     from kvtool.core.session.session import Session
 
     return Session(store, run.get(ModelOptions), warn=run.out.warning)
@@ -276,7 +273,6 @@ def open_session(run: Run, store: Store) -> Session:
 
 
 def tell_budget(run: Run, max_size: int | None) -> None:
-    """Report that `--max-size` replaces the store's own budget, if it has one."""
     from kvtool.core.cache.store import Store
 
     if max_size is None:

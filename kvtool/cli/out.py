@@ -97,7 +97,6 @@ class Out:
 
     @property
     def is_interactive(self) -> bool:
-        """Return True if a person can be asked: stdin and stdout are terminals."""
         return self.human and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
     # stdout
@@ -129,7 +128,6 @@ class Out:
             self._put(render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """Put one JSON object on stdout, on one line, in every mode."""
         self._put(to_json({"schema": SCHEMA} | plain(value), encoding=self._stdout.encoding) + "\n")
 
     def result(self, value: Any, human: Callable[[], None]) -> None:
@@ -207,7 +205,6 @@ class Out:
         self._say(one_line(f"{what}: {reason}"), label="failed", colour=31)
 
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
-        """Say why the command ends; in the machine modes also on stdout."""
         facts = error_json(error, exit_code)
         self._say(facts["message"], label="error", colour=31)
         if facts["hint"]:
@@ -258,7 +255,6 @@ class Out:
                 show_activity("working")
 
     def flush(self) -> None:
-        """Make sure that stdout has everything, while a failure can still be reported."""
         self._put("")
 
     # below
@@ -411,7 +407,6 @@ def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -
 
 
 def error_json(error: KvtoolError, exit_code: int | None = None) -> dict[str, Any]:
-    """An error as every object and event has it: `message`, `hint`, `exit_code`; without passwords of URLs."""
     code = error.exit_code if exit_code is None else exit_code
     return {"message": scrubbed(error.message), "hint": scrubbed(error.hint), "exit_code": code}
 

@@ -29,8 +29,6 @@ _FORETELLS = 0.1  # share of the work that foretells the rest, however few its s
 
 
 class Progress(Protocol):
-    """A long job's progress; `out.progress()` yields one."""
-
     def advance(self, amount: float = 1) -> None:
         """Count this much as done."""
 
@@ -58,7 +56,6 @@ class Pace:
         self._steps = deque([(time.monotonic(), 0.0)])
 
     def advance(self, amount: float) -> float:
-        """Count a step; returns when it was."""
         now = time.monotonic()
         self.done += amount
         if len(self._steps) > 2 and now - self._steps[-2][0] < _STEP_S:
@@ -84,7 +81,6 @@ class Pace:
         return max(0.0, (self.total - self.done) / self.speed - (time.monotonic() - self._steps[-1][0]))
 
     def text(self) -> str:
-        """Say it: `1,200/40,000 tokens, 310 tokens/s, 2:05 left`."""
         of = f"/{self.total:,.0f}" if self.total else ""
         parts = [f"{self.done:,.0f}{of} {self.unit}", speed_text(self.speed, self.unit)]
         if self.left is not None and self.done < (self.total or 0):

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Answers a file of questions and sums up at the end: one JSON object a line, or on a terminal to be read."""
-
     def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
         self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
@@ -138,7 +136,6 @@ class Batch:
 
     @property
     def _audits(self) -> bool:
-        """Return True if a share of the answers is audited; --compare compares with full prefill anyway."""
         return self._modes is None and self._options.audit > 0
 
     def _audit(self, reply: Reply) -> None:
@@ -248,7 +245,6 @@ def _timeline_file() -> Path | None:
 
 @contextmanager
 def _timed(profile: Path | None) -> Iterator[Timeline | None]:
-    """Write the times of what runs inside to a file, also if it fails."""
     if profile is None:
         yield None
         return
@@ -316,10 +312,7 @@ def _from_stdin() -> str:
 
 
 def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
-    """Return True if any question finds a chunk; known before the model is loaded, which takes seconds.
-
-    Raises KvtoolError if nothing is found for a question that is asked `alone`.
-    """
+    """True if any question finds a chunk, before the model loads. Raises KvtoolError for one asked `alone`."""
     for request in requests:
         try:
             options.find(finder, request)

@@ -50,7 +50,6 @@ def reference() -> str:
 
 
 def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield a command and its context, and after a group its commands, which inherit its flags for help."""
     context = command.make_context(path, [], parent=group, resilient_parsing=True)
     children = getattr(command, "commands", {})
     if not children or described(command, context):
@@ -63,7 +62,6 @@ def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str,
 
 
 def _section(commands: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
-    """Describe commands under one heading; an option that some of them lack names those that take it."""
     yield f"## {', '.join(commands)}\n"
     takers: dict[str, dict[tuple[str, str], list[str]]] = {}
     rows: dict[tuple[str, str], Described] = {}

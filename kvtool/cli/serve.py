@@ -44,8 +44,6 @@ app = new_app()
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Options, settings=False):
-    """Options that only the command line has."""
-
     show_key: bool = option(False, "Print the first API key, and exit.", group=ACCESS)
 
 
@@ -106,13 +104,7 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
 
 
 def _check_store(run: Run, options: ServeOptions) -> None:
-    """Make a missing store where clients may ingest into it, or what they send is learned.
-
-    Raises
-    ------
-    StoreNotFoundError : there is none, and they may not.
-    ModelError : there is no model to make one with.
-    """
+    """Make a missing store where clients may ingest or are learned from. Raises StoreNotFoundError or ModelError."""
     from kvtool.core.cache.layout import read_uuid
 
     place = run.get(StoreOptions).place
@@ -148,7 +140,6 @@ def warning_to(out: Out) -> Warn:
 
 
 def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions) -> list[Listener]:
-    """Listen at the local socket, if possible; without it `kvtool query` loads the model itself."""
     from kvtool.serve.app import local_app
     from kvtool.serve.server import Listener
 
@@ -171,7 +162,6 @@ def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions)
 
 
 def _ingesting(run: Run) -> IngestOptions:
-    """Return the options to ingest documents of clients: those of variables and files, with the server's model."""
     model, options = run.get(ModelOptions), run.get(IngestOptions)
     # A server's own --system is said to the model; the store, which would be computed anew for it, keeps its own.
     system = None if run.resolved.origin("system").layer == "flag" else options.system
@@ -211,14 +201,12 @@ class _Log:
                 self._out.json(row)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
 
 
 def _in_short(row: dict[str, Any]) -> str:
-    """Return a request's line for a person."""
     at = time.strftime("%H:%M:%S", time.localtime(row["time"]))
     facts = [f"{at} {row['method']} {one_line(row['path'])} {row['status']} in {row['milliseconds'] / 1e3:.2f} s"]
     if "tokens" in row:

@@ -81,7 +81,6 @@ class SafeStream(io.TextIOBase):
         return shutil.get_terminal_size().columns
 
     def is_beside(self, other: SafeStream) -> bool:
-        """Return True if both are shown on a terminal, or go to the same pipe or file."""
         if self.isatty() and other.isatty():
             return True
         with suppress(OSError, ValueError, AttributeError):
@@ -150,7 +149,6 @@ class WordWrap:
         self._runs_on = self._is_code = False  # within a word that is longer than a line; within a block of code
 
     def take(self, text: str, columns: int) -> str:
-        """Return what can be shown of the text so far, on lines of so many cells."""
         units = re.findall(_UNIT, self._held + text)
         self._held = units.pop() if units and units[-1].strip(" \t\n") else ""
         shown = "".join(self._placed(unit, columns) for unit in units)
@@ -160,7 +158,6 @@ class WordWrap:
         return shown
 
     def rest(self, columns: int) -> str:
-        """Return what was held back: the text has ended."""
         return self._placed(self._held, columns) if self._held else ""
 
     def _placed(self, unit: str, columns: int) -> str:
@@ -227,8 +224,6 @@ def render_table(columns: Sequence[str], rows: list[list[Any]], title: str, stre
 
 
 class _Column:
-    """A column as it is drawn, and how many cells of a terminal it wants (`natural`) and needs (`least`)."""
-
     def __init__(self, name: str, values: Sequence[Any]) -> None:
         from rich.cells import cell_len
 
@@ -273,7 +268,6 @@ def _bands(columns: list[_Column], width: int) -> Iterator[list[_Column]]:
 
 
 def _fitted(columns: Sequence[_Column], width: int) -> list[int]:
-    """The columns' widths: what each needs, and of what is left over first those that want little more."""
     widths = [column.least for column in columns]
     left = width - sum(widths) - _GAP * (len(columns) - 1)
     for index in sorted(range(len(columns)), key=lambda index: columns[index].natural - widths[index]):
@@ -325,7 +319,6 @@ def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
 
 
 def _line_ends(text: str, room: int) -> set[int]:
-    """Return the ends of lines of so many cells: at a blank, which is dropped, or before a letter without one."""
     ends, used, first = set[int](), 0, 0  # `first`: where the line begins
     blank: int | None = None  # its last one
     for at, letter in enumerate(text):

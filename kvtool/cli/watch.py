@@ -73,7 +73,6 @@ def _watch(run: Run, options: WatchOptions) -> NoReturn:
 
 
 def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = False) -> IngestReport | None:
-    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts."""
     with JobView(run.out) as view:
         report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
     if report is not None:
@@ -84,7 +83,6 @@ def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = Fals
 
 
 def _tell_end(run: Run, done: Documents) -> None:
-    """The end is what was asked for, no error."""
     run.out.status(
         f"no longer watching: {done.added} added, {done.changed} changed, {done.removed} removed; "
         "the next start ingests what changed meanwhile"

@@ -22,6 +22,5 @@ OTHER_NAMES = {"quality": "eval"}  # reports that are commands of their own, as 
 
 
 def load_report(name: str) -> Report:
-    """Import the report of this name; `glance` is what is shown where none is named."""
     report: Report = importlib.import_module(f"kvtool.reports.{OTHER_NAMES.get(name, name)}").REPORT
     return report

@@ -30,14 +30,11 @@ _BLOCK_BYTES = 2**21  # of the weights of rows that exist at a time: they stay i
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Classes of all keys."""
-
     fixed: torch.Tensor  # int64 `[length]`, an index into CLASSES; a chunk's keys after its start are `own chunk`
     chunk: torch.Tensor  # int64 `[length]`, the chunk's number, -1 outside of chunks
 
     @classmethod
     def of(cls, plan: Plan) -> Classes:
-        """Classify a prompt's keys; the sink is its first token."""
         fixed = torch.full((plan.length,), CLASSES.index("question"))
         chunk = torch.full((plan.length,), -1)
         fixed[: plan.segments[0].stop] = CLASSES.index("instruction")
@@ -133,7 +130,6 @@ def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 
 def sparsity_report(prompt: ReusedPrompt, others: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-    """Make the JSON of `inspect sparsity`; `others`: token ids of other questions over the same chunks."""
     plan, decoder = prompt.plan, prompt.decoder
     classes, cache = Classes.of(plan), cache_of(decoder, plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start

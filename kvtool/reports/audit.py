@@ -43,7 +43,6 @@ def audit(context: ReportContext) -> ReportResult:
 
 
 def audit_overview(audits: Sequence[Audit]) -> dict[str, Any]:
-    """Make the JSON of `inspect audit`: a row for each run, level and lead-in, the most audited first."""
     groups: dict[tuple[str, str, str], list[Audit]] = {}
     for audit in audits:
         groups.setdefault((audit.run, ", ".join(audit.levels), audit.lead_in), []).append(audit)
@@ -74,7 +73,6 @@ def _row(group: Sequence[Audit]) -> dict[str, Any]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, 90 %, 99 % and maximum, each of them one of the values."""
     import numpy as np
 
     points = np.percentile(values, [50, 90, 99, 100], method="inverted_cdf")

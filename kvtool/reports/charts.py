@@ -35,8 +35,6 @@ text { font: 12px system-ui, sans-serif; fill: #24292f }
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series of points."""
-
     name: str
     points: tuple[tuple[float, float], ...]  # (x, y), ascending in x
     bounds: tuple[tuple[float, float], ...] = ()  # of each point, its interval in y; empty: no intervals
@@ -189,7 +187,6 @@ def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
 
 
 def _of_modes(names: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of series named after a mode, such as `union:0.15`: one of each mode has its number."""
     numbers: dict[str, int] = {}
     for name in names:
         words = re.split(r"[ :,+]", name.removeprefix("kvtool "))
@@ -209,13 +206,11 @@ class _Across:
 
     @classmethod
     def evenly(cls, values: Sequence[float], wide: float) -> _Across:
-        """Return an axis of evenly spaced values."""
         places = {x: wide * (number + 0.5) / len(values) for number, x in enumerate(values)}
         return cls(wide, places, tuple(values[:: math.ceil(len(values) * _LABEL / wide)]))
 
     @classmethod
     def linear(cls, values: Sequence[float], wide: float) -> _Across:
-        """Return an axis from 0 with values to scale, and margins at both ends for points that are moved aside."""
         last = max([*values, 0.0]) or 1.0
         step = _round_step(last / 10)
         ticks = tuple(step * number for number in range(int(last / step) + 1))
@@ -223,7 +218,6 @@ class _Across:
 
     @classmethod
     def logarithmic(cls, values: Sequence[float], wide: float) -> _Across:
-        """Return an axis on which equal distances are equal ratios; values whose labels would overlap get none."""
         first, last = math.log(values[0]), math.log(values[-1])
         places = {x: wide * (0.05 + 0.9 * (math.log(x) - first) / (last - first or 1.0)) for x in values}
         ticks = [values[0]]
@@ -278,13 +272,11 @@ def _decades(low: float, high: float) -> Iterator[float]:
 
 
 def _round_below(most: float) -> float:
-    """1, 2 or 5 times a power of ten, at most `most`."""
     power = 10.0 ** math.floor(math.log10(most))
     return next(digit * power for digit in (5, 2, 1) if digit * power <= most * (1 + 1e-9))
 
 
 def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least * (1 - 1e-9))
 

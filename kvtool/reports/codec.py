@@ -109,7 +109,6 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
-    """Return a function that measures schemes on a question; it raises KvtoolError if a chunk is not stored exactly."""
     from kvtool.core.compress.loss import Question, measure_one
     from kvtool.core.query.prompt import lay_out
 

@@ -44,7 +44,6 @@ def deviation(context: ReportContext) -> ReportResult:
 
 
 def _chunks(asked: PromptLayout, worth: Sequence[float], tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reused chunks of a prompt with the deviation of each piece of text, of whole characters."""
     from kvtool.core.model.tokens import whole_characters
 
     reused = [pair for pair in zip(asked.hits, asked.plan.chunks, strict=True) if pair[1].status == "hit"]

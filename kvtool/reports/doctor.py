@@ -64,8 +64,6 @@ _SLOW_DISK = 50e6  # bytes a second: a chunk of a small model takes longer to re
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the doctor's report; `details` are shown with `-v`."""
-
     subject: str
     state: State
     message: str
@@ -96,7 +94,6 @@ def failing(name: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable[
 
 
 def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Callable[[str], None]) -> list[Finding]:
-    """Run all checks of a store's folder or URL; `doing` is called with the name of each step. Nothing is changed."""
     doing("looking at the libraries")
     found = [*check_kvtool(), *(libraries := check_libraries())]
     if any(finding.state == "failed" for finding in libraries):
@@ -119,7 +116,6 @@ def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Call
 
 
 def _identity(folder: Path) -> StoreIdentity | None:
-    """Return the store's identity; None if it cannot be read, which other findings report."""
     with suppress(KvtoolError, OSError), Store.open(folder) as store:
         return store_identity(store)
     return None
@@ -182,7 +178,6 @@ def check_extras() -> Iterator[Finding]:
 
 
 def _wanted(extra: str = "") -> list[Requirement]:
-    """Return the requirements of an extra on this machine; without one, those of kvtool."""
     known = [Requirement(line) for line in metadata.requires("kvtool") or ()]
     if not extra:
         return [each for each in known if each.marker is None or each.marker.evaluate({"extra": ""})]
@@ -215,7 +210,6 @@ def all_plugins() -> list[tuple[Plugin, str]]:
 
 @failing("plugins")
 def check_plugins() -> Iterator[Finding]:
-    """Say what other packages add; one that is left out harms nothing else."""
     for plugin, problem in all_plugins():
         subject = f"plugin {plugin.name} ({plugin.group})"
         if problem:
@@ -273,7 +267,6 @@ def check_device(wanted: ModelOptions) -> Iterator[Finding]:
 
 @failing("attention")
 def check_attention(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding]:
-    """Say which backend attends with a prompt's rows, and why each one before it does not."""
     import torch
 
     from kvtool.core.kernels.attention.dispatch import explain
@@ -287,7 +280,6 @@ def check_attention(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding
 
 @failing("dtype")
 def check_dtype(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding]:
-    """Say in which numbers a model is stored and computes, and why."""
     device = resolve_device(wanted.device)
     stored = resolve_dtype(wanted.dtype, device, files)
     computed = product_dtype(stored, device)

@@ -36,10 +36,7 @@ def answer_open(
     begin: Callable[[], RowsOf],
     strict: bool = False,
 ) -> int:
-    """Add the missing rows of the runs of these names to the journal, and return how many questions failed.
-
-    `begin` loads the model if a row is missing. An error is raised if `strict`, or if the gate refuses the model.
-    """
+    """Add missing rows to the journal; return how many questions failed. Raises if `strict`, or refused by the gate."""
     if not _open_work(requests, names, journal):
         return 0
     failed = 0
@@ -73,7 +70,6 @@ def name_of(request: Request) -> str:
 def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
-    """Return what results depend on in addition to the runs."""
     batch = json.dumps([asdict(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,
@@ -91,7 +87,6 @@ def evaluation_facts(
 
 
 def by_run(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, list[Mapping[str, Row]]]:
-    """List the questions that each run has answered, in the order of the file; a question is its rows by run."""
     questions: dict[str, list[Mapping[str, Row]]] = {}
     for _, question in sorted(rows.items()):
         for name in question:

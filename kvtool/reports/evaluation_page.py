@@ -17,12 +17,10 @@ _AGREEMENT = ("top1_agrees", "answer_equal")
 
 
 def read_at(value: Mapping[str, Any]) -> str:
-    """Name the levels that were read: what a lossy level rounds away is part of what is measured."""
     return f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
 
 
 def evaluation_sections(value: Mapping[str, Any], about: str) -> Iterator[Section]:
-    """Make a page's sections from the JSON of `eval`; `about`: model and questions, for the figure."""
     text = (
         "KL: how far a run's distributions are from full recompute's, in nats, before the first token and mean over "
         "the full answer; in brackets the 95 % interval over questions. Pareto: no other run recomputes less and is "
@@ -46,7 +44,6 @@ def evidence(value: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def _figures(value: Mapping[str, Any], about: str) -> tuple[str, ...]:
-    """Draw KL and F1 against what is recomputed, if any run reuses; F1 of full and of no context are lines across."""
     found = {row["run"]: row for row in value["runs"]}
     runs = [row for name, row in found.items() if name not in (REFERENCE, NO_CONTEXT)]
     if not runs:
@@ -107,7 +104,6 @@ def _percent(row: Mapping[str, Any], name: str) -> str:
 
 
 def with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
-    """Format a run's number with its interval, or a dash. `sign`: `+` writes that of a number above 0, too."""
     if row.get(name) is None:
         return "-"
     if row["intervals"][name] is None:
@@ -117,7 +113,6 @@ def with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
 
 
 def paired_table(value: Mapping[str, Any]) -> Table:
-    """Compare each run with full prefill, no context and another run, question by question; without empty columns."""
     runs = [row for row in value["runs"] if row["run"] != REFERENCE]
     base = value["kl_base"]
     numbers = (

@@ -44,7 +44,6 @@ def glance(context: ReportContext) -> ReportResult:
 
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
-    """Count chunks, or state checkpoints of a recurrent model, by the arithmetic that computed them; most first."""
     made: Mapping[Arithmetic | None, int] = Counter(info.arithmetic for info in store.stretches().values())
     made = made or store.arithmetics(chunk for chunk in store.chunk_ids() if chunk != identity.prefix_id)
     counts = sorted(made.items(), key=lambda item: (-item[1], str(item[0])))
@@ -55,7 +54,6 @@ def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
 
 
 def makers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the rows of `computed_by`; unknown ones are left out."""
     return [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in rows if row["dtype"]]
 
 

@@ -53,7 +53,6 @@ def mean(values: Column) -> Statistic:
 
 
 def difference(own: Column, other: Column) -> Statistic:
-    """Take the mean of own − other over the questions that have both."""
     return mean([None if a is None or b is None else a - b for a, b in zip(own, other, strict=True)])
 
 

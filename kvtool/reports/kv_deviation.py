@@ -28,8 +28,6 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """KV deviation of one prompt's reused rows from full prefill's."""
-
     by_metric: Mapping[str, torch.Tensor]  # float32 `[layers, hits]` for each of METRICS
     size: torch.Tensor  # sum of squares of full prefill's keys and of its values over these rows, float32 `[2, layers]`
 
@@ -106,7 +104,6 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
 
 
 def shift_report(prompt: ReusedPrompt, full: PromptCache) -> dict[str, Any]:
-    """Compare what `union` leaves of a prompt's reused rows with full prefill's, without a shift and with it."""
     union = Union()
     plain, fused = prompt.fused(Union(shift=False)).cache, prompt.fused(union)
     rows = fused.shifted.rows.nonzero()[:, 0].to(prompt.decoder.device)
@@ -133,7 +130,6 @@ def _relative(difference: float, size: float) -> float:
 
 
 def deviation_report(prompt: ReusedPrompt) -> dict[str, Any]:
-    """Make the JSON of `inspect deviation` for one prompt, and `token_deviation` by row: `Deviation.worth`."""
     full = prompt.full()  # and one other cache at a time
     asked = prompt.queries(full)
 

@@ -49,8 +49,6 @@ th:first-child, td:first-child, .words { text-align: left }
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a head; `title` is shown on a terminal only."""
-
     head: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
     title: str = ""
@@ -58,16 +56,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk's text in pieces, each with the number that shades it."""
-
     label: str
     pieces: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Texts whose tokens are shaded by a number; `measure` names it with its unit."""
-
     measure: str
     passages: tuple[Passage, ...]
 
@@ -103,7 +97,6 @@ def page(title: str, facts: Mapping[str, object], sections: Sequence[Section]) -
 
 
 def figure_files(title: str, sections: Sequence[Section]) -> Iterator[tuple[str, str]]:
-    """Yield every figure with a file name: page, section, number."""
     for section in sections:
         for number, figure in enumerate(section.figures, 1):
             words = f"{title} {section.title}" + (f" {number}" if len(section.figures) > 1 else "")

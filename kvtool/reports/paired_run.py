@@ -37,8 +37,6 @@ _HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or uni
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A fusion mode, how much it recomputes, and its other options that are not the defaults."""
-
     mode: str
     knob: str = ""  # the option that `amount` sets, such as `ratio`; "" if the mode has none
     amount: float | None = None
@@ -105,7 +103,6 @@ def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
 
 
 def paired_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
-    """Return a function that answers a question in full, then by each run, and stores no missing chunks."""
     decoder, source = session.decoder, session.source
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
@@ -133,7 +130,6 @@ class PairedRun:
     options: QueryOptions
 
     def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:
-        """Yield named rows: in full, then of each run. `NO_CONTEXT` answers in full without any chunk."""
         fused, full_ms = self._fuse(RunSpec(REFERENCE))
         reference = Reference.answered(self.decoder, fused, self.options.max_tokens)
         row = self._row(fused, full_ms, full_ms, reference.answer, reference.answer, SAME)

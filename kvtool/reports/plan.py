@@ -43,7 +43,6 @@ def plan(context: ReportContext) -> ReportResult:
 
 
 def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
-    """Make the JSON of `inspect plan`; without `speeds` of this machine, no times are expected."""
     plan, chunks = asked.plan, _chunk_rows(session, asked)
     if options.defer:
         for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
@@ -84,7 +83,6 @@ def _chunk_rows(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
 
 
 def _tokens(plan: Plan) -> dict[str, int]:
-    """Count tokens before a mode recomputes any; `exact` ones are among the reused, `miss` among the fresh."""
     exact, hit, miss, fresh = (
         sum(len(segment.source.rows) for segment in plan.segments if segment.status == status)
         for status in ("exact", "hit", "miss", "fresh")

@@ -76,7 +76,6 @@ def _question_about(session: Session, text: str) -> str | None:
 
 
 def _answer(session: Session, question: str, text: str) -> str:
-    """Return the model's answer; "" if it was cut off."""
     parts, tokenizer = session.parts, session.tokenizer
     pieces = (parts.prefix, *chunk_tokens(tokenizer, [text]), question_tokens(tokenizer, question, parts))
     said = _said(session, pieces, _ANSWER_TOKENS)
@@ -109,7 +108,6 @@ def _is_answer(question: str, answer: str, text: str) -> bool:
 
 
 def _worth_asking(store: Store, most: int) -> Iterator[tuple[Passage, str]]:
-    """Yield long passages, one of each document in turn, in an order that depends only on the store."""
     dice = random.Random(0)
     sources = sorted(store.sources())
     dice.shuffle(sources)

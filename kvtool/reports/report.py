@@ -41,7 +41,6 @@ class ReportContext:
         return self.options.get(source)
 
     def query_options(self, *names: str, **others: Any) -> QueryOptions:
-        """Make options of a query: `names` as they are in force, `others` as given, all others by default."""
         return self.options.get(QueryOptions, *names, "offline", **others)
 
     @cached_property
@@ -67,7 +66,6 @@ class ReportContext:
         return Request(self.about, choice.chunks, choice.documents)
 
     def questions(self, report: str) -> list[Request]:
-        """Return the question after the report's name, or the first `--limit` questions of `--batch`."""
         given, choice = self.get(BatchOptions), self.get(ChunkChoice)
         if (self.about is None) == (given.batch is None):
             raise UsageError(
@@ -93,8 +91,6 @@ Shown = str | Quote | Table  # a part of a report on a terminal
 
 @dataclass(frozen=True, slots=True)
 class ReportResult:
-    """The result of a report."""
-
     title: str  # of the page; `subtitle` follows it, and is in no figure's file name
     value: Mapping[str, Any]  # the JSON; `resolved` and values that are no lists say what was measured
     summary: Sequence[Shown]  # lines, quotes and tables for a terminal
@@ -132,8 +128,6 @@ def _for_people(name: str, fact: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report of `kvtool inspect`."""
-
     find: Callable[[ReportContext], ReportResult]  # makes the result; its docstring is the report's help
     takes: tuple[type[Options] | Part, ...] = ()  # options that are flags, in addition to those of every report
     about: str = ""  # the argument after its name, such as QUESTION; `about_help` explains it

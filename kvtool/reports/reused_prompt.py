@@ -168,7 +168,6 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
 
 
 def _computed(session: Session, asked: PromptLayout, source: ExactSource) -> PromptLayout:
-    """Compute the chunks that are stored only at lossy levels into `source`, and read the prompt from there."""
     prefix, *_, question = asked.plan.segments
     chunks = []
     for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True):

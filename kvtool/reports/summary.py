@@ -46,7 +46,6 @@ Rule = Callable[[Sequence[Summary], float], Summary | None]
 
 
 def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
-    """Sum up each run: the reference first, then by mode and amount; KL is compared with the run `base`."""
     questions, of_run = [of_question for _, of_question in sorted(rows.items())], by_run(rows)
     names = ordered(of_run)
     estimated = compared(questions, names, base)
@@ -110,7 +109,6 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def compared(questions: Questions, names: Sequence[str], base: str = "") -> dict[str, dict[str, Estimate]]:
-    """Estimate the numbers of each run that have an interval, by run and name, all over the same draws."""
     column = functools.cache(functools.partial(_column, questions))
     statistics = {(name, key): what for name in names for key, what in _statistics(column, names, name, base)}
     found: dict[str, dict[str, Estimate]] = {name: {} for name in names}
@@ -171,7 +169,6 @@ def by_full(questions: Questions, name: str) -> dict[str, dict[str, Any]]:
 
 
 def check_sources(places: Places, requests: Sequence[Request]) -> None:
-    """Raise UsageError if an expected source is not in the store."""
     for name in dict.fromkeys(name for request in requests for name in request.sources):
         places.of_document(name)
 
@@ -189,7 +186,6 @@ def retrieval_recall(places: Places, asked: PromptLayout) -> dict[str, float]:
 
 
 def _chunks_of(places: Places, name: str) -> set[bytes]:
-    """Return the chunks of a document; none of a document that the store lacks, since it cannot be found."""
     with suppress(UsageError):
         return {passage.chunk_id for passage in places.of_document(name)}
     return set()
@@ -214,13 +210,11 @@ def retrieval_summary(rows: Rows) -> dict[str, Any] | None:
 
 
 def nearest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
-    """Choose the lowest mean KL of the answer among the runs that recompute at most 15 % of the cached tokens."""
     cheap = [run for run in runs if round(run["recomputed_share"], 2) <= MOST_RECOMPUTED]
     return min(cheap, key=lambda run: (run["kl_answer"], run["recomputed_share"]), default=None)
 
 
 def cheapest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
-    """Choose the least recompute among the runs whose KL of the answer is below `max_kl` with its whole interval."""
     near = [run for run in runs if _is_near(run, max_kl)]
     return min(near, key=lambda run: (run["recomputed_share"], run["kl_answer"]), default=None)
 

@@ -50,7 +50,6 @@ def _line(body: bytes) -> bytes:
 
 
 def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Yield the parts of each intact line of a log; none if the log cannot be read."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
         if stat.S_ISREG(path.lstat().st_mode):  # reading a FIFO would hang

@@ -1,5 +1,3 @@
-"""Reads chunks: their descriptions, and their KV, from the store's folder and from its remote backend."""
-
 from __future__ import annotations
 
 import contextlib
@@ -34,12 +32,10 @@ class ChunkReader(StoreConnection):
             return list(snapshot.keys(tables.CHUNKS))
 
     def ids_here(self) -> list[bytes]:
-        """List the chunks that have some KV in this folder, sorted."""
         with self.snapshot() as snapshot:
             return list(dict.fromkeys(key[:ID_BYTES] for key in snapshot.keys(tables.LEVELS)))
 
     def chunks_named(self, text: str) -> list[bytes]:
-        """List the ids that begin with these hexadecimal digits; none if the text is too short or not hexadecimal."""
         digits = text.strip().lower()
         if not is_id(digits) or not FEWEST_DIGITS <= len(digits) <= 2 * ID_BYTES:
             return []
@@ -106,15 +102,11 @@ class ChunkReader(StoreConnection):
         return dict(sorted((offered | here).items()))
 
     def sizes_here(self, chunk_id: bytes) -> dict[str, int]:
-        """Bytes of each level's records in this folder."""
         with self.snapshot() as snapshot:
             return _sizes_of(snapshot, chunk_id)
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
-        """Return the digest, in hex, of the profile that a level's records name; None: no records, or it is unknown.
-
-        It is read from the first record's beginning, which is not checked: a read of the KV checks it.
-        """
+        """Digest, in hex, of the profile that a level's first record names, unchecked; None: no records, or unknown."""
         if not level_of(level).profiled:
             return None
         data = None

@@ -79,7 +79,6 @@ class Commits:
         self._unindexed += _INDEX_SHARE * texts
 
     def _revision_rows(self, touched: set[RowKey], thinned: bool) -> list[Row]:
-        """Make the counters after a commit; none if no answer depends on the rows that it touches."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
             return []
         store = self._store
@@ -95,7 +94,6 @@ class Commits:
         return [revision, meta_row(tables.DOCUMENTS_KEY, {"documents": documents, "dropped": dropped})]
 
     def require_room(self) -> None:
-        """Raise NoSpaceError if the store is at its budget already, its free pages not counted."""
         budget = self._budget()
         if budget is None:
             return

@@ -117,7 +117,6 @@ class ChunkInfo:
             raise ValueError("sensitivity needs two bytes a token")
 
     def to_bytes(self) -> bytes:
-        """Pack four counts, ids (uint32 little-endian), lead-in, sensitivity, and the arithmetic if it is known."""
         head = _CHUNK.pack(len(self.token_ids), len(self.lead_in), self.layers, len(self.sensitivity))
         tail = (
             b""
@@ -174,7 +173,6 @@ _TROUBLE = (
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Raise DamagedError, which names the entry, for any error in reading its bytes."""
     try:
         yield
     except _TROUBLE as error:

@@ -109,7 +109,6 @@ class Environment:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def begin(self, guard: TransactionGuard) -> Snapshot:
-        """Start the guard's read transaction. Its owner ends the guard, soon, whether this raises or not."""
         for attempt in range(8):
             try:
                 self._enter(guard)
@@ -244,7 +243,6 @@ class Environment:
         return (self.generation / "data.mdb").stat().st_size
 
     def allocated_bytes(self) -> int:
-        """Bytes of all pages that were ever in use."""
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def free_bytes(self) -> int:
@@ -345,7 +343,6 @@ class StoreConnection:
         self._attach()
 
     def _attach(self) -> None:
-        """Open the current generation; once more if a compaction has just switched it."""
         for attempt in range(3):
             generation = layout.current_generation(self.path)
             if generation is None:
@@ -411,11 +408,10 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def view(self) -> Iterator[None]:
-        """Hold one state of the store: until the end, all reads through this object, by any thread, see that state. A
-        nested view of the same thread is the same view.
+        """Hold one state of the store for all reads through this object, by any thread; nested views are one.
 
-        A view keeps pages that a writer has replaced, so it should last no longer than a question. Nothing can be
-        written through this object meanwhile; other processes can.
+        A view keeps pages that a writer has replaced: hold it no longer than a question. Nothing can be written through
+        this object meanwhile.
         """
         with self._viewing:
             if self._view is not None:
@@ -433,7 +429,6 @@ class StoreConnection:
                     self.end_view()
 
     def end_view(self) -> None:
-        """End the view of this thread now, not at the end of its block; without one this does nothing."""
         with self._viewing:
             view, self._view = self._view, None
             if view is not None:

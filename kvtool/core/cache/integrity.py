@@ -48,7 +48,6 @@ class Damage:
 
     @property
     def kind(self) -> str:
-        """The place for people: a table's name, `side file`, else `store`."""
         return self.table or "store"
 
 
@@ -77,7 +76,6 @@ def _keys_of(store: Store, table: bytes) -> list[bytes]:
 
 
 def in_sample(key: bytes, sample: Fraction) -> bool:
-    """True if a key, which is a digest, is in a share of all; always the same ones are."""
     return int.from_bytes(key[:8], "big") % sample.denominator < sample.numerator
 
 
@@ -231,7 +229,6 @@ def _plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[RowKey]
 
 
 def _widen(snapshot: Snapshot, deletions: set[RowKey]) -> tuple[set[RowKey], list[FileEntry]]:
-    """Add documents that lose a chunk's description, and those of no file; mark files of anything that is lost."""
     gone = {key for table, key in deletions if table == tables.CHUNKS}
     touched = {key[:ID_BYTES] for table, key in deletions if table in CHUNK_TABLES}
     stale = {key for table, key in deletions if table == tables.DOCUMENTS}

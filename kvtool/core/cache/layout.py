@@ -132,7 +132,6 @@ def check_format(root: Path, number: int) -> None:
 
 
 def write_store_file(root: Path) -> str:
-    """Write ``store.json`` with a new uuid."""
     name = str(uuid.uuid4())
     atomic_write(root / STORE_FILE, json.dumps({"format": FORMAT, "uuid": name}).encode() + b"\n")
     return name
@@ -145,7 +144,6 @@ def is_foreign(root: Path) -> bool:
 
 
 def _way_to_one(root: Path) -> str:
-    """Return a hint for a folder without a store; an ingest would refuse a folder of other things."""
     try:
         if is_foreign(root):
             return "it holds other things, and a store is made only in an empty or a new folder: name one with --store"
@@ -178,7 +176,6 @@ def point_to(root: Path, generation: Path) -> None:
 
 
 def concerns(root: Path) -> list[str]:
-    """List what is unsafe about the folder's permissions, with the command that mends it."""
     mode = root.stat().st_mode
     if mode & 0o022:
         return [f"{root} can be written by others: chmod 700 it"]

@@ -171,7 +171,6 @@ def _read_leaf(data: bytes, pointers: tuple[int, ...], upper: int) -> Leaf:
 
 
 def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: int) -> None:
-    """Check that nodes fill the page from `upper` to its end, each on an even address, without gap or overlap."""
     at = upper
     for start, end in sorted(zip(starts, ends, strict=True)):
         if start != at:

@@ -143,7 +143,6 @@ class StoreReader(ChunkReader, StretchReader):
         return self.file_at(tables.name_key(path))
 
     def file_at(self, key: bytes) -> FileEntry | None:
-        """Read the file of a key of :meth:`file_marks`."""
         with self.snapshot() as snapshot:
             payload = snapshot.payload(tables.FILES, key, Kind.FILE, "a file entry")
         return None if payload is None else FileEntry.from_bytes(payload)
@@ -193,7 +192,6 @@ class StoreReader(ChunkReader, StretchReader):
         return None if data is None else tables.mark_of(data)
 
     def documents(self) -> Iterator[DocumentEntry]:
-        """Yield all documents by source, one transaction each."""
         return (entry for source in self.sources() if (entry := self.document(source)) is not None)
 
     def sources(self) -> list[str]:

@@ -98,7 +98,6 @@ class KVHeader:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of K and V together before encoding; the whole payload of a ``raw`` record."""
         return self.kv_heads * self.tokens * (self.head_dim_k + self.head_dim_v) * _ITEM_BYTES[self.dtype]
 
     @property
@@ -242,7 +241,6 @@ def _kv_header(fields: _Fields) -> KVHeader:
 
 
 def aligned(size: int) -> memoryview:
-    """Allocate a private writable buffer that begins on a 64-byte boundary."""
     block = bytearray(size + _ALIGN)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _ALIGN
     return memoryview(block)[start : start + size]

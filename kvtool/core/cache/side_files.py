@@ -76,7 +76,6 @@ def json_digest(value: dict[str, Any]) -> str:
 
 
 def damaged_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield place and damage of the files below a store's folder that do not match their digest."""
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             with contextlib.suppress(FileNotFoundError):  # replaced while we look

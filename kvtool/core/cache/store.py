@@ -1,5 +1,3 @@
-"""Store of KV records, documents and chunks: opened, made, and its one writer handed out."""
-
 from __future__ import annotations
 
 import contextlib

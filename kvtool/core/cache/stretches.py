@@ -33,14 +33,9 @@ _MOST_COUNT = 2**62
 class StretchInfo:
     """Describes a stretch whose parts are all stored.
 
-    Attributes
-    ----------
-    start : its first token's position. `tokens`: how many it has.
-    rows : layers of which keys and values are stored. `states`: layers whose state after it is stored; none: no prompt
-        can continue from it, but a later stretch needs it.
-    chunks : of documents, from the prompt's beginning to its end: what it was made of.
-    own : the prompt begins with the store's own instruction.
-    size : bytes of the numbers in its parts.
+    `start`: its first token's position. `rows`: layers of which keys and values are stored; `states`: layers whose
+    state after it is stored; none: no prompt can continue from it, but a later stretch needs it. `own`: the prompt
+    begins with the store's own instruction. `size`: bytes of the numbers in its parts.
     """
 
     start: int
@@ -86,7 +81,6 @@ def part_name(place: Place) -> str:
 
 
 def named_part(place: Place) -> str:
-    """Name a part in a message, before a verb."""
     return f"{'rows' if place[0] == 'rows' else 'states'} of layer {place[1]}"
 
 
@@ -109,7 +103,6 @@ def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
 
 class StretchReader(StoreConnection):
     def stretches(self) -> dict[bytes, StretchInfo]:
-        """Read all complete stretches, by id; damaged descriptions are left out."""
         with self.snapshot() as snapshot:
             return dict(_described(snapshot))
 
@@ -164,8 +157,7 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """Order stretches for eviction: the least recently `used` first; of a prompt the last first, which needs the
-    others."""
+    """Order stretches for eviction: least recently `used` first, a prompt's last before those that it needs."""
 
     return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
 

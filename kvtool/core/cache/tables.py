@@ -128,7 +128,6 @@ def level_rows(
     replace: bool,
     origin: Origin | None = None,
 ) -> list[Row]:
-    """Make the rows of a chunk at a level that are missing, damaged or to be replaced."""
     rows = info_rows(snapshot, chunk_id, info, origin)
     replace = replace or bool(superseded(snapshot, chunk_id, origin))
     for number, record in enumerate(layers):

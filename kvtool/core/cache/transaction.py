@@ -50,10 +50,9 @@ class TransactionGuard:
 class ReadWriteLock:
     """A lock that is shared by many guards, or held exclusively by one thread.
 
-    A thread that waits for exclusive use keeps new threads out, else readers in a loop would starve it; a thread that
-    is inside may enter again, else it would wait for itself. The lock refers to its guards weakly, and a thread that
-    asks for exclusive use ends its own: an interrupt between the lines may have left one open, which would otherwise be
-    waited for forever. Waiting is rare, and polls: an interrupt cannot leave a plain lock held, unlike a condition.
+    A waiting exclusive thread keeps new threads out, but a thread inside may enter again. The lock refers to its guards
+    weakly, and a thread that asks for exclusive use ends its own: an interrupt may have left one open. Waiting polls:
+    an interrupt cannot leave a plain lock held, unlike a condition.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,6 @@ class ReadWriteLock:
         self._waiting: set[object] = set()
 
     def enter(self, guard: TransactionGuard) -> None:
-        """Wait until no thread has or awaits exclusive use, then let the guard in."""
         guard.lock, guard.thread = self, threading.get_ident()
         while True:
             with self._lock:
@@ -93,7 +91,6 @@ class ReadWriteLock:
         return [guard for guard in known if guard is not None and guard.inside]
 
     def _others(self) -> bool:
-        """True if other threads are inside; guards that this thread has left open are ended."""
         this_thread = threading.get_ident()
         for guard in self._inside():
             if guard.thread == this_thread:
@@ -165,7 +162,6 @@ class Snapshot:
         return self._tree.find(table + key) is not None
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
-        """Yield the keys in order. Use them up before the snapshot ends."""
         for key, _ in self._tree.items(table + prefix):
             yield key[len(table) :]
 
@@ -199,7 +195,6 @@ def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memo
 
 @contextlib.contextmanager
 def damage_of(what: str, hint: str = REPAIR) -> Iterator[None]:
-    """Name what is damaged, and what helps, in a DamagedError that is raised inside."""
     try:
         yield
     except DamagedError as error:

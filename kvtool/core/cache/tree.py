@@ -60,7 +60,6 @@ class DataFile:
         return self._tree
 
     def read(self, at: int, size: int) -> bytes:
-        """Read a part of the file; raises DamagedError if the file is too short."""
         data = os.pread(self._handle, size, at)
         if len(data) != size:
             raise DamagedError("the file is shorter than it says")
@@ -127,7 +126,6 @@ class Tree:
         return _found(self._leaf_of(key), key)
 
     def value(self, found: Found, allocate: Allocator, waits: Callable[[], None]) -> memoryview:
-        """Return a private, writable copy of a value; `waits` is called before a large one is waited for."""
         return self._value(*found, _size_of(found), allocate, waits)
 
     def last(self, key: bytes, most: int) -> bytes | None:
@@ -162,7 +160,6 @@ class Tree:
         return page
 
     def pages_of(self, leaf: Leaf, at: int) -> tuple[int, int]:
-        """Return the first page of a large value, and how many it has."""
         page = self.page_of(leaf, at)
         header = self._file.read(page * self.meta.page_size, _BIG_HEADER_BYTES)
         return page, self._check_big(page, header, leaf.values[at][1])
@@ -245,7 +242,6 @@ class Tree:
     # ---- checks ----
 
     def check_free_list(self) -> None:
-        """Check what LMDB takes pages from when it writes."""
         for _ in self.free_pages(full=False):
             pass
 
@@ -269,7 +265,6 @@ class Tree:
     # ---- pages ----
 
     def _node(self, page: int, low: bytes, high: bytes | None) -> Branch | Leaf:
-        """Return a page whose keys are from `low` on and below `high`, as its parent says."""
         known = self._branches.get(page) or self._leaves.get(page)
         if known is None:
             known = self._parse(page)
@@ -377,7 +372,6 @@ def damaged_pages(tree: Tree) -> Iterator[str]:
 
 
 def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
-    """Compare one tree with the counts in the meta page."""
     branches = leaves = keys = beside = deepest = 0
     for page, depth, node in tree.pages(number):
         deepest = max(deepest, depth)

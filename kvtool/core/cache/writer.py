@@ -195,10 +195,9 @@ class Writer:
             self._forget_pending()
 
     def commit_file(self, entry: FileEntry, documents: Sequence[DocumentEntry]) -> None:
-        """Store a file with its documents, in one transaction with what is left of their chunks; durable on return.
+        """Store a file with its documents and what is left of their chunks in one transaction; durable on return.
 
-        Chunks that wait for other files go on waiting: what does not fit any more is one document's, not a batch's.
-        Documents that the file had before and no longer has are removed; their chunks stay until :meth:`collect`.
+        Chunks that wait for other files go on waiting. Removed documents' chunks stay until :meth:`collect`.
         Raises ValueError: a document names a chunk that was never put, or that was made elsewhere although the file was
         not; the entry names other documents; or one of them is another file's. Raises NoSpaceError: all buffered chunks
         are dropped.
@@ -268,11 +267,9 @@ class Writer:
     # ---- dropping ------------------------------------------------------------------------------------------------
 
     def drop_level(self, chunk_ids: Iterable[bytes], level: str) -> int:
-        """Drop the records of these chunks at one level; their descriptions stay. Returns how many chunks had it."""
         return self._drop(chunk_ids, lambda snapshot, chunk_id: tables.level_keys(snapshot, chunk_id, level))
 
     def drop_chunks(self, chunk_ids: Iterable[bytes]) -> int:
-        """Drop everything about these chunks, referred to or not. Returns how many were there."""
         return self._drop(chunk_ids, chunk_keys)
 
     def _drop(
@@ -287,7 +284,6 @@ class Writer:
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
-        """Drop codec profiles, and set the `state` of the codec levels with them. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             deletions = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if deletions:
@@ -330,7 +326,6 @@ class Writer:
         return stale
 
     def _begin(self) -> None:
-        """Find out, before the first change, whether unreferenced chunks may be left."""
         if not self._begun:
             self._begun, self._loosened = True, set() if self._store.is_collected() else None
 
@@ -353,7 +348,6 @@ class Writer:
         return self._unfinished
 
     def _note_unfinished(self, path: str, chunk_ids: tuple[bytes, ...] = ()) -> None:
-        """Replace the noted chunks of an unfinished file; none: it is not unfinished."""
         files = self._unfinished_files()
         before = files.pop(path, ())
         if chunk_ids:
@@ -370,7 +364,6 @@ class Writer:
         return [meta_row(tables.UNFINISHED_KEY, packed)] if self._unsaved else []
 
     def _drop_unfinished(self) -> bool:
-        """Drop the chunks of unfinished files that this run does not count on; False: no such chunks."""
         others = self._unfinished_files().keys() - self._own
         if self.needed is None or not others:
             return False
@@ -380,7 +373,6 @@ class Writer:
         return self._drop(sorted(self._unreferred(kept)), chunk_keys, thins=False) > 0
 
     def mend(self, rows: Sequence[Row], deletions: Sequence[RowKey]) -> None:
-        """Put and drop the rows of a repair, in one transaction, which must work on a full disk."""
         if rows or deletions:
             self._commit(rows, deletions, weighed=False)
 
@@ -396,7 +388,6 @@ class Writer:
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[RowKey]]:
-        """Make the rows of the chunks that wait, and list the foreign rows that these replace."""
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
@@ -424,7 +415,6 @@ class Writer:
                 raise ValueError(f"document {source} is one of {other}")
 
     def _other_owner(self, path: str, source: str) -> str | None:
-        """Find the other file that a document may be of by its name, and is."""
         marks = (at for at, character in enumerate(source) if character == "#")  # a document's own name may have some
         for other in {source, *(source[:at] for at in marks)} - {path, ""}:
             with contextlib.suppress(DamagedError):
@@ -478,7 +468,6 @@ class Writer:
         self._unsaved = False
 
     def _with_room(self, work: Callable[[], None]) -> None:
-        """Do something, again if it lacks room and the chunks of other unfinished files make some."""
         try:
             work()
         except NoSpaceError:

@@ -78,7 +78,6 @@ def looks_local(ref: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder with a part that is missing, half-downloaded, a Git LFS pointer, or not safetensors."""
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"to use the GGUF file in it: --model {ggufs[0]}" if ggufs else WAYS_OUT
@@ -113,7 +112,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that `transformers` would read, sorted by name."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():
@@ -181,7 +179,6 @@ def _read_json(path: Path) -> Any:
 
 
 def tensor_table(path: Path) -> dict[str, Any]:
-    """Read the header of a safetensors file: name → dtype, shape, data_offsets."""
     size = path.stat().st_size
     try:
         with reading(path), path.open("rb") as file:
@@ -207,8 +204,6 @@ def _is_tensor(entry: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The GGUF file of a converted folder."""
-
     name: str
     sha256: str  # hex
     version: int  # of the conversion
@@ -230,7 +225,6 @@ def note_origin(folder: Path, gguf: Path, version: int) -> None:
 
 
 def converted_contents(folder: Path) -> dict[str, Any]:
-    """Identify a converted model by its GGUF file's digest, whichever release of a library converted it."""
     origin, found = read_origin(folder), _digests(folder)
     wrong = {name for name in origin.files.keys() | found.keys() if found.get(name) != origin.files.get(name)}
     if wrong:
@@ -269,10 +263,9 @@ class _Known:
 
 
 def file_digest(path: Path, once: Once = unnoticed) -> str:
-    """Return the SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same.
+    """SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same.
 
-    On the first use in a day a part of the file is read again and compared: a file with the same path and times need
-    not be the same file. `once` is entered while a large file is hashed.
+    Once a day a part is read again and compared: path and times may be equal. `once` is entered for a large file.
     """
     real = path.resolve()
     stamp = _stamp(real)
@@ -297,7 +290,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _sample(path: Path) -> str:
-    """Return the SHA-256 of blocks spread evenly over a file; of all of a small one."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         last = max(0, os.fstat(file.fileno()).st_size - _BLOCK)

@@ -42,10 +42,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path:
-    """Find the snapshot of a model: the cached one if it is whole, else it is downloaded.
-
-    A cached snapshot is used as it is, without asking the hub for a newer one: a store stays with its model.
-    """
+    """Find a model's snapshot: the cached one if it is whole, whatever the hub has by now; else download it."""
     why = ""
     if (folder := _cached(name, _WANTED, _SUBFOLDERS)) is not None:
         try:
@@ -65,7 +62,6 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
 
 
 def snapshot(name: str, wanted: list[str], *, offline: bool = False) -> Path:
-    """Find the snapshot of another kind of model, files given by glob: the cached one, else it is downloaded."""
     if (folder := _cached(name, wanted)) is not None and (folder / "config.json").is_file():
         return folder
     if offline or _offline_by_environment():
@@ -96,10 +92,7 @@ def _cached(name: str, wanted: list[str], ignored: list[str] | None = None) -> P
 
 
 def _ask(name: str) -> Any:
-    """Ask the hub for its description of a model, or fail within a few seconds.
-
-    A separate thread asks, because no timeout of the client covers a name server that does not answer.
-    """
+    """Ask the hub for a model's description in a thread: no timeout of the client covers a silent name server."""
     from huggingface_hub import HfApi
 
     answer: list[Any] = []
@@ -121,7 +114,6 @@ def _ask(name: str) -> Any:
 
 
 def _check_published(name: str, info: Any) -> None:
-    """Refuse a model without anything to load before a gigabyte is downloaded."""
     published = {entry.rfilename for entry in info.siblings or []}
     if not published & {"model.safetensors", "model.safetensors.index.json"}:
         ggufs = any(entry.endswith(".gguf") for entry in published)
@@ -173,10 +165,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> ModelFiles:
-    """Find a model: a folder, a `*.gguf` file, `smollm2`, or else a name on the model hub.
-
-    A hub name is downloaded on first use, a GGUF file converted on first use (`gguf/convert.py`).
-    """
+    """Find a model: a folder, a `*.gguf` file, which is converted once, `smollm2`, or a hub name, downloaded once."""
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
     if ref == PACKAGED:
@@ -263,7 +252,6 @@ def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> 
 
 
 def _lasting(value: Any) -> Any:
-    """Return the configuration without its volatile keys, at every depth."""
     if isinstance(value, dict):
         return {key: _lasting(inner) for key, inner in value.items() if key not in _VOLATILE}
     if isinstance(value, list):

@@ -53,7 +53,6 @@ class Loaded:
 
 
 def resolve_device(device: str) -> str:
-    """Return the device to use. Torch is imported only where there may be an accelerator."""
     if device == "auto":
         return _best_device()
     kind, _, index = device.partition(":")
@@ -134,7 +133,6 @@ def kept_format(dtype: str, files: ModelFiles) -> str:
 
 
 def _stored_dtype(files: ModelFiles) -> str:
-    """Return the dtype that config.json states, else that of most tensors in the first weight file."""
     config = read_config(files.folder)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated in _DTYPES:
@@ -189,7 +187,6 @@ def load_model(
 
 
 def supported_config(files: ModelFiles) -> Any:
-    """Read a model's configuration, of a multimodal model its text model's, and check that its family is supported."""
     return text_config(_whole_config(files))
 
 
@@ -259,7 +256,6 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
 
 
 def _mended(files: ModelFiles) -> str:
-    """Return the hint for a damaged folder that kvtool converted from a GGUF file; "": the folder is another's."""
     return f"delete {files.folder}; it is made again" if files.kind in ("gguf", "packaged") else ""
 
 

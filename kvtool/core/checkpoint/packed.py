@@ -52,7 +52,6 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
 
 
 def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
-    """Map the packed weights of a converted folder into memory, by the model's names for them."""
     path = folder / PACKED
     if not path.is_file():
         return {}
@@ -101,7 +100,6 @@ def _weights_by_rows(folder: Path) -> _Sought:
 
 
 def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Find the weights that a matrix is, each with its rows in the weight's own order."""
     hashes = torch.cat([_row_hashes(rows) for rows in _unpacked(matrix)])
     for path, name, wanted in sought.get(((matrix.rows, matrix.columns), int(hashes.sum())), []):
         order = torch.empty_like(hashes)
@@ -114,7 +112,6 @@ def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, Qu
 
 
 def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
-    """Unpack a matrix to bfloat16, as in the converted folder, some rows at a time."""
     out = torch.empty(_ROWS * matrix.columns, dtype=torch.bfloat16)
     for first in range(0, matrix.rows, _ROWS):
         last = min(first + _ROWS, matrix.rows)
@@ -130,10 +127,7 @@ def _row_hashes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def packed_model(folder: Path, text: TextSubmodel, dtype: str, int8: bool = False) -> Any:
-    """Build a model whose weights stay as they are on disk, mapped into memory; None: it cannot be built so.
-
-    A bfloat16 checkpoint that computes in float32 takes half the bytes so. `int8`: as of `PackedLinear`.
-    """
+    """Build a model whose weights stay on disk, mapped; None: impossible. `int8`: as of `PackedLinear`."""
     matrices = (_bfloat16(folder, text) if dtype == "float32" else {}) | read_packed(folder)
     if not matrices:
         return None

@@ -34,7 +34,6 @@ _RECURRENT = (
 
 
 def check_supported(config: Any) -> None:
-    """Refuse a model whose chunks could not be moved; of a multimodal one its text model decides."""
     text = text_config(config)
     refusals = chain(_modalities(config), _states(text), _masks(text), _positions(text))
     if (refusal := next(refusals, None)) is not None:
@@ -73,17 +72,13 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return each RoPE's settings with `rope_type` filled in: of all layers, of each type of layer, or none."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [one for one in rope.values() if isinstance(one, dict)]
     return [{**one, "rope_type": one.get("rope_type", one.get("type", "default"))} for one in several or [rope] if one]
 
 
 def keeps_states(config: Any) -> bool:
-    """Return True if some layer of a model keeps a recurrent state, which all tokens before have made.
-
-    Only a prompt's beginning is reused then, exactly as it was (`fusion/prefix_cache.py`).
-    """
+    """True if some layer keeps a recurrent state, so that only a prompt's exact beginning is reused."""
     return not STATEFUL.isdisjoint(_layer_types(config))
 
 
@@ -92,7 +87,6 @@ def kept_layers(config: Any) -> int:
 
 
 def _modalities(config: Any) -> Iterator[Refusal]:
-    """Find reasons against encoders, and against images or sound without a text model of its own."""
     if getattr(config, "is_encoder_decoder", False):
         yield "is an encoder-decoder", "keys of a text that an encoder has read whole to be moved"
     parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
@@ -102,7 +96,6 @@ def _modalities(config: Any) -> Iterator[Refusal]:
 
 
 def _states(config: Any) -> Iterator[Refusal]:
-    """Find reasons against states of other kinds than `transformers` caches next to keys and values."""
     layers = set(_layer_types(config))
     if layers & STATEFUL:
         if other := layers - STATEFUL - _KEEPING_NOTHING - {_FULL}:
@@ -115,7 +108,6 @@ def _states(config: Any) -> Iterator[Refusal]:
 
 
 def _masks(config: Any) -> Iterator[Refusal]:
-    """Find reasons against masks other than causal ones, and against sparse or shared attention."""
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images only
         yield "uses bidirectional attention", "a mask that is not causal"
     if getattr(config, "cross_attention_layers", None):
@@ -129,7 +121,6 @@ def _masks(config: Any) -> Iterator[Refusal]:
 
 
 def _positions(config: Any) -> Iterator[Refusal]:
-    """Find reasons against layers, or positions, that do not give a key the same rotation in every prompt."""
     if keeps_states(config):  # nothing of it is moved
         return
     if kinds := sorted(set(_layer_types(config)) - set(_ATTENTION)):
@@ -162,10 +153,7 @@ def check_extent(folder: Path, config: Any) -> None:
 
 
 def check_laid_out(folder: Path, text: TextSubmodel) -> None:
-    """Refuse a model far larger than its files: the loader would fill it with random numbers before any report.
-
-    The model is laid out without memory. Missing weights are left to the loader, which names them.
-    """
+    """Refuse a model far larger than its files, before the loader fills it with random numbers."""
     import torch
 
     with torch.device("meta"):
@@ -176,7 +164,6 @@ def check_laid_out(folder: Path, text: TextSubmodel) -> None:
 
 
 def _number(config: Any, name: str) -> int:
-    """Return a number of the configuration, the largest of several; 0: it has none."""
     value = getattr(config, name, None) or 0
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(number, int) and number >= 0 for number in numbers):

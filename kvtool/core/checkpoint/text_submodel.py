@@ -26,14 +26,11 @@ _LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def text_config(config: Any) -> Any:
-    """Return a wrapper's configuration of its text model; of any other model the configuration itself."""
     return config if getattr(config, "text_config", None) is None else config.get_text_config(decoder=True)
 
 
 @dataclass(frozen=True, slots=True)
 class TextNames:
-    """The names of a text model's weights in the files of a multimodal checkpoint."""
-
     base: str  # prefix of the decoder's weights ("language_model.model.")
     head: str | None  # prefix of "weight" of the LM head; None: the embedding is the head
 

@@ -19,11 +19,10 @@ HOME = Path(__file__).absolute().parents[3]  # where this kvtool is imported fro
 
 
 def python(program: str, *args: str) -> list[str]:
-    """Make the command line of a Python that runs `program`, with `args` as `sys.argv[1:]`.
+    """Make the command line of an isolated Python that runs `program`, with `args` as `sys.argv[1:]`.
 
-    `python -c` puts the working directory first on its search path: a `json.py` in a folder of documents
-    would be run. The child starts isolated and is given this process's search path, so that it runs the same kvtool
-    wherever that comes from (`PYTHONPATH`, an editable install, a notebook's own changes).
+    `python -c` would put the working directory first on its search path, and run a `json.py` in a folder of documents.
+    The child is given this process's search path, so that it runs the same kvtool.
     """
     return [sys.executable, "-I", "-c", f"import sys\nsys.path[:] = {search_path()!r}\n{program}", *args]
 

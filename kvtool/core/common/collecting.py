@@ -13,10 +13,8 @@ _settings = threading.RLock()
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause garbage collection while a model is imported and built.
-
-    That makes a million objects of which none is garbage; to look through them again and again took a quarter of the
-    processor time of a question (samples/results/speed.md).
+    """Pause garbage collection while a model is imported and built: none of a million objects is garbage, and
+    looking through them took a quarter of a question's processor time (samples/results/speed.md).
     """
     with kept_collection():
         gc.disable()
@@ -37,8 +35,7 @@ def kept_collection() -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings.
 
-    One thread at a time enters: a process has one set of these settings, and one default dtype of torch, which loading
-    a model sets and restores. Two threads that loaded at once left it at bfloat16, and changed later results.
+    One thread at a time enters: a process has one set of them, and one default dtype of torch, which loading changes.
     """
     from transformers.utils import logging
 

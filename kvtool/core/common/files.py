@@ -84,10 +84,7 @@ def new_file(path: Path) -> BinaryIO:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; follow links. Raises OSError for anything else.
-
-    A device or a FIFO is refused before the open, which may block, or do something to a device.
-    """
+    """Open a regular file; follow links. Raises OSError for a device or FIFO before the open, which may block."""
     _check(os.stat(path))
     handle = os.open(path, _FLAGS)
     try:

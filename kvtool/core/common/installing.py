@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def install_line(*wanted: str) -> str:
-    """Return the command that installs into kvtool's environment; `wanted`: pip's arguments, quoted.
-
-    pipx and `uv tool` keep that environment to themselves, and each leaves a file of its own there.
-    """
+    """Command that installs into kvtool's environment, which pipx or `uv tool` may own. `wanted`: quoted."""
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
         command = f"pipx runpip {shlex.quote(home.name)} install"

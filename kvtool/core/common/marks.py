@@ -28,22 +28,17 @@ class Place:
     label: str = ""
 
     def cite(self, source: str) -> str:
-        """Return the source with its place: `notes.md:12`, `paper.pdf p. 12`."""
         return f"{source} {self.label}" if self.label else source if self.line is None else f"{source}:{self.line}"
 
 
 def as_named_here(source: str) -> str:
-    """Return a file's path from the working folder, if it is below it."""
     with suppress(ValueError, OSError):
         return str(Path(source).relative_to(Path.cwd()))
     return source
 
 
 def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
-    """Return the place of the characters from `start` to `end`, without leading white space.
-
-    Without marks, the text is the file's own and its lines are counted.
-    """
+    """Place of the characters from `start` to `end`, without leading space; without marks, lines are counted."""
     inside = text[start:end]
     start += len(inside) - len(inside.lstrip())
     if not marks:
@@ -85,7 +80,6 @@ def end_of(text: str, marks: Sequence[Mark], start: int) -> int:
 
 
 def _joined(first: str, last: str) -> str:
-    """`p. 12` and `p. 13` → `p. 12–13`."""
     if first == last:
         return first
     one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)

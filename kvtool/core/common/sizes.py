@@ -1,5 +1,3 @@
-"""Sizes, counts and lengths of time as people write them."""
-
 from __future__ import annotations
 
 import re

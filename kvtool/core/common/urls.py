@@ -72,7 +72,6 @@ def _names_a_path(kind: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Return True if a text is a host and perhaps a port, and nothing that could hide a password."""
     match = _HOST.fullmatch(text)
     return match is not None and int(match[4] or 0) < 2**16
 

@@ -20,8 +20,6 @@ from kvtool.core.records.encode import sealed
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of a chunk's new records; `kept` are nested levels that new ones may refine."""
-
     chunk: bytes
     info: ChunkInfo
     source: str

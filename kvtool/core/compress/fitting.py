@@ -111,8 +111,6 @@ def _has(store: Store, profile: Profile) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A prompt of stored chunks, by number, with a question and an answer copied from one of them."""
-
     chunks: tuple[int, ...]
     question: Ids
     answer: Ids
@@ -121,7 +119,6 @@ class Probe:
 def probes(
     tokens: Sequence[Sequence[int]], parts: PromptParts, tokenizer: object, count: int, seed: int
 ) -> list[Probe]:
-    """Make prompts over chunks given by their token ids; they are the same for the same seed."""
     draw = random.Random(seed)
     usable = [number for number, ids in enumerate(tokens) if len(ids) >= _LEAST_TOKENS]
     made = []
@@ -181,8 +178,6 @@ def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """Prompt whose beginning is cached."""
-
     layers: Sequence[LayerKV]  # keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each
     ids: Ids  # the rest
     scored: int  # number of last tokens whose predictions, and the one after them, gradients are taken of

@@ -43,7 +43,6 @@ _SEED = 0
 def compress(
     path: Path, options: CompressOptions, events: Events | None = None, decoder: Decoder | None = None
 ) -> CompressReport:
-    """Encode a store's records at some levels. Existing records stay; run again to resume."""
     levels = check_levels(options)
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
@@ -133,7 +132,6 @@ class _Job:
     # ---- what to work on ----
 
     def _chunks(self) -> list[bytes]:
-        """List the chunks that are asked for, without the prompt's own beginning, which is exact in every prompt."""
         known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         if not self.options.chunks:
             return known
@@ -158,7 +156,6 @@ class _Job:
     # ---- the profile ----
 
     def _profile(self, chunks: Sequence[bytes]) -> Profile | None:
-        """Fit a profile here, or take one from another store; else it is the store's own, if there is one."""
         made = None
         if self.options.fit:
             made = self._fitted(chunks)
@@ -188,7 +185,6 @@ class _Job:
     def _losses(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        """Return the known losses of the lossy levels; missing ones are measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
         rows = dict(self.store.codec_state().get("losses") or {})
         known = dict(rows.get(maker, {}))
@@ -214,7 +210,6 @@ class _Job:
         return {level: mean_loss(rows[level]) for level in levels}
 
     def _offered(self, levels: Sequence[str]) -> list[str]:
-        """The lossy levels that `auto` may take, the finest first; without it none."""
         offered = [level for level in whole() if not level_of(level).baseline]
         return lossy(keeping(level, self.options.share) for level in offered) if AUTO in levels else []
 

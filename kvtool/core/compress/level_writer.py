@@ -54,7 +54,6 @@ class LevelWriter:
         self._bare = 0  # chunks passed over that have no record at all: here an ingest computes them again
 
     def run(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
-        """Encode what is missing, read all of it back, drop what is exact if asked to."""
         order = known(levels)
         self._report.levels = [LevelReport(level) for level in order]
         self._events.step("compress", len(chunks), "chunks")
@@ -87,7 +86,6 @@ class LevelWriter:
         self._unread.append(plan.chunk)
 
     def _settle(self, back: ReadBack, last: bool = False) -> None:
-        """Make the written records durable and read them back, many chunks at a time."""
         if len(self._unread) < (1 if last else _AT_ONCE):
             return
         some, self._unread = self._unread, []
@@ -135,7 +133,6 @@ class LevelWriter:
         return Plan(chunk, info, source, tuple(wanted), () if nested(stale) else tuple(nested(stored)))
 
     def _is_current(self, chunk: bytes, level: str) -> bool:
-        """Return True if a stored lossy record and all that it refines are readable and of the current profile."""
         try:
             item = read_records(self._store, [chunk], level, 0)[0]
             coded = Record.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)
@@ -155,8 +152,6 @@ class LevelWriter:
 
 
 class ReadBack:
-    """Reads what was written, several layers at a time."""
-
     def __init__(self, store: Store, profiles: Profiles, report: CompressReport, pool: ThreadPoolExecutor) -> None:
         self._store, self._profiles, self._report, self._pool = store, profiles, report, pool
 

@@ -46,8 +46,6 @@ class Question:
 
 
 class Scheme(Protocol):
-    """Something that keys and values can be sent through."""
-
     def rows(self, segment: Segment) -> Ids | None:
         """Return the rows of a chunk that are decoded; None: all of them."""
         ...
@@ -88,10 +86,7 @@ class LevelScheme:
 
 @dataclass(slots=True)
 class PromptKV:
-    """A prompt's cached KV in memory, by layer and by the position at which a segment starts.
-
-    Filled before the model runs: concurrent work on its cores would take several times as long.
-    """
+    """A prompt's cached KV in memory, by layer and segment start; filled before the model needs the cores."""
 
     layers: list[dict[int, LayerKV]]
 
@@ -223,7 +218,6 @@ class HeavyRows:
         self._worth: dict[bytes, torch.Tensor] = {}
 
     def learn(self, chunks: Sequence[tuple[bytes, Ids]]) -> None:
-        """Measure what the rows of some chunks are worth, as far as it is not known yet."""
         left = [(chunk, ids) for chunk, ids in dict(chunks).items() if chunk not in self._worth]
         for first in range(0, len(left), _TOGETHER):
             some = left[first : first + _TOGETHER]
@@ -231,7 +225,6 @@ class HeavyRows:
             self._worth.update(zip((chunk for chunk, _ in some), made, strict=True))
 
     def of(self, chunk: bytes, ids: Ids, level: str) -> Ids:
-        """The rows of a chunk that stay at a level, ascending."""
         self.learn([(chunk, ids)])
         return heaviest(self._worth[chunk], level_of(level).share)
 

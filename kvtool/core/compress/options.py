@@ -1,5 +1,3 @@
-"""Options of a compression."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

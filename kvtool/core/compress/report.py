@@ -1,5 +1,3 @@
-"""Report of a compression."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,8 +8,6 @@ from kvtool.core.codec.levels import MAX_LOSS
 
 @dataclass(slots=True)
 class LevelReport:
-    """Result of one level, over the chunks that were asked for."""
-
     level: str
     chunks: int = 0
     bytes: int = 0  # records that are read for it, the coarser ones that it refines included
@@ -35,8 +31,6 @@ class LevelReport:
 
 @dataclass(slots=True)
 class CompressReport:
-    """Result of a compression (`kvtool help json`)."""
-
     levels: list[LevelReport] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0

@@ -134,7 +134,6 @@ def _is_folded(folder: Path) -> bool:
 
 
 def _read(path: Path) -> GitIgnoreSpec | None:
-    """Read an ignore file, without invalid patterns and lines longer than any path."""
     try:
         lines = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
     except OSError:

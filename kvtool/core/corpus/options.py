@@ -54,7 +54,6 @@ def encoding_error(name: str) -> str:
 
 
 def shard_error(value: str) -> str:
-    """Return the error in `I/N`, the I-th of N parts counted from 1; empty if it is valid."""
     found = _FORM.fullmatch(value)
     return "" if found and int(found[1]) <= int(found[2]) else "is no part: I/N with 1 <= I <= N, such as 2/8"
 

@@ -25,8 +25,6 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of text that is only cut if it is too long for a chunk; `finer` continues from its `finest` level."""
-
     start: int
     end: int
     level: Level
@@ -80,7 +78,6 @@ _HARD_LEAST = 20
 
 
 def units(text: str, kind: str) -> list[Unit]:
-    """Cut a text into sentences, lines of code, headings, whole tables and whole fences."""
     return [unit for block in _blocks(text, kind) for unit in _block_units(text, block)]
 
 
@@ -96,7 +93,6 @@ def words(text: str, kind: str) -> list[Unit]:
 
 
 def finer(text: str, unit: Unit) -> list[Unit]:
-    """Cut one unit at the next finer level that cuts it at all; unchanged if it is one character."""
     for level in sorted((level for level in _CUTS if level < unit.finest), reverse=True):
         if len(pieces := _cut_at(text, unit, level)) > 1:
             return pieces
@@ -136,7 +132,6 @@ def _hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _middle(text: str, start: int, end: int) -> int | None:
-    """Find a cut near the middle of `text[start:end]`: between graphemes, else between characters."""
     content = text[start:end].rstrip()
     first, last = start + len(content) - len(content.lstrip()) + 1, start + len(content)
     half = (first + last) // 2
@@ -151,7 +146,6 @@ def _whole_grapheme(text: str, position: int, end: int) -> int:
 
 
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
-    """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
     if text[match.end()].islower():
         return True
     before = text[max(0, match.start() - 12) : match.end()]
@@ -230,7 +224,6 @@ def _whole(block: _Block) -> Unit:
 
 
 def _wrapped(text: str, block: _Block) -> set[int]:
-    """Find the starts of lines that continue a full line, if a third of them is in the middle of a sentence."""
     lengths = [after - start for start, after in pairwise(block.lines)]
     longest = max(lengths, default=0)
     if not _NARROW <= longest <= _WIDE:
@@ -333,7 +326,6 @@ class _Outliner:
         return bool(_TITLE.match(line)) or (line.isupper() and len(line) > 3)
 
     def _is_underline(self, start: int, last: _Block | None) -> bool:
-        """Return True if a row of signs right below a one-line paragraph makes it a heading."""
         if self._gap or last is None or last.form != "prose" or len(last.lines) != 1:
             return False
         match = (_UNDERLINE if self._marked else _RST_UNDERLINE).match(self._text, start)

@@ -88,7 +88,6 @@ class Reading:
         return self._settings[key]
 
     def means(self, path: PurePath) -> str:
-        """What a reading depends on besides the file: kvtool, installed tools, bounds."""
         key = ending_of(path)
         if key not in self._means:
             command = self.commands.get(key)
@@ -110,7 +109,6 @@ class Reading:
             chosen.reset(token)
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Ask the child process; a new one if it ends after earlier files, which may have caused that."""
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
             self._end_child()
@@ -133,7 +131,6 @@ class Reading:
 
 
 def _program(command: str) -> str:
-    """Paths and times of a command's program ("" if not installed) and of its arguments that are files."""
     program, *words = shlex.split(command)
     places = [shutil.which(program) or "", *filter(os.path.isfile, words)]
     return " ".join(f"{place} {os.stat(place).st_mtime_ns}" if place else "" for place in places)

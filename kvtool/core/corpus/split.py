@@ -192,7 +192,6 @@ class _Packer:
         return not self._units[index - 1].heading
 
     def _balanced(self, window: list[int]) -> int:
-        """Choose the boundary of a text that makes two chunks: of the best level, then nearest to the middle."""
         half = self._sums[-1] / 2
         return max(window, key=lambda i: (self._units[i].level, -abs(self._sums[i] - half), -i))
 

@@ -44,7 +44,6 @@ class _Table:
 def split_document(
     document: Document, settings: SplitSettings, count_tokens: CountTokens
 ) -> tuple[Document, list[Span]]:
-    """Split a document, and repeat headers of at most half a chunk in the chunks of cut tables."""
     spans = split(document.text, settings, count_tokens, document.kind)
     most_header = _LONGEST_TOKEN * settings.max_tokens
     tables = [] if len(spans) < 2 else [each for each in _tables(document) if each.body - each.start < most_header]
@@ -92,7 +91,6 @@ def _at_records(text: str, spans: Sequence[Span], fits: Callable[[str], bool]) -
 
 
 def _long_rows(text: str) -> list[Span]:
-    """Return the rows whose quoted cells hold line ends. A quote inside of a cell, as in `5" pipe`, opens none."""
     rows: list[Span] = []
     for cell in _QUOTED.finditer(text):
         end = text.find("\n", cell.end()) + 1 or len(text)
@@ -159,7 +157,6 @@ def _tables(document: Document) -> list[_Table]:
 
 
 def _runs(text: str) -> Iterator[list[Span]]:
-    """Yield the lines of each run of lines that have cells; without a rule of Markdown, spaces are around its bars."""
     run: list[Span] = []
     for found in _LINE.finditer(text + "\n"):
         if "|" in found[0]:
@@ -193,7 +190,6 @@ def _cells(line: str) -> list[str]:
 
 
 def _last_heading(rows: Sequence[Sequence[str]]) -> int | None:
-    """The number of the row that holds a table's last headings."""
     last = None
     for at, row in enumerate(rows[:_HEADER_ROWS]):
         body = rows[at + 1 :]
@@ -236,7 +232,6 @@ def _cells_of(body: Sequence[Sequence[str]], column: int) -> list[str]:
 
 @lru_cache(1024)
 def _shape(cell: str) -> str:
-    """Return what a cell is made of: `0` of a number, `year`, `0-0-0` of a date, `0-0` of a range."""
     if _YEAR.fullmatch(cell):
         return "year"
     return "0" if _NUMBER.fullmatch(cell) else _DIGITS.sub("0", cell)
@@ -255,7 +250,6 @@ def _delimited(text: str) -> Iterator[_Table]:
 
 
 def _parsed(lines: Sequence[str], delimiter: str) -> list[tuple[list[str], int]]:
-    """Return the rows that a delimiter gives, up to the first that is broken, each with its end in the text."""
     rows: list[tuple[list[str], int]] = []
     ends = [0, *accumulate(map(len, lines))]
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -267,6 +261,5 @@ def _parsed(lines: Sequence[str], delimiter: str) -> list[tuple[list[str], int]]
 
 
 def _regularity(rows: Sequence[tuple[list[str], int]]) -> tuple[int, int]:
-    """Return the usual number of cells of a row, and how many rows have it; of cells that are several."""
     (width, count), *_ = Counter(len(row) for row, _ in rows).most_common(1) or [(0, 0)]
     return (width, count) if width > 1 else (0, 0)

@@ -27,8 +27,6 @@ _DRAWN_OF = 2**64
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Comparison of a fused answer with full prefill's answer over the same prompt."""
-
     at: int  # time of the audit, in seconds since 1970
     question: str  # its first characters, on one line
     revision: int  # of the store
@@ -52,10 +50,7 @@ class Audit:
 
 
 def is_drawn(question: str, revision: int, share: float) -> bool:
-    """Return True if a question is among the `share` (0 … 1) that is audited.
-
-    It follows from its words and the store's revision only: the same question is drawn again, in any mode or process.
-    """
+    """True if a question is among the audited `share` (0 … 1), by its words and the store's revision only."""
     digest = hashlib.blake2b(f"{revision}\n{question}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * _DRAWN_OF
 

@@ -1,5 +1,3 @@
-"""Measures of an answer: SQuAD scores, names in all commands, and means over many answers."""
-
 from __future__ import annotations
 
 import re
@@ -20,7 +18,6 @@ Row = Mapping[str, Any]
 
 
 def numbers_of(rows: Sequence[Row], name: str) -> list[float]:
-    """Collect one number of every row that has it; yes counts 1."""
     return [float(row[name]) for row in rows if name in row]
 
 
@@ -38,8 +35,6 @@ _PUNCTUATION = set(string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Token F1, exact match and containment of the best gold answer."""
-
     f1: float
     exact_match: float
     contains: float
@@ -74,7 +69,6 @@ def _f1(said: str, wanted: str) -> float:
 
 
 def run_name(mode: str, changes: Iterable[tuple[str, Any]], amount: float | None) -> str:
-    """Return a run as a user writes it, such as `union+shift=no:0.15`."""
     variant = "+".join([mode, *(f"{name}={_text(value)}" for name, value in changes)])
     return variant if amount is None else f"{variant}:{amount:.12g}"
 

@@ -17,8 +17,6 @@ _ROWS = 16  # of a vocabulary that are float64 at one time
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Distance of a run from its reference, over the reference's script."""
-
     kl_first: float  # KL divergence in nats of the first token's distribution, D(reference ‖ run)
     kl_answer: float  # the same, as the mean over all tokens of the script
     first_agrees: bool  # whether the most probable first token is the same
@@ -75,10 +73,7 @@ class Forced:
     distance: Distance
 
     def answer(self, max_tokens: int) -> Generated:
-        """Return the run's own greedy answer.
-
-        Tokens that agree with the reference's answer are not generated again; decoding begins at the first other one.
-        """
+        """The run's own greedy answer; tokens that agree with the reference's are not generated again."""
         script = self.reference.answer.script
         agreed = next((n for n, (own, said) in enumerate(zip(self.best, script, strict=True)) if own != said), None)
         if agreed is None:

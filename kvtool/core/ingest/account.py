@@ -90,7 +90,6 @@ class Account:
             self.events.step("reading files", len(files), "files")
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Leave files out of the estimate that are known to be unchanged."""
         for name in names:
             self._estimate.pass_by(name)
 
@@ -110,7 +109,6 @@ class Account:
 
     @property
     def expected(self) -> int:
-        """Return the number of tokens to compute; for files that are not read yet, an estimate."""
         return self.wanted + self._estimate.tokens
 
     def begin_computing(self) -> None:
@@ -125,14 +123,12 @@ class Account:
         self.events.advance(tokens)
 
     def remember_speed(self, store: Store, fingerprint: str) -> None:
-        """Store the speed of this run, writes included, for the next one's forecast."""
         seconds = self._computed_at - self._began
         if self._computed >= _MIN_TOKENS and seconds > 0:
             speed = {"tokens_per_second": self._computed / seconds}
             store.write_side(_SPEED, _marks(fingerprint, self._options) | speed)
 
     def resolve(self, identity: StoreIdentity, model: str, device: str, dtype: str) -> None:
-        """Report what the run computes with; `dtype`: number format of the arithmetic."""
         self.report.resolved = {
             "model": model,
             "device": device,
@@ -179,7 +175,6 @@ class Estimate:
             self._counted[file.name] = size
 
     def pass_by(self, name: str) -> bool:
-        """Count a file as read; return False if it is not one of these."""
         size = self._counted.pop(name, None)
         self._left[ending_of(Path(name))] -= size or 0
         return size is not None
@@ -214,7 +209,6 @@ def kv_bytes_a_token(folder: Path, dtype: str) -> int:
 def forecast(
     tokens: int, per_token: int, store: Store | None, path: Path, fingerprint: str, options: IngestOptions
 ) -> Forecast:
-    """Forecast the cost of so many tokens; the store's folder `path` may not exist yet."""
     speed = store.read_side(_SPEED, **_marks(fingerprint, options)).get("tokens_per_second") if store else None
     seconds = tokens / speed if isinstance(speed, float) and speed > 0 else None
     here = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())

@@ -116,7 +116,6 @@ class Choices:
         )
 
     def _lead_in_of_states(self, mode: str) -> str:
-        """Return the lead-in of a model that keeps states: none, or the one of an existing store. Raises UsageError."""
         kept = self.known.lead_in.mode if self.known else _NO_LEAD_IN
         if self._options.lead_in is not None and mode != kept:
             raise UsageError(

@@ -70,7 +70,6 @@ def _ask(url: str, path: str, body: Any = None, seconds: float = _FIRST_S) -> di
 
 
 def _read(answer: HTTPResponse, deadline: float) -> bytes:
-    """Read an answer. Raises ValueError if it does not end in time."""
     read = bytearray()
     while piece := answer.read1(1 << 16):
         read += piece
@@ -120,7 +119,6 @@ class EngineStorer(Storer):
         _ask(self._url, "/v1/completions", body, _TIMEOUT_S)
 
     def _check(self, choices: Choices) -> None:
-        """Have a few tokens saved, and check what comes of them."""
         name, theirs = choices.files.ref, None
         with suppress(KvtoolError):  # it was started without a tokenizer
             body = {"model": self._model, "prompt": _SAMPLE, "add_special_tokens": False}

@@ -41,8 +41,6 @@ _GATE_CHUNKS = 3  # the first ones computed; the gate takes no more
 
 @dataclass(slots=True)
 class KeptModel:
-    """Model that outlives an ingest, so that several ingests load it once."""
-
     decoder: Decoder | None = None
 
 
@@ -199,7 +197,6 @@ class _Job:
 
     @property
     def _is_other(self) -> bool:
-        """Return True if this run changes the store's identity, or if that is of foreign origin."""
         return self.choices.known != self.choices.identity or self.choices.made_by.is_foreign
 
     def _keep_identity(self, writer: Writer) -> None:
@@ -321,7 +318,6 @@ class _Job:
             return ray_storer(store, writer, self.account, self.options, self.choices)
 
     def _engine_storer(self, store: Store, writer: Writer) -> Storer:
-        """Find vLLM; the model is loaded here only to compare some tokens."""
         if self.choices.known is None:
             self._keep_identity(writer)  # vLLM's connector reads it
         with self.account.phase("model_load", reported=False):

@@ -1,5 +1,3 @@
-"""Options of an ingest."""
-
 from __future__ import annotations
 
 import os
@@ -26,7 +24,6 @@ _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
 
 def is_lead_in_file(value: str) -> bool:
-    """A lead-in names a file if it is no known name and no `sink:N` with N >= 1."""
     return value not in LEAD_INS and not re.fullmatch(r"sink:[1-9]\d*", value)
 
 

@@ -19,8 +19,6 @@ from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
-    """Changed file, split; `chunks` in order, with repetitions."""
-
     entry: FileEntry
     documents: tuple[DocumentEntry, ...]
     chunks: tuple[ChunkSpec, ...]
@@ -71,7 +69,6 @@ class NewChunks:
         self.reused = 0
 
     def of(self, file: PreparedFile) -> list[ChunkSpec]:
-        """List the chunks of a file that are new, once each, in order."""
         first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self.seen}
         self.seen.update(first)
         new = [chunk for key, chunk in first.items() if self._store is None or not self._store.serves_own(key)]

@@ -1,5 +1,3 @@
-"""Report of an ingest, and its log."""
-
 from __future__ import annotations
 
 import json
@@ -49,8 +47,6 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of the cost of an ingest."""
-
     tokens: int  # to be computed
     kv_bytes: int  # of their KV, before any compression
     seconds: float | None  # at the speed of the last ingest; None: unknown
@@ -139,8 +135,6 @@ class EventLog:
             self.error = error.strerror or str(error)
 
     def listening(self, events: Events) -> Events:
-        """Return callbacks that also write to the log."""
-
         def warn(text: str, hint: str) -> None:
             self.event("warning", message=text, hint=hint)
             events.warn(text, hint)
@@ -164,7 +158,6 @@ class EventLog:
 
 
 def _plain(value: Any) -> Any:
-    """NaN and infinity become null in strict JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

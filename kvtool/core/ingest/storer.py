@@ -75,7 +75,6 @@ class Storer(ABC):
             )
 
     def take(self, file: PreparedFile, missing: Sequence[ChunkSpec]) -> None:
-        """Take a file with its new chunks, which are computed as soon as they fill a batch."""
         self._taken += 1
         self._waiting.update((chunk.chunk_id, []) for chunk in missing)
         lists = [self._waiting[key] for key in {chunk.chunk_id for chunk in file.chunks} & self._waiting.keys()]
@@ -88,7 +87,6 @@ class Storer(ABC):
             self._queue(chunk)
 
     def finish(self) -> None:
-        """Compute the rest, and wait until all is written."""
         self._hand_over()
 
     def _queue(self, chunk: ChunkSpec) -> None:
@@ -127,7 +125,6 @@ class Storer(ABC):
             self._writer.commit_file(file.entry, file.documents)
 
     def _complete(self, batch: Batch) -> None:
-        """Commit the files that waited for nothing else, in their order."""
         self._account.computed(batch.chunks)
         whole = []
         for waiting in (waiting for chunk in batch.chunks for waiting in self._waiting.pop(chunk.chunk_id)):

@@ -103,7 +103,6 @@ class Stream:
         self._outcomes = chain([first] if first is not None else [], self._outcomes)
 
     def __iter__(self) -> Iterator[PreparedFile]:
-        """Split the changed files, one after another. All others are counted and reported."""
         self._tell_paths()
         self._account.begin(self.walked.files)
         for outcome in self._outcomes:
@@ -118,7 +117,6 @@ class Stream:
                 yield file
 
     def leave_known_out(self) -> None:
-        """Leave unchanged files out of the estimate of what is to come, before it is printed."""
         store, settings = self.store, self._choices.identity.settings_digest()
         if store is not None:
             known = (

@@ -41,8 +41,6 @@ _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of it
 
 @dataclass(frozen=True, slots=True)
 class ChangedFile:
-    """File whose content or settings differ from those in the store, `known`."""
-
     found: FoundFile
     digest: str
     settings: str
@@ -158,7 +156,6 @@ def _unreadable(
 
 
 def _is_whole(entry: FileEntry, store: Store) -> bool:
-    """Return True if every chunk of the file is still stored; otherwise the file is treated as changed."""
     try:
         documents = [store.document(source) for source in entry.documents]
     except DamagedError:
@@ -239,7 +236,6 @@ class Seen:
         self._fine: set[str] = set()  # paths of files that could be read
 
     def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
-        """Return True if a file is as it was last read, with this content."""
         with suppress(OSError):
             mark = _mark(path, os.stat(path), digest)
             if mark in self._of(store)[0]:

@@ -28,10 +28,9 @@ _State = tuple[str, int, int]  # "folder", its device and inode; "file", its byt
 class Watcher:
     """Watcher that keeps a store up to date. The model stays loaded; the store and its lock are free between rounds.
 
-    Each round walks the whole selection and compares it with the walk before, so no event of the operating system has
-    to be interpreted. Documents of a missing or empty named folder stay, since an unmounted disk looks the same;
-    documents of a missing named file, or of a missing file in a folder, are removed.
-    Raises UsageError if a path does not exist, KvtoolError if the operating system watches no more folders.
+    Each round compares the whole selection with the walk before. Documents of a missing or empty named folder stay,
+    since an unmounted disk looks the same; those of a missing file are removed. Raises UsageError if a path does not
+    exist, KvtoolError if the operating system watches no more folders.
     """
 
     def __init__(self, place: Path, options: WatchOptions) -> None:

@@ -221,7 +221,6 @@ class Option:
         return _UNIT_NAMES.get(self.unit) or _KIND_NAMES[self.kind]
 
     def _guess(self, value: str) -> str:
-        """Return a hint at what a wrong value was meant to be; empty if nothing is near."""
         if self.several and "," in value and {part.strip() for part in value.split(",")} <= {*self.choices}:
             return self.several
         return did_you_mean(value, self.choices or self.suggest)
@@ -234,7 +233,6 @@ class Option:
 
 
 def _flattened(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a table and of those inside it, by names with dots."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{before}{name}.")
@@ -316,7 +314,6 @@ class Options:
 
     @classmethod
     def without(cls, *names: str) -> Part:
-        """Return all of them but these."""
         return Part(cls, tuple(name for name in options_of(cls) if name not in names))
 
 

@@ -87,17 +87,9 @@ def resolve(
 ) -> Resolved:
     """Bring the layers together.
 
-    Parameters
-    ----------
-    sources : every room's options: a key in a file that none of them has is an error, a variable gives a warning.
-    flags : what the command line says, as text or in the option's own type; None means not given.
-    config : the user's configuration file, in place of the usual one.
-    environ : the environment, `os.environ` when None.
-    folder : where `kvtool.toml` is looked for, the working folder when None.
-
-    Raises
-    ------
-    UsageError : any layer holds an unknown key or a wrong value, even one that a higher layer overrides.
+    `sources`: every room's options: a key in a file that none has is an error, a variable gives a warning. `flags`: as
+    text or in the option's own type; None: not given. `config`: in place of the usual user file. `environ`, `folder`:
+    None: the process's own. Raises UsageError for an unknown key or a wrong value, even if it is overridden.
     """
     environ = os.environ if environ is None else environ
     names = _Names(sources)

@@ -116,7 +116,6 @@ class PackReader:
             raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def _has_its_header(self, member: zipfile.ZipInfo) -> bool:
-        """Compare a member's header with the one in the list at the end; zipfile compares only names."""
         self._file.seek(member.header_offset)
         wanted = member.FileHeader()
         return self._file.read(len(wanted)) == wanted

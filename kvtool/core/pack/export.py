@@ -53,16 +53,9 @@ def export(
 ) -> ExportReport:
     """Write a store, or a part of it, into one file. At most one chunk at two levels is held in memory.
 
-    Parameters
-    ----------
-    only : documents (see `core/upkeep/selectors`); a file with several is taken whole. Empty: all.
-    levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
-    force : replace a file that is there.
-    key : signs the pack's catalogue, and with it all but states of answered prompts.
-
-    Raises
-    ------
-    UsageError : a word of `only` means nothing, or the file is there already or is in the store.
+    `only`: documents (see `core/upkeep/selectors`); a file with several is taken whole; empty: all. `levels`: of the
+    KV, with those that they refine; None: all. `key` signs the catalogue, and with it all but states of answered
+    prompts. Raises UsageError: a word of `only` means nothing, or the file is there already or is in the store.
     """
     started, report = time.perf_counter(), ExportReport(str(pack))
     with Store.open(path) as store:

@@ -52,21 +52,12 @@ def take(
 ) -> TransferReport:
     """Import a pack or another store into a store, which is created if it is missing. Run again to resume.
 
-    KV becomes durable in batches, then every document in a transaction of its own. The source stays as it is, and may
-    be written to meanwhile. Of a file in two versions the one changed last stays, unless the store has it of another
-    origin: then it stays as it is. Damaged parts of a source are left out, and named in the report.
+    KV becomes durable in batches, then every document in a transaction of its own. Of a file in two versions the one
+    changed last stays, unless the store has it of another origin. Damaged parts are left out, and named in the report.
+    `trust` None: nobody, so that the store's own documents and their KV stay as they are; stores are never signed.
 
-    Parameters
-    ----------
-    trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are. Stores
-        are never signed: of them it says whether they are the user's own.
-
-    Raises
-    ------
-    UsageError, StoreNotFoundError : it can be no source: it is empty, or inside or around the store.
-    UntrustedError : a signature is required, and no trusted key has signed.
-    DamagedError, StoreFormatError : a pack cannot be read, or the source was made with other settings.
-    NoSpaceError, StoreLockedError : what came stays.
+    Raises UsageError or StoreNotFoundError (no source: empty, or inside or around the store), UntrustedError,
+    DamagedError, StoreFormatError, NoSpaceError, StoreLockedError. What came stays.
     """
     _check(path, place)
     trust = trust or Trust()
@@ -171,7 +162,6 @@ class PackBlobs:
         self.proof = self.catalogue.proof
 
     def check_manifest(self) -> None:
-        """Check what the pack says of its model, before a store is made for it."""
         with self._of_the_index():
             name = f"meta/manifest-{self.catalogue.meta.get('manifest', '')}"
             value = self.get(name, most_bytes(name))
@@ -220,8 +210,6 @@ class PackBlobs:
 
 
 class StoreBlobs:
-    """A store's own values by the names of a shared store's."""
-
     proof: Proof | None = None  # stores are never signed
 
     def __init__(self, store: Store) -> None:
@@ -236,7 +224,6 @@ class StoreBlobs:
 
     @property
     def names(self) -> Iterator[str]:
-        """Yield the names of stretches: all other names are in the catalogue."""
         return (f"stretch/{stretch.hex()}" for stretch in self._store.stretches())
 
     def get(self, name: str, most: int) -> bytes | None:

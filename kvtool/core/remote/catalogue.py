@@ -87,15 +87,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A chunk at a level.
+    """A chunk at a level: bytes and digest of all its records.
 
-    Attributes
-    ----------
-    size, mark : bytes and digest of all its records.
-    base : the coarser level that it refines.
-    maker : digest, in hex, of the profile that lossy records name; None: they name none.
-    place : of its records; None: each is a value of its own.
-    seal : of a signed catalogue: BLAKE2b-256 of all records, in hex, which nobody can forge.
+    `base`: the coarser level that it refines. `maker`: digest, in hex, of the profile that lossy records name; None:
+    they name none. `place`: None: each record is a value of its own. `seal`: of a signed catalogue: BLAKE2b-256 of all
+    records, in hex, which nobody can forge.
     """
 
     size: int
@@ -120,8 +116,6 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file's entry with its documents; `place` and `foreign` as of a chunk."""
-
     mark: str
     mtime_ns: int
     place: Place | None = None
@@ -193,11 +187,8 @@ def catalogue_name(digest: str) -> str:
 class Catalogue:
     """A catalogue of a shared store. Keys and ids are in hex; stores of one `identity` may be joined.
 
-    Attributes
-    ----------
-    left_out : entries that could not be used when the catalogue was read, and why.
-    shards : of a sharded catalogue, by the first bits of the keys, a power of two of them; None for an empty shard.
-    proof : its signature, not yet verified; None if it is not signed.
+    `left_out`: entries that could not be used, and why. `shards`: by the first bits of the keys, a power of two; None
+    for an empty shard. `proof`: its signature, not yet verified; None if it is not signed.
     """
 
     identity: dict[str, Any]
@@ -210,7 +201,6 @@ class Catalogue:
     proof: Proof | None = field(default=None, compare=False)
 
     def pack(self, key: SigningKey | None = None) -> bytes:
-        """Serialise it in one value, in canonical form: signed by a key, or as it was when it was read."""
         value = {"format": FORMAT, **self.facts(), **rows_of(self.files, self.chunks)}
         return packed(canonical(value, self.proof, key))
 
@@ -226,14 +216,12 @@ class Catalogue:
             raise unreadable(error) from error
 
     def facts(self) -> dict[str, Any]:
-        """Return all parts but files, chunks and shards, as JSON."""
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
 
     def packs(self) -> set[Pack]:
         return {place.pack for place in places_of(self.files, self.chunks)}
 
     def blobs(self) -> set[str]:
-        """Return the names of all blobs that it refers to, except its root and `head`."""
         names = {f"meta/{name}-{mark}" for name, mark in self.meta.items()}
         names |= {f"profile/{digest}" for digest in self.profiles}
         names |= {shard.name for shard in self.shards if shard is not None}
@@ -274,7 +262,6 @@ def catalogue_json(data: bytes) -> dict[str, Any]:
 
 
 def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Inverse of :meth:`Catalogue.facts`."""
     meta = {
         validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
         for name, mark in validation.object_of(value["meta"]).items()

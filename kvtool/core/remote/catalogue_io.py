@@ -86,7 +86,6 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
 
 
 def in_force(blobs: Blobs, digest: str) -> Catalogue:
-    """Read the whole catalogue of a digest; keep copies of it, and of no other."""
     root = root_of(blobs, digest)
     whole = with_shards(blobs, root, range(len(root.shards)))
     keep_copies(blobs, digest, root)
@@ -109,7 +108,6 @@ def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalo
 
 
 def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the value of each: a copy on this machine, or else the shared store's."""
     copies = CatalogueCache(blobs.url)
     for at in range(0, len(wanted), _AT_ONCE):
         some = [(number, digest, name, copies.get(digest)) for number, digest, name in wanted[at : at + _AT_ONCE]]
@@ -194,12 +192,10 @@ def _split(catalogue: Catalogue, count: int) -> list[Entries]:
 
 
 def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
-    """Serialise the root of a sharded catalogue in canonical form: signed by a key, or as it was when it was read."""
     return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
 def open_root(value: dict[str, Any]) -> Catalogue:
-    """Inverse of :func:`pack_root`: a catalogue with shards, and nothing of what they describe."""
     try:
         shards = tuple(map(_shard_row, validation.list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
@@ -280,7 +276,6 @@ class CatalogueCache:
             temporary.rename(self._folder / digest)
 
     def keep(self, digests: Collection[str]) -> None:
-        """Forget all others."""
         with suppress(OSError):
             for path in self._folder.iterdir() if self._folder is not None else ():
                 if path.name not in digests and not path.name.startswith(TEMPORARY):

@@ -296,7 +296,6 @@ def new_name() -> str:
 
 
 def is_left_behind(name: str, modified: float, now: float) -> bool:
-    """Return True if a file is the temporary one of a push that was killed long ago."""
     return bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
 
 

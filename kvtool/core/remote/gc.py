@@ -20,7 +20,6 @@ _AT_ONCE = 1000
 
 
 def own_names(names: set[str]) -> set[str]:
-    """Return the names that belong to a shared store; those of another one in a subfolder are left out."""
     nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
     return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
 
@@ -55,7 +54,6 @@ def _is_head(blobs: Blobs) -> bool:
 
 
 def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
-    """Refuse to delete more than half of a shared store without `yes`."""
     blobs = {name for name in listed if name != HEAD and not name.startswith(("catalogue/", "shard/"))}
     gone = blobs - mine.blobs()
     documents = theirs.files if theirs is not None else {}
@@ -114,7 +112,6 @@ class GarbageCollector:
         return kept
 
     def _counted_on(self, digests: Iterable[str], known: set[str]) -> set[str]:
-        """Return the names that these catalogues refer to, without those of `known` shards, which are in `known`."""
         names: set[str] = set()
         for digest in digests:
             try:

@@ -147,7 +147,6 @@ class ObjectBlobs:
         return None, None
 
     def _bounded(self, pieces: Iterable[Any], most: int) -> Iterator[bytes]:
-        """Yield the pieces of an answer. Raises RemoteError if it is longer or slower than it may be."""
         begun, came = time.monotonic(), 0
         for piece in pieces:
             data = bytes(piece)
@@ -213,7 +212,6 @@ class ObjectBlobs:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of obstore into KvtoolErrors; FileNotFoundError of a missing value is passed on."""
         try:
             yield
         except FileNotFoundError as error:

@@ -1,5 +1,3 @@
-"""Options of the connection to a shared store."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -134,7 +134,6 @@ class Prefetcher:
         return arrival
 
     def close(self) -> None:
-        """Stop; the thread ends after what it is reading."""
         self._stopped = True
         self._asked.put(None)
         with self._room:
@@ -175,7 +174,6 @@ class Prefetcher:
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
 
     def _next(self) -> list[BlobRequest] | None:
-        """Return all requests so far, at least one; None: closed."""
         asked = [self._asked.get()]
         while not self._asked.empty():
             asked.append(self._asked.get())

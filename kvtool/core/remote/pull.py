@@ -58,18 +58,12 @@ def pull(
 ) -> TransferReport:
     """Bring a store up to date with a shared store; a missing store is created. Run again to resume.
 
-    Parameters
-    ----------
-    levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : remove the files that the shared store does not have, more than half of them only with `yes`.
-    trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
-    timeout : seconds to wait for a value.
+    `levels`: of the KV that is fetched, with those that they refine; None: all; none: descriptions only. `delete`:
+    remove files that the shared store does not have, more than half only with `yes`. `trust` None: nobody, so that the
+    store's own documents and their KV stay as they are. `timeout`: seconds to wait for a value.
 
-    Raises
-    ------
-    StoreNotFoundError, StoreFormatError : nothing was pushed there, or a store of another model.
-    UntrustedError : a signature is required, and no trusted key has signed.
-    RemoteError : the shared store does not answer. What came stays.
+    Raises StoreNotFoundError (nothing was pushed), StoreFormatError (another model), UntrustedError, RemoteError. What
+    came stays.
     """
     catalogue, trust = read_catalogue(blobs), trust or Trust()
     origin = trust.origin(catalogue.proof, blobs.url)
@@ -109,12 +103,9 @@ def adopt(
 ) -> TransferReport:
     """Bring a store up to date with a catalogue, through a writer at hand; see `pull`.
 
-    Parameters
-    ----------
-    newer : of a file that both have in two versions take the one changed last; else the catalogue's.
-    origin : of everything that comes. A foreign one replaces no documents but its own, gives no KV to chunks that other
-        documents use, and no measured losses.
-    mirror : True for a key that the catalogue covers; what is here of others stays. A mirror has nothing of its own.
+    `newer`: of a file in two versions take the one changed last; else the catalogue's. A foreign `origin` replaces no
+    documents but its own, gives no KV to chunks that other documents use, and no measured losses. `mirror`: True for a
+    key that the catalogue covers; what is here of others stays.
     """
     started = time.perf_counter()
     report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
@@ -128,7 +119,6 @@ def adopt(
 def preview(
     path: Path, blobs: Blobs, *, levels: Sequence[str] | None = None, delete: bool = False, trust: Trust | None = None
 ) -> TransferReport:
-    """Report what a pull would do; only the catalogue is fetched, and nothing is written."""
     started = time.perf_counter()
     catalogue = read_catalogue(blobs)
     origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
@@ -213,7 +203,6 @@ class _Pull:
             yield group, whole
 
     def _single(self, groups: Iterable[Group]) -> Iterator[tuple[Group, bytes]]:
-        """Fetch small values in the order of their packs, so that neighbours come together."""
         ordered = sorted(groups, key=lambda group: (group.wanted[0].pack, group.wanted[0].start))
         for group, (value,) in self._fetched(ordered, _SMALL_AT_ONCE):
             yield group, value
@@ -221,8 +210,9 @@ class _Pull:
     def _in_order(self, groups: Sequence[Group]) -> Iterator[list[tuple[Group, bytes]]]:
         """Yield small values, some for a transaction, sorted by key as far as memory allows.
 
-        Keys are digests, so a document's keys are on as many pages of the store; unsorted, each page would be read,
-        checked and written for one key. If the shared store stops answering, what has come is yielded first."""
+        Unsorted, each page of the store would be read and written for one key. If the shared store stops answering,
+        what has come is yielded first.
+        """
         most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
         held, size, failure = list[tuple[Group, bytes]](), 0, None
         try:
@@ -383,7 +373,6 @@ class _Pull:
 
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
-    """Yield values by key, as many as go into one transaction."""
     ordered = sorted(held, key=lambda pair: pair[0].key)
     for at in range(0, len(ordered), _COMMITTED_AT_ONCE):
         yield from batches(ordered[at : at + _COMMITTED_AT_ONCE], lambda pair: len(pair[1]), MOST_BYTES // 64)
@@ -434,7 +423,6 @@ def bundles(
 
 
 def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
-    """Return the levels of these that a chunk has, each after the coarser one that it refines."""
     ordered: list[str] = []
     for level in levels:
         chain: list[str] = []
@@ -449,7 +437,6 @@ def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
 def wanted_records(
     store: Store, catalogue: Catalogue, levels: Sequence[str] | None
 ) -> tuple[list[tuple[str, Bundle]], int]:
-    """Return the KV that a store lacks of a shared store, by chunk, and how many chunks at a level it has already."""
     if levels is not None and not levels:  # descriptions only: what is stored of a million chunks is not looked up
         return [], 0
     wanted: list[tuple[str, Bundle]] = []

@@ -50,18 +50,11 @@ def push(
 ) -> TransferReport:
     """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
-    Parameters
-    ----------
-    delete : forget what the store does not have, if nothing of the store is damaged; else the shared store keeps it.
-    verify : read back what is there already, and send again what is damaged.
-    yes : `delete` may take more than half of the shared store.
-    key : signs the catalogue. The shared store then holds nothing that this key has not signed.
+    `delete`: forget what the store does not have, if nothing of it is damaged, more than half only with `yes`.
+    `verify`: read back what is there, and send again what is damaged. `key`: signs the catalogue; the shared store then
+    holds nothing that this key has not signed.
 
-    Raises
-    ------
-    RemoteError, NoSpaceError : the shared store does not answer, or is full. What was sent stays.
-    StoreFormatError : it holds a store of another model, or other things than a store.
-    UsageError : it would lose more than half without `yes`, or is signed by another key.
+    Raises RemoteError or NoSpaceError (what was sent stays), StoreFormatError (another model, or no store), UsageError.
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
@@ -139,7 +132,6 @@ class _Push:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
-        """Read the shared store's head and catalogue. With `verify`, a damaged catalogue counts as missing."""
         try:
             head, theirs = read_head(self.blobs)
         except DamagedError:
@@ -214,7 +206,6 @@ class _Push:
 
 
 def join(mine: Catalogue, theirs: Catalogue) -> Catalogue:
-    """Return the union of both catalogues. Of two versions of a file keep `mine`."""
     chunks = theirs.chunks | {
         key: join_chunks(version, theirs.chunks[key]) if key in theirs.chunks else version
         for key, version in mine.chunks.items()

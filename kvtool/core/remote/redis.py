@@ -57,8 +57,6 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
 
 
 class RedisBlobs:
-    """A Redis database, or the part of it below a prefix."""
-
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))

@@ -1,5 +1,3 @@
-"""Report of a push, a pull or an import."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
@@ -21,17 +19,10 @@ class Counts:
 class TransferReport:
     """Counts of one direction; `chunks` at a level each.
 
-    Attributes
-    ----------
-    removed : files of a store, or values of a shared store (`bytes_freed`).
-    documents_removed : documents of a shared store.
-    removals_deferred : values of a shared store that were to go and did not, because another push was running.
-    damaged : what could not be transferred, and why; it was left out.
-    origin : what the documents that came are noted to be from; "": as if they were made here.
-    trusted : whether they may replace and serve the store's own.
-    conflicting_files : paths of files that stayed as they are, since they are of another origin.
-    model : the model that the store was made for, where it began with this.
-    signer : the owner of the key that has signed what came, "" for nobody; None: not checked, since no key is trusted.
+    `removed`: files of a store, or values of a shared store. `removals_deferred`: values that stay since another push
+    was running. `damaged`: what was left out, and why. `origin` "": as if made here. `trusted`: whether what came may
+    replace and serve the store's own. `conflicting_files` stayed, since they are of another origin. `signer`: owner of
+    the signing key, "" for nobody; None: not checked.
     """
 
     direction: str

@@ -62,7 +62,6 @@ class Sender:
         return replace(mine, chunks=self._send_records(chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
-        """Send again what is lost of the catalogue in force; this machine has just read it, or has a copy."""
         shelf = CatalogueCache(self.blobs.url)
         root = shelf.get(digest)
         stated = {shard.name: shard.size for shard in theirs.shards if shard is not None}
@@ -118,7 +117,6 @@ class Sender:
         return found
 
     def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
-        """Send gaps, the coarser levels first; return the chunks as the shared store then has them."""
         lost, places = set[Member](), dict[Member, Place | None]()
         ordered = by_document(self.store, {key for key, _ in gaps})
 
@@ -252,7 +250,6 @@ def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
 
 
 def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
-    """Return chunks in the order in which documents first have them; then those that none has."""
     order: dict[str, None] = {}
     wanted = dict.fromkeys(chunks)
     for source in store.sources():
@@ -266,7 +263,6 @@ def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
 
 
 def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
-    """Return the packs of which less than half is still used by either catalogue."""
     used: Counter[Pack] = Counter()
     for place in places_of(theirs.files, theirs.chunks):
         used[place.pack] += sum(place.lengths)
@@ -294,7 +290,6 @@ class Descriptions:
         self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
 
     def in_order(self) -> Iterator[Member]:
-        """Yield all that lack a place: chunks in the order in which documents have them, then files."""
         files, left = list[Member](), set(self.lacking)
         for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
             member = (tables.name_key(entry.path).hex(), FILE)

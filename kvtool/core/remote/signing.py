@@ -130,7 +130,6 @@ def proof_row(proof: Proof) -> dict[str, str]:
 
 
 def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
-    """Inverse of :func:`proof_row`."""
     name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that cannot be printed")
@@ -156,7 +155,6 @@ def signing_key(path: Path) -> SigningKey:
 
 
 def _comment(path: Path) -> str:
-    """Return the comment of the public key next to a private one, or else the file's name."""
     try:
         words = path.with_name(path.name + ".pub").read_text("utf-8").split(maxsplit=2)
         name = words[2].strip() if len(words) == 3 else path.name
@@ -166,7 +164,6 @@ def _comment(path: Path) -> str:
 
 
 def public_keys(path: Path) -> list[bytes]:
-    """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`."""
     data, (_, library) = _key_file(path), _library()
     if b"-----BEGIN" in data:
         return [_public(path, library.load_pem_public_key, data)]

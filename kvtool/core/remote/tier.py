@@ -37,9 +37,9 @@ CATALOGUE = "remote/catalogue"  # side file of the local cache: root of the cata
 class Tier:
     """A shared store as the :class:`kvtool.core.cache.backend.RemoteBackend` of its local cache.
 
-    KV of a chunk is requested when its first layer is read, arrives layer by layer, is checked, and is written into the
-    local cache after the answer: a chunk is kept whole or not at all. When the shared store stops answering, it is not
-    asked again: missing KV is a miss like any other, with a notice."""
+    A chunk's KV is requested when its first layer is read, and written into the local cache after the answer, whole or
+    not at all. A shared store that stops answering is not asked again: missing KV is a miss.
+    """
 
     def __init__(
         self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
@@ -72,7 +72,6 @@ class Tier:
         return level in self._store.sizes_here(chunk_id) or (chunk is not None and len(fetched) == chunk.layers)
 
     def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
-        """Return the requests for a chunk's records at a level, by layer; empty if the level is not offered."""
         chunk = self._chunk(chunk_id)
         return records_wanted(chunk_id.hex(), chunk, level) if chunk is not None and level in chunk.levels else []
 
@@ -86,7 +85,6 @@ class Tier:
         layer: int,
         before: Callable[[int], None],
     ) -> None:
-        """Fetch what a read of the local cache did not find or found damaged, and put it into `reads`."""
         missing = [
             number
             for number, (read, chunk_id) in enumerate(zip(reads, chunk_ids, strict=True))
@@ -112,9 +110,7 @@ class Tier:
             reads[number] = read_record(chunk_ids[number], level, layer, copy)
 
     def _fetch(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> None:
-        """Fetch a layer of some chunks, and request their other layers, too.
-
-        A stream that has failed is not waited for again by another reader."""
+        """Fetch a layer of some chunks, and request their other layers. A failed stream is not waited for again."""
         with self._fetching:
             places = [(chunk_id, level) for chunk_id in chunk_ids]
             lacking = {(place, layer) for place in places if layer not in self._fetched.get(place, {})}
@@ -144,7 +140,6 @@ class Tier:
             raise
 
     def _ask(self, arrivals: Prefetcher, places: Sequence[Place]) -> None:
-        """Request what is not here of some chunks, layer by layer of all of them."""
         asked, coming = list[tuple[int, Place, BlobRequest]](), {*self._coming}
         for place in places:
             wanted = self.wanted(*place)
@@ -182,7 +177,6 @@ class Tier:
     # ---- afterwards ----
 
     def keep_fetched(self) -> None:
-        """Write chunks whose layers have all arrived; a store that is full or locked still fetches."""
         if self._fetched or self._store.notes_are_long:  # which a writer adds when it ends
             try:
                 self._write_fetched()
@@ -190,7 +184,6 @@ class Tier:
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
 
     def _write_fetched(self) -> None:
-        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched."""
         whole, sizes = self._whole(), Counter[bytes]()
         self._fetched = {}
         for chunk_id, _, _, records in whole:
@@ -219,7 +212,6 @@ class Tier:
         return [*whole.values()]
 
     def _is_in_force(self) -> bool:
-        """Return True if the local store still describes the catalogue that was fetched by. The writer lock is held."""
         with suppress(OSError):
             return digest_of(self._store.side_file(CATALOGUE).read_bytes()) == self._digest
         return False
@@ -245,12 +237,11 @@ def default_budget(path: Path) -> int:
 
 
 def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) -> set[bytes]:
-    """Evict the least used KV until the incoming chunks, of so many bytes each, fit into the store's budget. Return
-    those that fit.
+    """Evict the least used KV until incoming chunks, of so many bytes each, fit into the budget; return those that fit.
 
-    No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
-    itself. Pinned documents and chunks, and the prompt's own beginning, stay. An eviction leaves a share of the budget
-    free, so that the next one is not due at once."""
+    No chunk is evicted that is used as often as the incoming ones. Pinned documents and chunks, and the prompt's own
+    beginning, stay. A share of the budget is left free, so that the next eviction is not due at once.
+    """
     budget = store.budget()
     if budget is None:
         return {*coming}

@@ -32,7 +32,6 @@ INT64 = 2**63 - 1
 
 
 def strict_json(data: bytes | memoryview) -> Any:
-    """Parse plain JSON: no NaN, no infinity, nested no deeper than a parser allows."""
     text = bytes(data).decode("utf-8", "surrogatepass")
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
@@ -94,7 +93,6 @@ def flag_of(value: Any) -> bool:
 
 
 def plain(value: Any, left: int = _MOST_NESTED) -> Any:
-    """Check that numbers fit in 64 bits, that keys are names, and that nothing is nested too deep."""
     if left == 0:
         raise ValueError("nested too deep")
     if isinstance(value, dict):

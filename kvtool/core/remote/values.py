@@ -58,7 +58,6 @@ _CHECKS = {"manifest": _manifest_of, "codec": validation.codec_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
-    """Seal a file's entry and its documents, as they are stored except for their origin."""
     parts: list[bytes | memoryview] = [replace(entry, origin=HERE).to_bytes()]
     for source in entry.documents:
         document = store.document_bytes(source)
@@ -138,7 +137,6 @@ def _checked_file(
 
 
 def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layers: int) -> ChunkInfo:
-    """Read a chunk's value, of a store of this identity. A chunk's id is a digest of its contents."""
     info = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
     described = chunk_id_of(
         namespace=identity.get("namespace", ""),
@@ -290,12 +288,8 @@ def survey_chunk(
 ) -> Chunk | None:
     """Describe one chunk; None if the store does not describe it. Raises DamagedError.
 
-    Parameters
-    ----------
-    known_chunk : its entry in the shared store's catalogue, see :func:`survey`.
-    foreign : another user made it.
-    asked : only these levels, with the coarser ones that they refine; None: all.
-    read : is given the records of each level that was read.
+    `known_chunk`: its entry in the shared store's catalogue, see :func:`survey`. `asked`: only these levels, with those
+    that they refine; None: all. `read` is given the records of each level that was read.
     """
     data = store.sealed_info(chunk_id)
     if data is None:

@@ -1,1 +1,0 @@
-"""Question → ranked chunks."""

@@ -121,7 +121,6 @@ Embeds = Embedder | _Plugged
 
 
 def _folder_of(ref: str, offline: bool) -> Path:
-    """Find or download the model's folder; weights that can run code when they are opened raise ModelError."""
     path = Path(ref).expanduser()
     if path.exists() or looks_local(ref):
         if not path.is_dir():
@@ -142,7 +141,6 @@ def _folder_of(ref: str, offline: bool) -> Path:
 
 
 def _is_static(folder: Path, ref: str) -> bool:
-    """Whether the model is a table of vectors, for which the package model2vec is enough."""
     try:
         config: dict[str, Any] = parsed((folder / "config.json").read_text(encoding="utf-8"))
         modules = folder / "modules.json"

@@ -1,5 +1,3 @@
-"""Chunks of one store for a question: by words, by meaning, or by both."""
-
 from __future__ import annotations
 
 import itertools
@@ -75,7 +73,6 @@ class Places:
         return [document for document in documents if document is not None]
 
     def _at(self, place: str) -> list[Passage]:
-        """The passages at `PATH:LINE`, or at a cited place: `paper.pdf p. 12`. Raises UsageError."""
         path, sign, number = place.rpartition(":")
         if sign and number.isdecimal() and len(number) <= _MOST_DIGITS:
             return self._at_number(path, int(number))
@@ -89,7 +86,6 @@ class Places:
         raise refused or UsageError(f"{place!r} names no chunk", hint)
 
     def _at_label(self, path: str, label: str) -> list[Passage]:
-        """The passages that are cited as `p. 12–13`, or hold something of `p. 12`."""
         for document in self._documents(path):
             for mark in document.marks:
                 if label == mark.place:
@@ -119,7 +115,6 @@ class Places:
 
 
 def _label_starts(place: str) -> Iterator[int]:
-    """Yield where a label such as `p. 12` or `Costs row 9` may begin, after a space."""
     last_row = max((row.start() for row in _ROW.finditer(place)), default=-1)
     for space in re.finditer(" ", place):
         if space.end() <= last_row or _LABEL.match(place, space.end()):
@@ -127,7 +122,6 @@ def _label_starts(place: str) -> Iterator[int]:
 
 
 def _holding(document: DocumentEntry, start: int) -> list[Passage]:
-    """The passages with something of the part that begins at `start`; the next one for an empty line."""
     text, stop = document.text, end_of(document.text, document.marks, start)
     after = [passage for passage in passages_in(document) if passage.end > start]
     inside = [passage for passage in after if text[max(start, passage.start) : min(stop, passage.end)].strip()]
@@ -341,7 +335,6 @@ class Finder:
 
 
 def token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
-    """The token ids of a chunk; none if it is gone or damaged."""
     run_pending()  # the first question of a process asks for all chunks: other answers go on meanwhile
     with suppress(DamagedError):
         if (info := store.chunk_info(chunk_id)) is not None:

@@ -65,7 +65,6 @@ class Index:
 
     @property
     def rows(self) -> int:
-        """Number of chunks, including those of dead documents."""
         return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
@@ -106,7 +105,6 @@ class Index:
         return found
 
     def passages(self, chunk_ids: Collection[bytes]) -> dict[bytes, Passage]:
-        """The first place of each of these chunks in living documents."""
         found: dict[bytes, Passage] = {}
         for segment, row, chunk_id in self._living_rows(chunk_ids):
             found.setdefault(chunk_id, segment.passage(row))

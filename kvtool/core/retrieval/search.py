@@ -39,7 +39,6 @@ def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
 
 
 def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Array]:
-    """The living rows with a form of a word, and the best form's share of what the word can count."""
     lists = []
     for form in forms:
         rows, counts = _living_postings(segment, form)
@@ -59,13 +58,11 @@ def idf(with_term: int, count: int) -> float:
 
 
 def idf_weights(index: Index, words: Iterable[Forms]) -> dict[Forms, float]:
-    """The idf of each word that some chunk has."""
     count, _ = _living(index)
     return {forms: idf(with_word, count) for forms, with_word in _holding(index, words).items() if with_word}
 
 
 def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
-    """Terms that distinguish a text from the others: highest count × idf first, ties by the term."""
     times = Counter(words)
     worth = {term: times[term] * weight for (term,), weight in idf_weights(index, ((term,) for term in times)).items()}
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
@@ -85,7 +82,6 @@ def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
 
 
 def _living(index: Index) -> tuple[int, int]:
-    """Count the live chunks, and the terms in all of them."""
     lengths = [segment.living_lengths for segment in index.segments]
     return sum(map(len, lengths)), sum(int(of_segment.sum(dtype=np.int64)) for of_segment in lengths)
 
@@ -229,7 +225,6 @@ class Search:
         return first
 
     def _rows_named(self, text: str, base: Array) -> dict[int, float]:
-        """The best row of each document that a text names, with the document's share."""
         shares = {}
         words = itertools.chain.from_iterable(asked_terms(text, self.index.languages))
         for place, share in named_in(self.index, words).items():

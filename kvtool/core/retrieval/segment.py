@@ -145,7 +145,6 @@ class IndexSegment:
 
     @classmethod
     def merged(cls, parts: Sequence[IndexSegment]) -> IndexSegment:
-        """Join the living documents of several segments, as if they had been indexed together."""
         kept = [(at, number) for at, part in enumerate(parts) for number in np.flatnonzero(part.alive).tolist()]
         kept.sort(key=lambda place: parts[place[0]].source(place[1]))
         documents = [np.full(len(part.alive), -1, np.int64) for part in parts]
@@ -187,7 +186,6 @@ class IndexSegment:
         return range(int(self._first[document]), int(self._first[document + 1]))
 
     def documents_of(self, file_key: bytes) -> Array:
-        """Numbers of a file's living documents."""
         at = self._by_file.get(file_key, ())
         return np.array([number for number in at if self.alive[number]], np.int64)
 

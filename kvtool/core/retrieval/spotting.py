@@ -83,7 +83,6 @@ class Spotter:
         self._ids = b"".join(chain((chunk_id for chunk_id, stay in zip(held, stays, strict=True) if stay), new))
 
     def spot(self, ids: Sequence[int]) -> list[Span]:
-        """The chunks in a prompt, in its order, without overlap; the longer one wins."""
         prompt = np.asarray(ids, np.uint32)
         read = dict[bytes, Tokens]()
         reached = dict[tuple[bytes, int], int]()  # by chunk and where its first token would be: the last match's end
@@ -170,7 +169,6 @@ def _common(one: Tokens, other: Tokens) -> int:
 
 
 def without_overlap(spans: Iterable[Span]) -> list[Span]:
-    """Choose the longest spans; of the others what is left and worth it."""
     taken, starts = list[Span](), list[int]()  # in the prompt's order
     for span in sorted(spans, key=lambda span: (-len(span), span.start)):
         start, stop = span.start, span.stop

@@ -107,7 +107,6 @@ T = TypeVar("T")
 
 
 def language_of(text: str) -> str:
-    """The language whose stems a text's words in Latin script have."""
     words = re.findall(r"\w+", text[:_TELLING].casefold())
     spoken = Counter(language for word in words for language in _SPEAKERS.get(word, ()))
     best = max(LANGUAGES, key=lambda language: spoken[language])  # of equals the first
@@ -135,7 +134,6 @@ def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tupl
 
 
 def without_idle(text: str) -> str:
-    """Drop what no question is about: stop words, and words of a greeting."""
     return _WORD.sub(lambda word: " " if word[1].casefold() in _IDLE else word[0], _cleaned(_WISHES.sub(" ", text)))
 
 
@@ -170,7 +168,6 @@ def near_words(word: str, languages: tuple[str, ...]) -> dict[str, str]:
 
 
 def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
-    """The first word of a text that gives each term."""
     words: dict[str, str] = {}
     for word in words_in(text):
         for term in itertools.chain(*_split(word, language)):

@@ -1,5 +1,3 @@
-"""Size budget of a store."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

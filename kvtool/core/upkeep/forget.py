@@ -1,5 +1,3 @@
-"""Removal of documents, with the chunks that no other document refers to."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +22,6 @@ class MuchError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Documents, and the chunks that only they refer to."""
-
     sources: tuple[str, ...]  # documents, and files without one
     chunks: int
     size: int  # bytes that a compaction gives back
@@ -43,11 +39,8 @@ def forget(
 ) -> Removal:
     """Remove the documents that these words select, and bring the index up to date; return what was removed.
 
-    Parameters
-    ----------
-    yes : also if more than half of several documents would be removed.
-    dry_run : change nothing; the `refusal` says why this would not be done, where it would not.
-    before : called under the writer's lock with the sources that are about to be removed; if it raises, none is.
+    `yes`: also if more than half of several documents would go. `dry_run`: change nothing; `refusal` says why not.
+    `before` is called under the writer's lock with the sources that are about to be removed; if it raises, none is.
     """
     with Store.open(path) as store:
         if dry_run:
@@ -65,7 +58,6 @@ def forget(
 
 
 def _removal(store: Store, targets: Sequence[str], yes: bool) -> Removal:
-    """Find what these words select. Only these documents are read, and the index."""
     sources = named_documents(store, targets)
     half = {source: ids for source, ids in store.unfinished().items() if source in sources}
     stored = store.unfinished_chunks() if half else set()

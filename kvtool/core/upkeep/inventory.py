@@ -50,8 +50,6 @@ class DocumentHolding:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A store at one moment."""
-
     documents: tuple[DocumentHolding, ...]  # the least used first, by the most used of its chunks
     chunks: Mapping[bytes, ChunkHolding]
     loose: tuple[bytes, ...]  # chunks that no document refers to, but for the prompt's own beginning
@@ -140,7 +138,6 @@ def _profiles(store: Store, digests: Collection[bytes]) -> tuple[tuple[bytes, in
 
 
 def eviction_order(store: Store) -> dict[bytes, float]:
-    """Map each chunk id to its place in the eviction order, as `ChunkHolding.turn`."""
     found = store.warmth()
     for chunk, when in store.added().items():
         found[chunk] = max(found.get(chunk, 0.0), when)

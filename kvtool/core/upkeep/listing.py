@@ -1,5 +1,3 @@
-"""List documents or chunks in an order (`kvtool help upkeep`)."""
-
 from __future__ import annotations
 
 import math

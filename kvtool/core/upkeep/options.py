@@ -1,5 +1,3 @@
-"""Options of upkeep."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

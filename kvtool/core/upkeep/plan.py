@@ -17,8 +17,6 @@ Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's l
 
 @dataclass(slots=True)
 class Step:
-    """Step of a plan, which drops one kind of thing."""
-
     name: str  # `unreferenced`, `unfinished`, `checkpoints`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`
     drops: list[Drop] = field(default_factory=list, repr=False)  # raw ids, which nobody can read
     sources: list[str] = field(default_factory=list)  # documents that are forgotten whole
@@ -71,7 +69,6 @@ class PruneRequest:
 
     @property
     def whatever_the_size(self) -> bool:
-        """Return True if the request asks for something that does not depend on the goal."""
         ages = self.unused_before is not None or self.added_before is not None
         return self.cold_before is not None or (ages and not self.as_needed)
 
@@ -127,7 +124,6 @@ class _Planner:
             self._free(step, size)
 
     def drop_chunks(self, step: Step, chunks: Sequence[bytes]) -> None:
-        """Drop everything about chunks that no document refers to."""
         self.steps.append(step)
         step.loose += chunks
         for chunk in chunks:
@@ -168,7 +164,6 @@ class _Planner:
             self._drop_profile()
 
     def _drop_profile(self) -> None:
-        """Drop the codec's profile where no record is left that names it, and none that could be made smaller."""
         profile = self.inventory.profile
         if profile is not None and not any(map(self._needs_profile, self.left)):
             step = Step(PROFILE, profiles=[profile[0]])
@@ -181,7 +176,6 @@ class _Planner:
         return bool(profiled(levels) if chunk == self.inventory.beginning else levels)
 
     def drop_documents(self, forgets: Callable[[DocumentHolding], bool], as_needed: bool = False) -> None:
-        """Remove documents, the least used first, with the chunks that no document refers to then."""
         step = Step("documents")
         self.steps.append(step)
         for document in filter(forgets, self.inventory.documents):
@@ -196,7 +190,6 @@ class _Planner:
                 self._drop_levels(step, chunk, list(self.left.get(chunk, ())))
 
     def _evictable(self) -> list[ChunkHolding]:
-        """Chunks of documents that are not pinned, in the order of the documents."""
         refs = dict.fromkeys(chunk for document in self.inventory.documents for chunk in document.refs)
         held = (self.inventory.chunks.get(chunk) for chunk in refs if self.referring[chunk])
         return [each for each in held if each is not None and not each.pinned]

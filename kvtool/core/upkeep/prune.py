@@ -75,8 +75,6 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """A decision on what to drop from a store."""
-
     limit: int | None  # bytes that the store may have; None: no size was asked for
     request: PruneRequest  # without a goal if the limit cannot be reached
     used: int  # bytes of the folder's files
@@ -229,7 +227,6 @@ def _request(store: Store, options: PruneOptions, now: float) -> tuple[int | Non
 
 
 def _too_much(inventory: Inventory, plan: Plan, options: PruneOptions) -> UsageError | None:
-    """Return the error that asks first if more than half of the documents, or of what is hit, would be lost."""
     if options.yes:
         return None
     of_each = {held.chunk_id: sum(held.levels.values()) for held in inventory.chunks.values()}

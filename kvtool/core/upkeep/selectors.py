@@ -59,7 +59,6 @@ def _spelled_or_meant(target: str, named: Named, with_chunk: Callable[[str], Ite
 
 
 def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
-    """Sources that are meant by a path, a folder, the end of one path, a glob, or a chunk's id; the first that fits."""
     if not target:  # an unset variable of a script, not the folder where we are
         raise UsageError("an empty name means no document", _LISTED)
     for path in (os.path.abspath(target), target):

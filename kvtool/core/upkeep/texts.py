@@ -27,7 +27,6 @@ def stored_tokenizer(store: Store) -> Any:
 
 
 def compare_texts(store: Store, tokenizer: Any, sample: Fraction = Fraction(1)) -> tuple[int, list[Damage]]:
-    """Compare a `sample` of documents with their chunks' token ids; return how many, and the differing ones."""
     compared, damaged = 0, list[Damage]()
     for source in store.sources():
         key = tables.name_key(source)

@@ -96,7 +96,6 @@ def _stated(header: GgufHeader, kind: Any) -> dict[str, Any]:
 
 
 def _gemma4(header: GgufHeader) -> dict[str, Any]:
-    """Return the settings of Gemma 4: heads and widths by kind of layer, and layers that keep no KV of their own."""
     windowed = [bool(one) for one in header.value("attention.sliding_window_pattern")]
     heads, widths = header.value("attention.head_count_kv"), header.value("feed_forward_length")
     full = windowed.index(False)
@@ -195,7 +194,6 @@ def _longrope(gguf: Path, header: GgufHeader) -> dict[str, Any]:
 
 
 def _proportional(stored: npt.NDArray[np.float32]) -> dict[str, Any]:
-    """Recognise Gemma 4's scaling: pairs rotated as usual, then pairs whose positions are divided to nothing."""
     rotated = int((stored == 1.0).sum())
     if not 0 < rotated < len(stored) or (stored[:rotated] != 1.0).any() or (stored[rotated:] < 1e20).any():
         return {}
@@ -203,7 +201,6 @@ def _proportional(stored: npt.NDArray[np.float32]) -> dict[str, Any]:
 
 
 def _llama3(gguf: Path, header: GgufHeader, stored: npt.NDArray[np.float32]) -> dict[str, Any]:
-    """Find out which of the published Llama 3 scalings the stored frequency divisors are."""
     base = float(header.value("rope.freq_base") or 10_000.0)
     for factor in _LLAMA3_FACTORS:
         wanted = llama3_divisors(base, len(stored), factor)
@@ -222,5 +219,4 @@ def llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:
 
 
 def _numbers(gguf: Path, tensor: TensorInfo) -> npt.NDArray[np.float32]:
-    """Read a tensor of float32 numbers; of another kind none."""
     return np.fromfile(gguf, np.float32, tensor.nbytes // 4 if tensor.kind == 0 else 0, offset=tensor.start)

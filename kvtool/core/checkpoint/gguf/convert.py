@@ -81,7 +81,6 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
-    """Convert next to the final place, rename, then note the folder's origin, which marks it as whole."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     make_folder(part)
@@ -132,10 +131,7 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
 
 @contextlib.contextmanager
 def _plain_arrays() -> Iterator[None]:
-    """Let the reader, which `transformers` runs three times, cut the file as a plain array.
-
-    The reader makes an array of every word of the vocabulary, and slices of a `memmap` take three times as long.
-    """
+    """Let the reader cut the file as a plain array: a `memmap`'s slices, one a word, take three times as long."""
     import numpy as np
 
     library: Any = importlib.import_module("gguf")

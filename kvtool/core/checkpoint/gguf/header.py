@@ -134,7 +134,6 @@ class _Reader:
         raise _MalformedError(f"a value of unknown type {kind} at byte {self._at - 4}")
 
     def _array(self) -> Any:
-        """Read numbers as a list; strings are skipped and only counted."""
         kind: int = self._number("I")
         if kind == _STRING:
             count = self._count("Q", _MAX_ARRAY, 8, "texts")

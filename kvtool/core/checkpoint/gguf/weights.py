@@ -142,7 +142,6 @@ def _passed_over(gguf: Path, header: GgufHeader, config: Any, known: Mapping[str
 
 
 def _unused(name: str, config: Any) -> bool:
-    """Return True for a key or value of a layer that attends to another layer's."""
     block = _BLOCK.match(name)
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     return bool(block and _KEPT_BY_OTHERS.search(name) and int(block[1]) >= config.num_hidden_layers - shared)

@@ -152,7 +152,6 @@ def library_of(path: PurePath) -> str:
 
 
 def missing_inside(path: PurePath) -> list[str]:
-    """Libraries that are not installed and that files inside of this one may need."""
     is_container = ending_of(without_gz(path)) in (".zip", ".eml", ".mbox", ".emlx", ".msg", ".oft", ".mhtml", ".mht")
     found = {library_of(PurePath(f"a{ending}")) for ending in READERS} if is_container else set[str]()
     return sorted(library for library in found if library.startswith("no "))
@@ -187,7 +186,6 @@ def _is_zip(path: PurePath) -> bool:
 
 
 def _unread_kind(path: PurePath) -> str:
-    """Name the kind of an unread file in an archive, in the plural; "" if it is read."""
     if is_known(path) and not _is_zip(path):
         return ""
     return {"image": "pictures", "archive": "archives"}.get(kind_of(path), "other files")
@@ -212,7 +210,6 @@ def read_as(path: PurePath, source: str, data: bytes) -> list[Document]:
 
 
 def ending_of(path: PurePath) -> str:
-    """The key of a file's reader: its ending in lower case, or the whole name if it has none."""
     return path.suffix.lower() or path.name.lower()
 
 

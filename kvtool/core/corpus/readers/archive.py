@@ -61,7 +61,6 @@ def read(source: str, data: bytes, read_as: ReadAs, kind_of: Callable[[PurePath]
 
 
 def _members(archive: ZipFile, kind_of: Callable[[PurePath], str]) -> tuple[dict[str, ZipInfo], Counter[str]]:
-    """Split the members into files to read, by name, and counts of the others by kind; hidden ones do not count."""
     found: dict[str, ZipInfo] = {}
     unread: Counter[str] = Counter()
     for info in archive.infolist():

@@ -82,7 +82,6 @@ def sheets_of(archive: zipfile.ZipFile) -> Iterator[Sheet]:
 
 
 def _take_linked(package: Package, part: str, sheet: Sheet, persons: Mapping[str, str]) -> None:
-    """Put the comments and drawings of a sheet into it; of a discussion also a copy for older programs is saved."""
     discussed = set()
     for link in sorted(package.links(part).values(), reverse=True):  # discussions before comments
         tree = package.part(link.name) if link.kind in ("drawing", "threadedComment", "comments") else None
@@ -110,7 +109,6 @@ def _strings(package: Package, parts: Mapping[str, str]) -> Iterator[str]:
 
 
 def _words(element: Element) -> str:
-    """Join a string and its runs, without the readings of its characters."""
     if len(element) == 1 and element[0].tag.endswith("}t") and "_x" not in (text := element[0].text or ""):
         return text  # nearly all of them
     pieces: list[Piece] = []

@@ -106,5 +106,4 @@ class Clauses:
 
 
 def _form(level: Element | None) -> str:
-    """The format of a level's numbers; of a choice, the one that every program knows."""
     return value(level, "w-numFmt") or value(level, ".//Fallback/w-numFmt", "decimal")

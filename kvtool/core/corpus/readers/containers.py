@@ -49,7 +49,6 @@ def is_old(data: bytes) -> bool:
 
 
 def embedded(archive: zipfile.ZipFile) -> int:
-    """Count the files that the parts of an Office file embed, data of charts not among them."""
     links = (name for name in archive.namelist() if _LINKS.fullmatch(name))
     return sum(len(_EMBEDDED.findall(member(archive, name))) for name in links)
 

@@ -30,8 +30,6 @@ _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text. `source` is an absolute path, with `#` and a name if the file has several documents."""
-
     source: str
     text: str
     kind: str
@@ -80,7 +78,6 @@ def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
 
 
 def unread_note(counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Note that parts are not read: `text boxes: 2, comments: 3 not read`."""
     shown = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
     return (f"{shown} not read",) if shown else ()
 
@@ -111,7 +108,6 @@ def opened(what: str, library: str) -> Iterator[None]:
 
 
 def cleaned(text: str) -> str:
-    """Unify newlines; drop control characters and halves of surrogate pairs."""
     return _UNWANTED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 

@@ -55,7 +55,6 @@ def _cells(row: Element) -> Iterator[Cell]:
 
 
 def paragraphs(body: Element) -> str:
-    """Join the paragraphs of a shape or cell, indented by level, with their automatic numbers."""
     lines: list[str] = []
     counts: dict[int, int] = {}
     for each in body.iterfind("a-p"):
@@ -106,7 +105,6 @@ def _words(element: Element | None) -> str:
 
 
 def _points(series: Element, *names: str) -> dict[int, str]:
-    """Saved values of a series by index; all levels of categories that have levels."""
     points: dict[int, str] = {}
     for data in (found for name in names for found in series.iterfind(name)):
         code = next((each.text or "" for each in data.iter("c-formatCode")), GENERAL)

@@ -165,7 +165,6 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
 
 
 def _as_declared(data: bytes, label: str) -> str | None:
-    """Decode as declared, or by a superset if bytes are invalid or control characters."""
     codec = _LABELS.get(label) or _VENDOR.sub("cp", label.removeprefix("x-").removesuffix("-i"))
     if not is_charset(codec):
         return None
@@ -177,7 +176,6 @@ def _as_declared(data: bytes, label: str) -> str | None:
 
 
 def _without_nuls(data: bytes, declared: str) -> Decoded | None:
-    """Decode a log in which a crash has left runs of NUL bytes."""
     written = b"" if _FEW_NULS.search(data) else _NULS.sub(b" ", data).replace(b"\0", b"")
     is_text = 2 * len(_FOREIGN.findall(written)) <= len(written) or _strict(written, "utf-8")
     if not is_text or not written.strip() or _CONTROL.search(written):
@@ -264,7 +262,6 @@ def _guess(sample: bytes, final: bool) -> str:
 
 
 def _decoded(data: bytes, codec: str, final: bool) -> str:
-    """Decode, without a character that is torn at the end unless the file ends there."""
     return codecs.getincrementaldecoder(codec)("replace").decode(data, final)
 
 

@@ -106,7 +106,6 @@ class _Cell:
     columns: int
 
     def label(self) -> str:
-        """The text that a row shows; rows of a table in the cell follow on separate lines."""
         return " ".join(block.text for block in self.blocks if block.form != "row")
 
 
@@ -117,7 +116,6 @@ class _Table:
     spans: dict[int, tuple[int, str]] = field(default_factory=dict)  # column → rows that a cell above covers, its label
 
     def placed(self, cells: Sequence[_Cell]) -> list[str]:
-        """Labels of a row by column, with those of cells that cover it from above or from the left."""
         row: list[str] = []
         for cell in cells:
             self._carry(row)
@@ -302,7 +300,6 @@ class _Page:
             self._block_break()
 
     def _alternative(self, attributes: dict[str, str]) -> str:
-        """Describe a picture, unless it is decoration, a tracker, or only has a file's name."""
         text = " ".join(unescape(attributes.get("alt", "")).split())
         tiny = {attributes.get("width"), attributes.get("height")} & {"0", "1", "0px", "1px"}
         if tiny or attributes.get("aria-hidden") == "true" or _PICTURE.fullmatch(text) or text == self._formula:
@@ -365,7 +362,6 @@ class _Page:
             (self.blocks, self._lists), table.outer = table.outer, None
 
     def _end_row(self) -> None:
-        """Write a row as a line, or as its cells' blocks if it only lays them out."""
         self._end_cell()
         table = self._tables[-1]
         cells, table.cells = table.cells, None
@@ -389,7 +385,6 @@ class _Page:
         self.blocks += (block for block in blocks if block.form == "row")
 
     def _block_break(self) -> None:
-        """End a paragraph; before an item's first word, only add a space."""
         if self._prefix and not self._line:
             self._words.append(" ")
         else:
@@ -435,7 +430,6 @@ def _tag_end(text: str, at: int, dead: set[int]) -> int:
 
 
 def _linear(text: str, start: int) -> str:
-    """Write the MathML formula that begins here in one line; "" if it is not well-formed."""
     end = text.find("</math>", start, start + _LONGEST_FORMULA)
     markup = _ENTITY.sub(lambda found: escape(unescape(found[0])), _NAMESPACE.sub("", text[start:end]))
     with suppress(ElementTree.ParseError, RecursionError):
@@ -449,7 +443,6 @@ def _number(attributes: dict[str, str], name: str, default: int) -> int:
 
 
 def _lays_out(cells: Sequence[_Cell], blocks: Sequence[_Block]) -> bool:
-    """Whether a row only places parts of the page: headings, code, long texts, or one cell of many parts."""
     if sum(bool(cell.blocks) for cell in cells) == 1:
         return len(blocks) > 1 or blocks[0].form != "text" or len(blocks[0].text) > _LONGEST_PROSE
     if any(block.form == "heading" or (block.form == "pre" and "\n" in block.text) for block in blocks):
@@ -482,7 +475,6 @@ def raised(before: str, text: str, is_link: bool) -> str:
 
 
 def lowered(before: str, text: str) -> str:
-    """Write a subscript: x_i, log_2; H2O unchanged."""
     text = " ".join(text.split())
     if re.search(r"\d$|[^\W\d_]{3}$" if text[:1].isdigit() else r"\d$|(?<![^\W\d_])[a-zα-ω]$|[a-z]{3}$", before):
         return "_" + (text if re.fullmatch(r"\w+", text) else f"({text})")

@@ -103,7 +103,6 @@ def comment(text: str, author: str, cell: str = "") -> str:
 
 
 def counter(count: int, style: str) -> str:
-    """Write an automatic number in a style of Word such as `lower_roman`; unknown styles are decimal."""
     name, text = style.lower().replace("_", ""), str(count)
     letters = _ALPHABETS.get(name, "")
     if 0 < count <= len(letters) * _MOST_LETTERS:
@@ -139,7 +138,6 @@ def rows(table: Iterable[Iterable[Cell]]) -> Iterator[str]:
 
 
 def framed(source: str, texts: Iterable[str | list[str]], margins: Iterable[Piece], notes: tuple[str, ...]) -> Document:
-    """Make a document of headers, numbered paragraphs and footers. Texts in a list share one number."""
     once: dict[str, str] = {}
     for name, text in margins:
         once.setdefault(text.strip(), name)

@@ -72,7 +72,6 @@ def read(source: str, text: str) -> list[Document]:
 
 
 def _rows(text: str) -> list[tuple[int, str]]:
-    """The rows with their lines in the file: lines, or indented objects one after another."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     with suppress(ValueError, RecursionError):
         json.loads(lines[0][1])
@@ -115,7 +114,6 @@ def _unread(value: object) -> Iterator[str]:
 
 
 def _beside(row: dict[str, object], text: str) -> Iterator[str]:
-    """Yield `Key: value` for what a row says beside its text: questions, answers, sentences, but no metadata."""
     for key, value in row.items():
         if isinstance(value, dict) and not _is_known(key):
             yield from _beside(value, text)
@@ -149,7 +147,6 @@ def _is_sentence(text: str) -> bool:
 
 
 def _has_words(value: object) -> bool:
-    """Whether a string in a value, other than an id, has a letter."""
     if isinstance(value, dict):
         return any(_has_words(each) for key, each in value.items() if key not in _NAMES)
     if isinstance(value, list):
@@ -158,7 +155,6 @@ def _has_words(value: object) -> bool:
 
 
 def _lines(key: str, value: object) -> Iterator[str]:
-    """Yield `Key: value` for each value; in a conversation the role is the key."""
     if isinstance(value, dict):
         role = next((name for name in _ROLES if isinstance(value.get(name), str)), "")
         said = next((name for name in _SAID if name in value), "")
@@ -188,12 +184,10 @@ def _without_data(text: str) -> str:
 
 
 def _without_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON may escape."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _label(row: object) -> str:
-    """A row's id; "" if it has none or one that is too long."""
     value = row.get("id") if isinstance(row, dict) else None
     label = _without_surrogates(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else ""
     return label if len(label) <= _LONGEST_LABEL else ""

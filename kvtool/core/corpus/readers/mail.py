@@ -239,7 +239,6 @@ class _Attachments:
         return self._registry.read_as(path, source, data)
 
     def _path(self, name: str, kind: str, number: int) -> Path:
-        """Name an attachment as a file, with the ending of its type if its own is unknown."""
         label = "".join(filter(str.isprintable, name)).replace("#", "_").replace("\\", "/").rpartition("/")[2]
         path = Path("/", label or f"part {number}")
         if self._registry.is_known(path) or self._registry.is_foreign(path) or kind == "application/octet-stream":
@@ -292,7 +291,6 @@ def _form_text(form: Message) -> str:
 
 
 def _pieces(text: str) -> set[str]:
-    """Overlapping runs of letters of a text without its links, to compare texts by."""
     letters = "".join(filter(str.isalnum, _LINK.sub("", text[: 2 * _MOST_PIECES]).casefold()))[:_MOST_PIECES]
     return {letters[at : at + _PIECE] for at in range(max(1, len(letters) - _PIECE + 1))} if letters else set()
 
@@ -326,7 +324,6 @@ def _begin(data: bytes, part: Message, at: int) -> int:
 
 
 def _header(message: Message, name: str) -> str:
-    """Decode a header; unparsed if the parser fails."""
     raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
     try:
         if not raw.isascii():

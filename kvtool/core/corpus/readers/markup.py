@@ -60,7 +60,6 @@ _SAID = ("title", "desc", "text")
 
 
 def is_manual(text: str) -> bool:
-    """Whether the first line is a request or a comment of roff, and a title comes soon."""
     return text.lstrip().startswith((".", "'\\\"", '\\"')) and _PAGE.search(text[:_BEGINNING]) is not None
 
 
@@ -86,7 +85,6 @@ def read_manual(source: str, text: str) -> list[Document]:
 
 
 def _words(name: str, rest: str) -> list[str]:
-    """The printed arguments of a request; requests of roff itself (lower case) print none."""
     if name in _SILENT or not name[:1].isupper():
         return []
     words = [_plain(found[1] if found[2] is None else found[2]) for found in _WORD.finditer(rest.partition('\\"')[0])]

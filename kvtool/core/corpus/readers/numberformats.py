@@ -35,7 +35,6 @@ def code_of(number: int, own: dict[int, str]) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def shown(value: float | str, code: str, is_1904: bool = False) -> str:
-    """Write a value in a format, `0.0%`; in the general one if the format is invalid or would hide it."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
     usual = value if isinstance(value, str) else f"{value + 0.0:.0f}" if is_whole else f"{value:.15G}"
     if code in ("", "@") or code.lower() == "general" or len(code) > _LONGEST or value in (inf, -inf) or value != value:

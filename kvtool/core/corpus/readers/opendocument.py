@@ -43,7 +43,6 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _named(root: Element) -> Element:
-    """Shorten the names of elements and attributes to `text:p`."""
     for element in root.iter():
         element.tag = _short(element.tag)
         element.attrib = {_short(name): value for name, value in element.items()}
@@ -305,7 +304,6 @@ def _table_rows(table: Element) -> Iterator[Element]:
 
 
 def _position(value: str) -> str:
-    """The position that a style's `super 58%` or `-33% 58%` means."""
     if value.startswith(("sub", "-")):
         return "subscript"
     return "superscript" if value and not value.startswith("0%") else ""

@@ -62,7 +62,6 @@ class Package:
 
 @lru_cache(maxsize=4096)
 def _short(tag: str) -> str:
-    """Shorten a tag to `w-p`, `m-t`, `a-t`; to its plain name in other vocabularies."""
     space, _, name = tag.rpartition("}")
     prefix = "w" if "wordprocessingml" in space else ""
     prefix = next((short for end, short in _PREFIXES.items() if space.endswith(end)), prefix)

@@ -66,7 +66,6 @@ def _decoded(data: bytes, charset: str) -> str:
 
 
 def _message(file: Any, folder: str) -> Message:
-    """Make a message of the item in a folder, which is "" or ends with a slash."""
     item, message = _Properties(file, folder), MIMEMultipart()
     headers = HeaderParser(policy=email.policy.default).parsestr(item.text(_HEADERS))
     sender, address = item.text(_SENDER), next((each for tag in _ADDRESSES if "@" in (each := item.text(tag))), "")
@@ -91,7 +90,6 @@ def _date(item: _Properties) -> str:
 
 
 def _body(item: _Properties) -> Message:
-    """The forms of an item's text; rich text only where it is the only one."""
     body, page = MIMEMultipart("alternative"), item.data(_HTML)
     html = _decoded(page, declared_encoding(page) or f"cp{item.number(_HTML_CODE_PAGE)}") or item.text(_HTML)
     for text, kind in ((item.text(_BODY), "plain"), (html, "html")):

@@ -55,7 +55,6 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]:
-    """Remove running heads and page numbers but for the first; heads of tables stay."""
     texts = [page.strip("\n").split("\n") for page in pages]
     for end in (0, -1):
         kept = []
@@ -68,7 +67,6 @@ def _without_running_lines(pages: list[str], heads: list[set[str]]) -> list[str]
 
 
 def _running(texts: list[list[str]], end: int, heads: list[set[str]]) -> list[int]:
-    """The pages whose first or last lines are the same, but for the page's number; none if few pages have them."""
     lines = {at: page[end] for at, page in enumerate(texts) if len(page) > 1 and len(page[end]) <= _LONGEST_HEAD}
     lines = {at: line for at, line in lines.items() if line not in heads[at]}
     shapes = Counter(_NUMBER.sub("", line) for line in lines.values() if line.strip())
@@ -92,7 +90,6 @@ def _is_same(line: str, other: str, pages: int) -> bool:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`1, 3-5` of 1, 3, 4, 5."""
     runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ends = [(pairs[0][1], pairs[-1][1]) for _, run in runs if (pairs := [*run])]
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -53,7 +53,6 @@ class Piece(NamedTuple):
 
 
 def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]) -> tuple[str, set[str]]:
-    """Write a page of `lines` without breaks and `drawn` boxes; also returns the first lines of its tables."""
     rows: list[list[Piece]] = []
     for line in lines:
         last, begin = rows[-1][-1] if rows else None, line[0]
@@ -72,7 +71,6 @@ def page_text(lines: Sequence[Sequence[Piece]], drawn: Callable[[], list[Edges]]
 
 
 def _cells(row: list[Piece]) -> list[Piece]:
-    """Join pieces that are close together; a raised number is marked, as in 10^6 or Limit[3]."""
     cells, base = [row[0]], row[0]
     if row[1:] and row[1].text.lstrip()[:1].isalnum() and _is_raised(row[0], row[1], row[1].left - row[0].right):
         mark = f"[{row[0].text.strip()}]" + " " * (not row[1].text[:1].isspace())
@@ -104,7 +102,6 @@ def _is_raised(piece: Piece, base: Piece, gap: float) -> bool:
 
 
 def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> list[list[Piece]]:
-    """Join the lines of a row between two drawn lines, where the content goes up again after a wrapped cell."""
     whole: list[list[Piece]] = []
     joined = None
     for row in rows:
@@ -127,13 +124,11 @@ def _whole_rows(rows: list[list[Piece]], drawn: Callable[[], list[Edges]]) -> li
 
 
 def _spanned(row: list[Piece], other: list[Piece]) -> int:
-    """Count the pairs of cells of two rows that are above one another, unless a row has only one cell."""
     pairs = ((one, two) for one in row for two in other) if len(row) > 1 < len(other) else ()
     return sum(one.left < two.right and two.left < one.right for one, two in pairs)
 
 
 def _band(row: list[Piece], drawn: list[Edges]) -> tuple[float, float] | None:
-    """The heights of the two drawn lines that all cells of a row are between."""
     bands = set()
     for cell in row if len(drawn) < _MOST_DRAWN else ():
         x, y = (cell.left + cell.right) / 2, (cell.bottom + cell.top) / 2
@@ -145,7 +140,6 @@ def _band(row: list[Piece], drawn: list[Edges]) -> tuple[float, float] | None:
 
 
 def _blocks(rows: list[list[Piece]]) -> Iterator[list[list[Piece]]]:
-    """Group each run of rows that lie below one another: several cells, or one that does not span two of the others."""
     block: list[list[Piece]] = []
     wide: list[Piece] = []  # the last row of several cells
     for row in rows:

@@ -129,7 +129,6 @@ def _string(get: Callable[..., int], *arguments: Any) -> str:
 
 
 def _lines(textpage: pypdfium2.PdfTextPage, bounds: Edges) -> tuple[list[list[Piece]], int]:
-    """The lines of a page, in pieces where there are gaps or raised characters, and the number of unknown ones."""
     lines: list[list[Piece]] = []
     content, unknown = _text(textpage)
     page, count_rects, get_rect = textpage.raw, pdfium.FPDFText_CountRects, pdfium.FPDFText_GetRect

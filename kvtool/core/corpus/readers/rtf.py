@@ -134,7 +134,6 @@ class _Reader:
             self._lay_out(word, group)
 
     def _set(self, word: str, number: int, group: _Group) -> bool:
-        """Apply a control word about characters, also in a group that is not shown; False for any other word."""
         match word:
             case "u":
                 code = number % 0x10000 if number < 0x10000 else number

@@ -87,7 +87,6 @@ def _columns(sheet: Sheet) -> list[int]:
 
 
 def _repeat_labels(sheet: Sheet, columns: Sequence[int]) -> None:
-    """Repeat labels of merged cells in each row and column that they cover; a title alone in its row appears once."""
     numbers = sorted(sheet.rows)
     left_over = len(numbers) * len(columns)  # cells of the table; whole files of overlapping ones are no table
     for top, left, bottom, right in sheet.merged if columns else ():

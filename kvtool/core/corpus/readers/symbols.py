@@ -22,5 +22,4 @@ def symbol(code: str, font: str) -> str:
 
 
 def glyphs(text: str, font: str) -> str:
-    """Write what a symbol font shows for its own codes; others are unchanged."""
     return text.translate(_FONTS.get(font.lower(), _FONTS["symbol"]))

@@ -44,13 +44,11 @@ def read_code(source: str, text: str) -> list[Document]:
 
 @of_text()
 def read_json(source: str, text: str) -> list[Document]:
-    """Read JSON with the characters of `\\u` escapes, except quotes, backslashes and controls."""
     return document_of(source, _ESCAPE.sub(_escaped, text), "code", base64=True)
 
 
 @of_text(declared_encoding)
 def read_xml(source: str, text: str) -> list[Document]:
-    """Read XML with the characters of references, except XML's own and controls."""
     return document_of(source, _ENTITY.sub(_referenced, text), "code", base64=True)
 
 
@@ -60,7 +58,6 @@ def read_calendar(source: str, data: bytes) -> list[Document]:
 
 @of_text()
 def _read_calendar(source: str, text: str) -> list[Document]:
-    """Unfold lines (RFC 5545)."""
     number, lines = 1, []
     for found in _UNFOLDED.finditer(cleaned(text)):
         line = _VALUE_ESCAPE.sub(lambda each: "\n" if each[1] in "nN" else each[1], re.sub(r"\n[ \t]", "", found[0]))

@@ -183,7 +183,6 @@ class _Walk:
         return count(self._styles.find(style, "w-pPr/w-outlineLvl"), ".", _BODY)
 
     def _table(self, table: Element) -> Iterator[str]:
-        """Yield rows. A row is only a frame if just one cell has text, and a table within it."""
         rows: list[str] = []
         above: list[str] = []
         for row in _below(table, "w-tr"):
@@ -225,7 +224,6 @@ class _Walk:
         return text
 
     def _pieces(self, element: Element, position: str) -> Iterator[Piece]:
-        """Yield what an element says in its line; texts beside it are collected for later."""
         last = ""
         for child in element:
             if (tag := child.tag) in _UNSEEN:
@@ -272,7 +270,6 @@ class _Walk:
         return self._styles.find(style, f"w-rPr/{name}")
 
     def _field(self, char: Element) -> Iterator[Piece]:
-        """Follow the parts of a field; a form's boxes and choices are in its begin."""
         kind = char.get("fldCharType")
         if kind == "begin":
             box, choice = char.find("w-ffData/w-checkBox"), char.find("w-ffData/w-ddList")
@@ -318,7 +315,6 @@ class _Walk:
 
 
 def _below(element: Element, tag: str) -> Iterator[Element]:
-    """Yield the nearest elements of a name, through controls and marks of changes around them."""
     for child in element:
         if child.tag == tag:
             yield child
