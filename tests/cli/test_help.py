@@ -33,11 +33,7 @@ def test_a_page_as_json(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topic", "hint"),
-    [
-        ("conceps", "did you mean 'concepts'?"),
-        ("weather", "`kvtool help` lists them"),
-    ],
+    ("topic", "hint"), [("conceps", "did you mean 'concepts'?"), ("weather", "`kvtool help` lists them")]
 )
 def test_an_unknown_topic_is_a_usage_error_with_a_way_out(topic: str, hint: str, capsys: Capture) -> None:
     assert main(["help", topic]) == 2

@@ -110,10 +110,7 @@ def test_words_go_to_stderr_and_data_to_stdout(verbosity: int, said: str, make: 
 def test_json_is_one_object_even_of_an_error(make: Make) -> None:
     out, stdout, stderr = make("json")
     speak(out)
-    assert json.loads(stdout.text) == {
-        "schema": 1,
-        "error": {"message": "record 3", "hint": "verify", "exit_code": 13},
-    }
+    assert json.loads(stdout.text) == {"schema": 1, "error": {"message": "record 3", "hint": "verify", "exit_code": 13}}
     assert stderr.text.endswith("error: record 3\nhint: verify\n")
 
 

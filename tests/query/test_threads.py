@@ -27,13 +27,7 @@ def cache(store: Path) -> Iterator[Cache]:
 
 
 def facts(reply: Reply) -> tuple[object, ...]:
-    return (
-        reply.answer,
-        reply.fusion,
-        [chunk.id for chunk in reply.chunks],
-        reply.tokens,
-        reply.fused.logits.tolist(),
-    )
+    return (reply.answer, reply.fusion, [chunk.id for chunk in reply.chunks], reply.tokens, reply.fused.logits.tolist())
 
 
 @pytest.mark.slow
