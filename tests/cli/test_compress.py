@@ -67,11 +67,6 @@ FAST = ("--questions", "0", "--fit-prompts", "4")  # the loss is most of the tim
 NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
 
 
-@pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])
-def form(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 def check_report(row: dict[str, Any], path: Path, before: dict[str, Any]) -> None:
     with Store.open(path) as store:
         after = store.stats()
@@ -208,21 +203,13 @@ def test_profile_of_another_store(plain: Path, fitted: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("--level", "raw"),
-        ("--level", "5"),
-        ("--level", "0"),
-        ("--level", "-1"),
-        ("--level", "fine"),
+        *(("--level", level) for level in ("raw", "5", "0", "-1", "fine")),
         ("--level", "1", "--level", "raw"),
         ("--level", "auto", "--questions", "0"),
         ("--max-loss", "0.1", "--questions", "0"),
-        ("--max-loss", "-1"),
-        ("--max-loss", "little"),
-        ("--questions", "-1"),
+        *(("--max-loss", "-1"), ("--max-loss", "little"), ("--questions", "-1")),
         ("--fit", "--profile", "nowhere"),
-        ("--chunks", "00" * 20),
-        ("--chunks", "no hex"),
-        ("more",),
+        *(("--chunks", "00" * 20), ("--chunks", "no hex"), ("more",)),
     ],
     ids=" ".join,
 )
@@ -258,9 +245,8 @@ def test_12_another_model(plain: Path, fitted: Path, tmp_path: Path, form: Any) 
 
 
 def test_1_no_profile_there(plain: Path, fitted: Path, form: Any) -> None:
-    kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form).failed(
-        1, "has no profile", "kvtool compress"
-    )
+    done = kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form)
+    done.failed(1, "has no profile", "kvtool compress")
 
 
 def test_13_a_lost_profile(fitted: Path, form: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,9 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from tests.cli.working import QUESTION, kvtool
-from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, make_fitted, make_plain, replace_record
+from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, replace_record
 
 SCHEMES = {"int8", "int4", *(f"cachegen-{level}" for level in NESTED)}
-
-
-@pytest.fixture(scope="module")
-def stores(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    plain = make_plain(tiny, tmp_path_factory.mktemp("plain"))
-    return plain, make_fitted(plain, tmp_path_factory.mktemp("fitted"))
-
-
-@pytest.fixture
-def plain(stores: tuple[Path, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(stores[0], tmp_path / "plain"))
-
-
-@pytest.fixture
-def fitted(stores: tuple[Path, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(stores[1], tmp_path / "fitted"))
 
 
 @pytest.fixture
@@ -116,17 +99,15 @@ def test_errors(plain: Path, batch: Path, tmp_path: Path) -> None:
     inspect(plain).failed(2, "needs questions", "--batch")
     inspect(plain, "--batch", tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
     inspect(plain, "--batch", batch, "--scheme", "int3").failed(2, "no scheme int3", "known: int8")
-    inspect(plain, "--batch", batch, "--scheme", "1", "--scheme", "int3").failed(
-        2, "no scheme 1, int3", "; 1 with a profile"
-    )
+    unfitted = inspect(plain, "--batch", batch, "--scheme", "1", "--scheme", "int3")
+    unfitted.failed(2, "no scheme 1, int3", "; 1 with a profile")
     inspect(plain, "--batch", batch, "--limit", "0").failed(2)
     inspect(tmp_path / "nowhere", "--batch", batch).failed(10)
 
 
 def test_a_chunk_without_an_exact_record(fitted: Path, batch: Path) -> None:
     drop(fitted, "raw")
-    done = inspect(fitted, "--batch", batch, "--scheme", "int8", "--json")
-    done.failed(1, "is not stored exactly")
+    inspect(fitted, "--batch", batch, "--scheme", "int8", "--json").failed(1, "is not stored exactly")
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvtool as package
 from kvtool.core.fusion.selectors import MODES
@@ -28,19 +29,7 @@ from tests.cli.working import (
 )
 
 CHUNK = {"id": str, "source": str, "start": int, "end": int, "tokens": int, "status": str}
-TIMES = {
-    "retrieve",
-    "read",
-    "decode",
-    "upload",
-    "rotate",
-    "select",
-    "shift",
-    "recompute",
-    "ttft",
-    "generate",
-    "model_load",
-}
+TIMES = {*"retrieve read decode upload rotate select shift recompute ttft generate model_load".split()}
 TOKENS = {"prompt", "reused", "recomputed", "fresh", "generated"}
 
 
@@ -109,8 +98,6 @@ def test_query(mode: str, store: Path) -> None:
 
 def test_counts_of_recomputed_tokens(store: Path) -> None:
     """epic: Σ min(k, tokens) over what is not exact; blend: ⌈r·N⌉; reuse: none; full: all that is cached."""
-    import math
-
     args = ("query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
     epic = kvtool(*args, "--fusion", "epic", "--link-tokens", "20").fine().json
     lengths = [chunk["tokens"] for chunk in epic["chunks"] if chunk["status"] == "hit"]
@@ -152,8 +139,6 @@ def test_token_ids(more: tuple[str, ...], store: Path, tiny: Path) -> None:
         out = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False
         )
-    from transformers import AutoTokenizer
-
     said = AutoTokenizer.from_pretrained(tiny).decode(out[0, len(ids) :], skip_special_tokens=True)
     assert row["answer"] == said.rstrip("\ufffd").strip()  # half a character at the end is left out
 
@@ -176,9 +161,8 @@ def test_compare(store: Path) -> None:
 
 
 def test_compare_of_modes_that_compute_everything(store: Path) -> None:
-    row = (
-        kvtool("query", QUESTION, "--store", store, "--compare", "blend", "--ratio", "1", "--json", *SHORT).fine().json
-    )
+    asked = ("query", QUESTION, "--store", store, "--compare", "blend", "--ratio", "1", "--json", *SHORT)
+    row = kvtool(*asked).fine().json
     assert row["runs"][1]["kl_first"] < 1e-4  # the prompt's own beginning is kept in 16 bits
     assert row["runs"][1]["answer_equal"] is True
 
@@ -246,13 +230,6 @@ def test_a_batch_goes_on_after_a_question_that_fails(store: Path, tmp_path: Path
     assert (summary["count"], summary["failed"]) == (1, 2)
 
 
-def test_a_batch_in_which_every_question_fails_has_failed(store: Path, tmp_path: Path) -> None:
-    batch = write_batch(tmp_path / "b.jsonl", {"id": "none", "question": "zzyzx"})
-    done = kvtool("query", "--batch", batch, "--store", store, *SHORT)
-    assert done.code == 1
-    assert done.lines[-1]["count"] == 0
-
-
 def test_several_chunks_and_documents_after_one_flag(store: Path) -> None:
     """`--chunks ID…`, `--documents PATH…`, before and after the question; the flag may be repeated, too."""
     one, two = chunks_of(store, "mill4.md")[:2]
@@ -285,16 +262,13 @@ def test_verify(store: Path) -> None:
     assert row["damaged"] == []
     assert row["repaired"] == 0
     assert row["bytes"] > 0
-    break_record(store, chunks_of(store, "mill0.md")[0], 2)
+    chunk = chunks_of(store, "mill0.md")[0]
+    break_record(store, chunk, 2)
     done = kvtool("store", "verify", "--store", store, "--json")
     assert done.code == 13
-    assert done.json["damaged"][0] | {"reason": ""} == {
-        "kind": "records",
-        "chunk": chunks_of(store, "mill0.md")[0],
-        "level": "raw",
-        "layer": 2,
-        "reason": "",
-    }
+    (row,) = done.json["damaged"]
+    assert "digest" in row.pop("reason")
+    assert row == {"kind": "records", "chunk": chunk, "level": "raw", "layer": 2}
     before = files_below(store)
     assert kvtool("store", "verify", "--store", store, "--sample", "1/7", "--json").json["sample"] == "1/7"
     assert files_below(store) == before

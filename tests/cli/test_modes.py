@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, built, kvtool, tiny, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, write_corpus
 from tests.retrieval.conftest import static_model
 
-__all__ = ["built", "static_model", "tiny"]
+__all__ = ["static_model"]
 
 
 @pytest.fixture

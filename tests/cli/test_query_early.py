@@ -12,7 +12,7 @@ import pytest
 
 from kvtool.cli import query
 from kvtool.core.checkpoint import load
-from tests.cli.working import QUESTION, SHORT, environment, kvtool, listing
+from tests.cli.working import QUESTION, environment, kvtool, listing
 
 NOTHING = "xyzzy plugh"
 
@@ -74,14 +74,6 @@ def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
     assert done.code == 1
     assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
     assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}
-
-
-def test_a_batch_goes_on_behind_what_is_not_found(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text("".join(json.dumps({"question": asked}) + "\n" for asked in (NOTHING, QUESTION)))
-    done = kvtool("query", "--batch", batch, "--store", store, *SHORT)
-    assert done.code == 3
-    assert [json.loads(line).get("type") for line in done.out.splitlines()] == ["error", None, "summary"]
 
 
 @pytest.mark.slow

@@ -141,20 +141,13 @@ def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
     assert "first token after" in shown
 
 
-@pytest.mark.parametrize(("verbosity", "term"), [(-1, "xterm"), (0, "dumb")])
-def test_quiet_and_a_dumb_terminal_have_none(verbosity: int, term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("verbosity", "term", "patience"), [(-1, "xterm", 0.0), (0, "dumb", 0.0), (0, "xterm", 60.0)])
+def test_quiet_a_dumb_terminal_and_a_quick_command_have_none(
+    verbosity: int, term: str, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE_S", patience)
     terminal = Terminal()
     with Out("human", verbosity, stderr=terminal).spinning("starting"):  # type: ignore[arg-type]
-        time.sleep(0.02)
-    assert terminal.text == ""
-
-
-def test_a_command_that_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "PATIENCE_S", 60.0)
-    terminal = Terminal()
-    with Out(stderr=terminal).spinning("starting"):  # type: ignore[arg-type]
         time.sleep(0.02)
     assert terminal.text == ""

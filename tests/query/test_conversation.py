@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,6 @@ from tests.families import save_tiny
 
 FIRST, SECOND = "Who built the third mill?", "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 6, "top_k": 3}
-
-
-@pytest.fixture
-def cache(store: Path) -> Iterator[package.Cache]:
-    with package.open(store) as opened:
-        yield opened
 
 
 def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:

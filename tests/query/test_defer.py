@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.answer import answer
@@ -33,11 +32,8 @@ def ask(store: Path, *more: object) -> Done:
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in ("timing_ms", "rounds", "chunks_remaining", "revision")
-    }
+    left_out = ("timing_ms", "rounds", "chunks_remaining", "revision")
+    return {name: value for name, value in row.items() if name not in left_out}
 
 
 # ---- the rounds ----
@@ -60,9 +56,8 @@ def test_an_unsure_one_loads_everything_and_reads_it_once(store: Path) -> None:
     chunks = chunks_of(store, "mill2.md")
     plain = ask(store, "--fusion", "reuse").json
     row = ask(store, "--fusion", "reuse", "--defer", "--set", "defer.first=1", *NEVER).json
-    assert [one["chunks"] for one in row["rounds"]] == [chunks[:1], chunks[1:2], chunks[2:4], chunks[4:8], chunks[8:]][
-        : len(row["rounds"])
-    ]
+    rounds = [chunks[:1], chunks[1:2], chunks[2:4], chunks[4:8], chunks[8:]]
+    assert [one["chunks"] for one in row["rounds"]] == rounds[: len(row["rounds"])]
     assert without_times(row) == without_times(plain)
     assert row["chunks_remaining"] == 0
     assert sum(one["bytes_read"] for one in row["rounds"]) == row["bytes_read"]
@@ -107,10 +102,8 @@ def test_a_hole_of_a_later_round(store: Path) -> None:
 @pytest.mark.slow
 def test_found_chunks_stand_by_round_in_the_order_that_is_asked_for(store: Path) -> None:
     def ids(*more: object) -> list[str]:
-        done = kvtool(
-            "query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json", *more
-        ).fine()
-        return [chunk["id"] for chunk in done.json["chunks"]]
+        asked = ("query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
+        return [chunk["id"] for chunk in kvtool(*asked, *more).fine().json["chunks"]]
 
     best = ids("--set", "search.order=relevance")
     assert ids("--defer", *NEVER, "--set", "search.order=relevance") == best
@@ -139,12 +132,6 @@ def test_a_batch(store: Path, tmp_path: Path) -> None:
 
 
 # ---- what is shown ----
-
-
-@pytest.fixture
-def session(store: Path) -> Iterator[Session]:
-    with Store.open(store) as opened:
-        yield Session.open(opened)
 
 
 REQUEST = Request(QUESTION, documents=("mill2.md",))
@@ -224,10 +211,11 @@ def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
     def plan(*more: object) -> Done:
         return kvtool("inspect", "plan", QUESTION, "--store", store, "--top-k", "5", *more).fine()
 
-    assert [chunk["round"] for chunk in plan("--defer", "--json").json["chunks"]] == [1, 1, 2, 2, 3]
-    assert [chunk["round"] for chunk in plan("--defer", "--set", "defer.first=4", "--json").json["chunks"]] == [
-        1
-    ] * 4 + [2]
+    def rounds(*more: object) -> list[int]:
+        return [chunk["round"] for chunk in plan("--defer", "--json", *more).json["chunks"]]
+
+    assert rounds() == [1, 1, 2, 2, 3]
+    assert rounds("--set", "defer.first=4") == [1, 1, 1, 1, 2]
     assert "round" not in plan("--json").json["chunks"][0]
     assert "2 chunks first" in plan("--defer").out
 

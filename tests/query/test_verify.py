@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ OTHER = "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 20, "top_k": 3}
 
 
-@pytest.fixture
-def cache(store: Path) -> Iterator[package.Cache]:
-    with package.open(store) as opened:
-        yield opened
-
-
 def test_what_stands_is_what_full_says(cache: package.Cache) -> None:
     corrected = 0
     for question in (QUESTION, OTHER):
@@ -40,7 +33,6 @@ def test_what_stands_is_what_full_says(cache: package.Cache) -> None:
             assert (reply.fusion, reply.tokens["reused"]) == (draft.fusion, draft.tokens["reused"])
             pairs = zip(draft.generated.ids, full.generated.ids, strict=False)
             verified = reply.verified
-            assert verified is not None
             assert verified.accepted == sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             assert verified.drafted == len(draft.generated.ids)
             assert verified.draft == (None if draft.answer == full.answer else draft.answer)
@@ -62,7 +54,6 @@ def test_the_first_token_waits_for_nothing(cache: package.Cache, monkeypatch: py
     monkeypatch.setattr(module, "fuse", fuse)
     reply = cache.query(QUESTION, stream=happened.append, verify=True, fusion="reuse", **ASKING)
     assert happened.pop() is True
-    assert reply.verified is not None
     assert "".join(map(str, happened)).strip() == (reply.verified.draft or reply.answer)
 
 

@@ -67,7 +67,6 @@ def test_a_source_that_the_store_has_not_is_refused_before_a_model_is_loaded(tmp
     kvtool("eval", "--make", "3", "--store", store).failed(2, "to write the questions into", "made.jsonl --make 3")
     both = kvtool("eval", "made.jsonl", "--make", "3", "--runs", "reuse,union:5%", "--store", store)
     both.failed(2, "measures nothing yet", "eval made.jsonl --runs reuse,union:5%")
-    kvtool("eval", tmp_path / "none.jsonl", "--store", store).failed(2, "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,6 @@ def test_an_answer_that_was_cut_off_is_no_truth(store: Path, monkeypatch: pytest
         says(monkeypatch, "Who built the mill by the river?", "the baker", ends=ends)
         with Store.open(store) as opened:
             (request,) = question_generation.generate_questions(Session(opened, ModelOptions()), 1)
-        assert request is not None
         assert request.answers == answers
 
 

@@ -111,9 +111,8 @@ def test_the_summary(store: Path, batch: Path, results: Path) -> None:
 def test_numbers_equal_those_of_compare(store: Path, batch: Path, results: Path) -> None:
     evaluate(store, batch, "--runs", "reuse,epic:16,blend:0.15,infoflow:0.15,union:0.15", "--resume", results).fine()
     modes = ["full", "reuse", "epic", "blend", "infoflow", "union"]
-    compared = kvtool(
-        *("query", "--store", store, "--batch", batch, "--max-tokens", "6", "--compare", ",".join(modes))
-    ).fine()
+    at = ("query", "--store", store, "--batch", batch, "--max-tokens", "6")
+    compared = kvtool(*at, "--compare", ",".join(modes)).fine()
     for line, found in zip(compared.lines[:-1], rows_of(results), strict=True):
         by_mode = {name.partition(":")[0]: row for name, row in found.items()}
         assert list(by_mode) == [wanted["fusion"] for wanted in line["runs"]] == modes
