@@ -52,9 +52,6 @@ def raising(error: BaseException) -> Any:
     return probe
 
 
-# Imports
-
-
 @pytest.mark.parametrize(
     "args", [["--help"], ["--version"], ["config", "show"], ["config", "--help"], ["help", "concepts"]]
 )
@@ -93,9 +90,6 @@ def test_open_is_found_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvtool.core.api", api)
     monkeypatch.setattr("kvtool.core.api", api, raising=False)
     assert kvtool.open() == "opened"  # type: ignore[comparison-overlap]
-
-
-# Finding the command
 
 
 def test_help_lists_every_command(capsys: Capture) -> None:
@@ -184,9 +178,6 @@ def test_completion(shell: str, words: str, expected: str) -> None:
     assert "float32" not in done.stdout
 
 
-# Exit codes
-
-
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -265,9 +256,6 @@ def test_an_unknown_variable_is_a_warning(capsys: Capture, monkeypatch: pytest.M
     monkeypatch.setenv("KVTOOL_TOPK", "3")
     assert main(["config", "show"]) == 0
     assert "warning: unknown variable KVTOOL_TOPK in the environment" in capsys.readouterr().err
-
-
-# The world outside
 
 
 @pytest.mark.slow
@@ -382,9 +370,6 @@ def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     main(["--version"])
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-# kvtool config show
 
 
 def test_config_show_says_where_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

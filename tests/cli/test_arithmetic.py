@@ -125,9 +125,6 @@ def test_another_format_is_refused(elsewhere: Path, tmp_path: Path) -> None:
     done.failed(2, "the store keeps bfloat16, not float32")
 
 
-# ---- from one machine to the other -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["push", "pack"])
 def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path, tmp_path: Path, way: str) -> None:
@@ -239,12 +236,8 @@ def test_a_shared_store_is_asked_at_this_machines_speed(
     assert {*seen} == {(torch.float32,) * 3}
 
 
-# ---- models that keep states -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt's beginning, and prompts that were answered: none of them is computed again."""
     hybrid = save_tiny("qwen3.5", tmp_path / "model", dtype="bfloat16")
     write_corpus(tmp_path / "in", 2)
     here, there = ("--store", tmp_path / "here"), ("--store", tmp_path / "there")
@@ -269,7 +262,6 @@ def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, m
 
 
 def test_answers_differ_by_rounding_only(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same chunks from the same records; nothing is computed anew but the question."""
     assert kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json["passed"] is True
     kvtool("query", QUESTION, "--store", elsewhere, *SHORT, "--compare", "reuse,full").fine()
     plain = asked(elsewhere, "--fusion", "reuse")

@@ -126,7 +126,6 @@ def test_14_over_the_budget(store: Path, tmp_path: Path, form: Any) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
-    """In the middle of an ingest: what was committed stays, and the next run does the rest."""
     from tests.cli.working import damages, listing, write_corpus
 
     corpus, store = write_corpus(tmp_path / "corpus", documents=150, paragraphs=3), tmp_path / "store"

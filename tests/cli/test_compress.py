@@ -93,7 +93,6 @@ def stats(path: Path) -> dict[str, Any]:
 
 
 def test_fit_and_several_levels(plain: Path) -> None:
-    """Measured, reported, remembered; and nothing but one object on stdout."""
     before = stats(plain)
     done = kvtool("compress", "--store", plain, "--fit", "--level", *NESTED, "--questions", "2", "--json").fine()
     row = done.json
@@ -131,7 +130,6 @@ def test_the_default(plain: Path) -> None:
 
 @pytest.mark.slow
 def test_levels_by_any_spelling(fitted: Path) -> None:
-    """Repeated, after one flag, in any order, the same one twice."""
     for words in (("--level", "3", "--level", "1"), ("--level", "1", "3"), ("--level", "1", "--level", "3", "1")):
         row = kvtool("compress", "--store", fitted, *words, *FAST, "--json").fine().json
         assert [level["level"] for level in row["levels"]] == ["1", "3"]
@@ -139,7 +137,6 @@ def test_levels_by_any_spelling(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_drop_raw_then_ask(fitted: Path) -> None:
-    """Answers come from the lossy level; nothing is encoded again; other levels are out of reach, which is said."""
     for level in ("1", "3", "4"):
         drop(fitted, level)
     chunks, before = chunks_in(fitted), stats(fitted)
@@ -197,9 +194,6 @@ def test_profile_of_another_store(plain: Path, fitted: Path) -> None:
     assert row["warnings"] == []
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "args",
     [
@@ -255,7 +249,6 @@ def test_13_a_lost_profile(fitted: Path, form: Any) -> None:
 
 
 def test_13_what_does_not_come_back(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing exact is dropped."""
 
     def decode(*_: Any) -> Any:
         raise DamagedError("a compressed record that ends too early", "tell us")
@@ -282,9 +275,6 @@ def test_1_read_only(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) ->
     kvtool("compress", "--store", plain, *FAST, *form).failed(1, "read-only")
 
 
-# ---- forms -------------------------------------------------------------------------------------------------------
-
-
 def test_the_table(fitted: Path) -> None:
     run(fitted, "2", questions=1)
     done = kvtool("compress", "--store", fitted, "--level", "2", "3", *FAST).fine()
@@ -303,7 +293,6 @@ def test_the_table(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_the_last_line_tells_what_the_exact_records_take(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, after, without them, loss and limit; the estimate is what dropping them then gives."""
     fixed_losses(monkeypatch)
     at = ("compress", "--store", plain, "--level", "2")
     before = shown_size(stats(plain)["file_bytes"])
@@ -322,7 +311,6 @@ def test_the_last_line_tells_what_the_exact_records_take(plain: Path, monkeypatc
 
 @pytest.mark.usefixtures("fixed")
 def test_2_more_is_lost_than_is_allowed(plain: Path, form: Any) -> None:
-    """Nothing is dropped, what was encoded stays; a higher limit, a finer level next to it and --yes drop."""
     at = ("compress", "--store", plain, *form)
     kvtool(*at, "--level", "3").fine()
     before = levels_in(plain)

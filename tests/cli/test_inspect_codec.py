@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
-from tests.cli.working import QUESTION, kvtool
+from tests.cli.working import QUESTION, kvtool, write_batch
 from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, replace_record
 
 SCHEMES = {"int8", "int4", *(f"cachegen-{level}" for level in NESTED)}
@@ -18,14 +17,12 @@ SCHEMES = {"int8", "int4", *(f"cachegen-{level}" for level in NESTED)}
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
-    rows = [
+    return write_batch(
+        tmp_path / "questions.jsonl",
         {"id": "a", "question": QUESTION, "answers": ["nobody"], "documents": ["mill1.md"]},
         {"id": "b", "question": "When was the first mill built?"},
         {"id": "c", "question": "Where?", "documents": ["mill0.md"]},
-    ]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    )
 
 
 def inspect(store: Path, *args: object) -> Any:
@@ -82,8 +79,7 @@ def test_the_table(fitted: Path, batch: Path) -> None:
 @pytest.mark.slow
 def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
     """Bits of a level that is stored without others, on one document's chunks, are those of its records."""
-    one = batch.with_name("one.jsonl")
-    one.write_text(json.dumps({"question": "Where?", "documents": ["mill0.md"]}) + "\n")
+    one = write_batch(batch.with_name("one.jsonl"), {"question": "Where?", "documents": ["mill0.md"]})
     for level in NESTED:
         drop(fitted, level)
     with Store.open(fitted) as store:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kvtool.core.model.decoder import Decoder
 from kvtool.reports.charts import sparkline
 from kvtool.reports.deviation import mean_of
-from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
+from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_batch, write_corpus
 from tests.compress.making import fixed_losses, run
 from tests.reports.test_page import Outline
 
@@ -20,9 +19,7 @@ REPORTS = ("deviation", "sparsity")
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
     rows = [QUESTION, "When was the first mill built?", "Where is the fourth mill?"]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps({"question": row}) + "\n" for row in rows))
-    return path
+    return write_batch(tmp_path / "questions.jsonl", *({"question": row} for row in rows))
 
 
 @pytest.mark.slow
@@ -103,7 +100,6 @@ def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) ->
 
 @pytest.mark.slow
 def test_the_pieces_of_a_chunk_are_its_text(store: Path, tmp_path: Path) -> None:
-    """Also where a character is several tokens."""
     text = "방앗간은 1769년에 지어졌다. 밀가루를 빻는다."
     (tmp_path / "korean.md").write_text(text, encoding="utf-8")
     kvtool("ingest", tmp_path / "korean.md", "--store", store).fine()

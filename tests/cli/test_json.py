@@ -25,12 +25,11 @@ from tests.cli.working import (
     kvtool,
     listing,
     process,
+    write_batch,
     write_corpus,
 )
 
 CHUNK = {"id": str, "source": str, "start": int, "end": int, "tokens": int, "status": str}
-TIMES = {*"retrieve read decode upload rotate select shift recompute ttft generate model_load".split()}
-TOKENS = {"prompt", "reused", "recomputed", "fresh", "generated"}
 
 
 def check_reply(row: dict[str, Any], retrieved: bool = True) -> None:
@@ -46,11 +45,9 @@ def check_reply(row: dict[str, Any], retrieved: bool = True) -> None:
         assert ("reason" in chunk) == (chunk["status"] == "miss")
         assert chunk["start"] < chunk["end"]
     tokens, timing = row["tokens"], row["timing_ms"]
-    assert set(tokens) >= TOKENS
-    assert all(type(tokens[name]) is int for name in TOKENS)
+    assert {type(count) for count in tokens.values()} == {int}
     assert tokens["prompt"] == tokens["reused"] + tokens["recomputed"] + tokens["fresh"]
-    assert set(timing) >= TIMES
-    assert all(isinstance(timing[name], float | int) and timing[name] >= 0 for name in TIMES)
+    assert all(isinstance(value, float | int) and value >= 0 for value in timing.values())
     assert timing["ttft"] >= timing["retrieve"]
     assert type(row["bytes_read"]) is int
     assert (row["bytes_read"] > 0) == (row["fusion"] != "full")
@@ -60,7 +57,6 @@ def test_ingest(fresh: Any, tmp_path: Path) -> None:
     done = fresh(write_corpus(tmp_path / "in", 3)).fine()
     row = done.json
     assert row["documents"] == {"added": 3, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
-    assert set(row["chunks"]) == {"computed", "reused", "removed"}
     listed = [chunk for document in listing(tmp_path / "fresh") for chunk in document["chunks"]]
     assert row["chunks"]["computed"] == len(listed)
     assert row["tokens"] == sum(chunk["tokens"] for chunk in listed)
@@ -167,11 +163,6 @@ def test_compare_of_modes_that_compute_everything(store: Path) -> None:
     assert row["runs"][1]["answer_equal"] is True
 
 
-def write_batch(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def test_batch(store: Path, tmp_path: Path) -> None:
     chunks = chunks_of(store, "mill4.md")
     batch = write_batch(
@@ -194,7 +185,6 @@ def test_batch(store: Path, tmp_path: Path) -> None:
     assert summary["count"] == 3
     assert summary["ttft_ms_median"] > 0
     assert summary["f1"] == pytest.approx((rows[0]["f1"] + rows[2]["f1"]) / 2)
-    assert {"exact_match", "contains", "bytes_read", "tokens_reused"} <= set(summary)
 
 
 @pytest.mark.parametrize("modes", ["reuse,epic", "blend"])

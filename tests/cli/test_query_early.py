@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from kvtool.cli import query
 from kvtool.core.checkpoint import load
-from tests.cli.working import QUESTION, environment, kvtool, listing
+from tests.cli.working import QUESTION, environment, kvtool, listing, write_batch
 
 NOTHING = "xyzzy plugh"
 
@@ -67,10 +66,9 @@ def test_an_empty_store(store: Path) -> None:
 
 @pytest.mark.usefixtures("no_model")
 def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text("".join(json.dumps({"id": n, "question": NOTHING}) + "\n" for n in range(2)))
+    batch = write_batch(tmp_path / "batch.jsonl", *({"id": n, "question": NOTHING} for n in range(2)))
     done = kvtool("query", "--batch", batch, "--store", store)
-    rows = [json.loads(line) for line in done.out.splitlines()]
+    rows = done.lines
     assert done.code == 1
     assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
     assert rows[2] == {"schema": 1, "type": "summary", "count": 0, "failed": 2}

@@ -154,9 +154,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
 
 
-# ---- stores ------------------------------------------------------------------------------------------------------
-
-
 def payloads(path: Path) -> dict[tuple[str, int], bytes]:
     """Every KV payload of a store by chunk and layer, as bytes, each checked against its digest."""
     with Store.open(path) as store:
@@ -273,9 +270,6 @@ def prefix_chunk(path: Path) -> str:
     return found
 
 
-# ---- a model, a corpus, a store ----------------------------------------------------------------------------------
-
-
 def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5, parts: int = 1) -> Path:
     """Small documents of a few chunks each; document n is about the n-th mill.
 
@@ -291,6 +285,11 @@ def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5, parts: i
         text = f"# The {which} mill\n\n" + "\n\n".join(paragraph(which, number, n) for n in range(paragraphs))
         (folder / f"mill{number}.md").write_text(text, encoding="utf-8")
     raise AssertionError("some part holds no file")
+
+
+def write_batch(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def paragraph(which: str, number: int, n: int) -> str:

@@ -91,12 +91,8 @@ def kept(path: Path) -> Path:
     return file
 
 
-# ---- what it says ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_measured_for_real(path: Path) -> None:
-    """Whatever it chooses, the reply says what and why."""
     row = ask(path).json
     controller = row["controller"]
     assert row["fusion"] == controller["fusion"] in ("full", "prefix", "union")
@@ -144,7 +140,6 @@ def test_reasons_are_for_those_who_ask(path: Path, watch: Stopwatch) -> None:
 
 @pytest.mark.slow
 def test_nothing_cached(path: Path, watch: Stopwatch) -> None:
-    """Computed in place and stored; the next time it is there."""
     chunks = chunks_of(path, "mill2.md")
     drop_records(path, *chunks)
     at = ("--documents", "mill2.md")
@@ -166,9 +161,6 @@ def test_the_gate_refuses(path: Path, watch: Stopwatch) -> None:
     kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT).failed(12, "law 4", "--force")
     assert watch.measured == []
     assert ask(path, "--force").json["controller"]["fusion"] == "union"
-
-
-# ---- measured once -----------------------------------------------------------------------------------------------
 
 
 def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
@@ -248,9 +240,6 @@ def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, mon
     assert ask(path).json["controller"]["fusion"] in ("full", "prefix")
 
 
-# ---- in comparisons and batches, and from Python -----------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_compare(path: Path, watch: Stopwatch) -> None:
     args = ("query", QUESTION, "--store", path, "--compare", "reuse,auto", *SHORT)
@@ -263,7 +252,6 @@ def test_compare(path: Path, watch: Stopwatch) -> None:
 
 @pytest.mark.slow
 def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
-    """One summary for all choices; measured once for all questions."""
     (tmp_path / "b.jsonl").write_text('{"question": "mill", "answers": ["x"]}\n{"question": "baker"}\n')
     at = ("query", "--batch", tmp_path / "b.jsonl", "--store", path, *SHORT)
     *rows, summary = kvtool(*at, "--fusion", "auto").fine().lines
@@ -284,9 +272,6 @@ def test_chunks_that_are_held_are_not_counted_as_read(path: Path, watch: Stopwat
         session.cache_chunks(10**9)
         modes = [answer(session, request, options).fusion for options in (auto, reuse, auto)]
         assert modes == ["full", "reuse", "union"]
-
-
-# ---- levels ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

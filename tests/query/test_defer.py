@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
-from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
+from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool, write_batch
 
 NEVER, AT_ONCE = ("--set", "defer.threshold=2"), ("--set", "defer.threshold=0")
 EVERYTHING = ("--ratio", "1", "--link-tokens", "10000")
@@ -34,9 +33,6 @@ def ask(store: Path, *more: object) -> Done:
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
     left_out = ("timing_ms", "rounds", "chunks_remaining", "revision")
     return {name: value for name, value in row.items() if name not in left_out}
-
-
-# ---- the rounds ----
 
 
 def test_a_sure_answer_loads_no_more(store: Path) -> None:
@@ -124,14 +120,11 @@ def test_what_needs_the_whole_prompt_is_refused(store: Path, more: tuple[str, st
 
 
 def test_a_batch(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "questions.jsonl"
-    batch.write_text("".join(json.dumps({"question": QUESTION, "documents": [f"mill{n}.md"]}) + "\n" for n in (1, 2)))
+    questions = ({"question": QUESTION, "documents": [f"mill{n}.md"]} for n in (1, 2))
+    batch = write_batch(tmp_path / "questions.jsonl", *questions)
     *rows, summary = kvtool("query", "--batch", batch, "--store", store, "--defer", *AT_ONCE, *SHORT, "--json").lines
     assert [len(row["rounds"]) for row in rows] == [1, 1]
     assert (summary["rounds"], summary["chunks_loaded"]) == (1, 2)
-
-
-# ---- what is shown ----
 
 
 REQUEST = Request(QUESTION, documents=("mill2.md",))
@@ -139,7 +132,6 @@ REQUEST = Request(QUESTION, documents=("mill2.md",))
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_the_answer_is_streamed(session: Session, temperature: float) -> None:
-    """Nothing of the rounds that were not enough; the same words as without rounds."""
     options = QueryOptions(fusion="reuse", max_tokens=12, temperature=temperature, seed=5)
     pieces: list[str] = []
 
@@ -202,9 +194,6 @@ def test_verdicts(sure: float, text: str, sufficient: bool, why: str) -> None:
     given, reason = judge(sure, text, 0.5)
     assert given == sufficient
     assert why in reason
-
-
-# ---- what is planned, and what is in memory ----
 
 
 def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.fusion.plan import Candidate, Plan, Segment
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.query.explain import explain
-from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool
+from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, write_batch
 
 REASONS = {"full": "full recompute", "prefix": "after the exact prefix", "epic": "link token", "blend": "deviation"}
 REASONS |= {"infoflow": "question attention", "union": "question attention"}
@@ -108,9 +108,9 @@ def test_a_batch_reads_a_chunk_once(
         return read(source, segment, layer, stats)
 
     monkeypatch.setattr(StoreSource, "read", counted)
-    rows = [{"question": f"{QUESTION} {n}", "documents": ["mill2.md"]} for n in range(3)]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = ("--store", store, "--batch", tmp_path / "b.jsonl", "--fusion", "reuse", *SHORT, "--json")
+    rows = ({"question": f"{QUESTION} {n}", "documents": ["mill2.md"]} for n in range(3))
+    batch = write_batch(tmp_path / "b.jsonl", *rows)
+    args = ("--store", store, "--batch", batch, "--fusion", "reuse", *SHORT, "--json")
     monkeypatch.setenv("KVTOOL_SERVE_MEMORY_CACHE", size)
     lines = kvtool("query", *args).fine().lines
     assert len(reads) == times * len(set(reads))

@@ -18,7 +18,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out_request
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_batch, write_corpus
 from tests.families import save_tiny
 from tests.fusion.making import tokenizer
 
@@ -59,8 +59,7 @@ def test_modes_that_are_compared_say_all(store: Path, tmp_path: Path, says: Call
     says(LOOP)
     runs = kvtool("query", QUESTION, "--store", store, "--compare", "reuse", "--json", *LONG).fine().json["runs"]
     assert [(run["answer"], run["finish"]) for run in runs] == [(LOOP, "stop")] * 2
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text(json.dumps({"question": QUESTION}))
+    batch = write_batch(tmp_path / "batch.jsonl", {"question": QUESTION})
     first, _ = kvtool("query", "--batch", batch, "--store", store, "--jsonl", *LONG).fine().lines
     assert (first["answer"], first["finish"]) == (ONCE, "repeat")
 

@@ -26,9 +26,6 @@ FIRST, SECOND = "Who built the third mill?", "When was the second mill finished,
 Tensors = dict[str, torch.Tensor]
 
 
-# ---- states of a layer -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     return decoder_of(tiny_model("qwen3.5"))
@@ -66,9 +63,6 @@ def test_states_that_are_no_layers(wrong: str, decoder: Decoder) -> None:
     assert len(named_states(sound, decoder, 0)) == 2
     with pytest.raises(DamagedError):
         named_states(WRONG[wrong](sound), decoder, 0)
-
-
-# ---- a whole store -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,6 @@ def both(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "prefix"])
 def test_lossless_answers_as_raw_does(mode: str, both: tuple[Path, Path]) -> None:
-    """The same tokens, the same answer, fewer bytes."""
     rows = [kvtool("query", QUESTION, "--store", path, "--fusion", mode, *SHORT, "--json").fine().json for path in both]
     assert rows[0]["answer"] == rows[1]["answer"]
     assert rows[0]["tokens"] == rows[1]["tokens"]
@@ -125,9 +124,6 @@ def test_a_payload_that_cannot_be_decoded_is_a_hole(both: tuple[Path, Path], tmp
     assert "miss" not in {chunk["status"] for chunk in again["chunks"]}
     assert again["answer"] == row["answer"]
     assert damages(path) == []
-
-
-# ---- lossy levels ------------------------------------------------------------------------------------------------
 
 
 def know(path: Path, **losses: float) -> None:
@@ -242,7 +238,6 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
 
 
 def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are computed in place, and reported; nothing is stored, and nothing that is stored is removed."""
     monkeypatch.setattr(answer, "make", None)
     one, *others = chunks_of(fitted, "mill0.md")
     for level in "123":
@@ -284,7 +279,6 @@ def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitt
 @pytest.mark.slow
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
 def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], None], fitted: Path) -> None:
-    """Every chunk is computed and stored anew; the answer is the exact one."""
     know(fitted, l4=0.001)
     lose(fitted)
     done = ask(fitted)
@@ -295,7 +289,6 @@ def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], No
 
 
 def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
-    """Nothing is known then, so exact records are read."""
     know(fitted, l4=0.001)
     with Store.open(fitted) as store, store.snapshot() as snapshot:
         data = bytearray(snapshot.get(tables.META, tables.CODEC_KEY) or b"")

@@ -144,9 +144,6 @@ def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_p
     kvtool(*asked, "--fusion", "full").fine()
 
 
-# ---- what is kept, and how long ----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_nothing_is_kept_where_nothing_may(store: Path) -> None:
     assert "could not be stored" in ask(store, FIRST, "--set", "load.state_cache_size=10kB").err
@@ -216,9 +213,6 @@ def test_prune_takes_stretches_first(store: Path) -> None:
     assert row["steps"][0]["checkpoints"] > 0
     assert stretches(store) == {"count": 0, "bytes": 0}
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
-
-
-# ---- trouble -----------------------------------------------------------------------------------------------------
 
 
 def each_kind(store: Path) -> Iterator[bytes]:
@@ -325,9 +319,6 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
     with Store.open(store) as opened:  # what was left was removed by the next write
         described = {*opened.stretches()}
     assert {key[:20] for key in keys_of(store)} == described
-
-
-# ---- elsewhere ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -101,7 +101,6 @@ def test_a_flipped_bit_in_the_prefix(store: Path) -> None:
 
 @pytest.mark.slow
 def test_a_bit_nobody_reads_is_found_by_verify(store: Path, corpus: Path) -> None:
-    """`verify --repair`, then ingest: as before."""
     before, chunk = payloads(store), chunks_of(store, "mill5.md")[0]
     break_record(store, chunk, 0)
     kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT).fine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from kvtool.core.query import verify as module
 from kvtool.core.query.audit import compare
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from tests.cli.working import QUESTION, SHORT, kvtool, on_terminal
+from tests.cli.working import QUESTION, SHORT, kvtool, on_terminal, write_batch
 
 OTHER = "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 20, "top_k": 3}
@@ -106,8 +105,7 @@ def test_what_cannot_be_verified_is_refused(store: Path, cache: package.Cache, t
 
 
 def test_a_batch_sums_up(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text("".join(json.dumps({"question": question}) + "\n" for question in (QUESTION, OTHER)))
+    batch = write_batch(tmp_path / "batch.jsonl", {"question": QUESTION}, {"question": OTHER})
     asked = ("query", "--batch", batch, "--store", store, *SHORT, "--fusion", "reuse", "--verify")
     *rows, summary = kvtool(*asked).fine().lines
     right = [not row["verified"]["corrected"] for row in rows]

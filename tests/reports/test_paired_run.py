@@ -74,7 +74,6 @@ def test_answers_equal_generation_from_scratch(name: str, longest: int) -> None:
 
 @pytest.mark.slow
 def test_the_ways_an_answer_can_go() -> None:
-    """Over some prompts: equal to the reference, other from the first token on, and other from a later one on."""
     own, options = case("llama"), QueryOptions(max_tokens=12)
     prompts = [(tokens(30, seed), tokens(50, seed + 90)) for seed in range(6)]
     agreed = {length for chunks in prompts for length, _ in both(own, options, chunks)}

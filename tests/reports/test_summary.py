@@ -91,9 +91,6 @@ def test_pairs_are_of_the_questions_that_have_both() -> None:
     assert found["union:0.15"]["f1"].value == pytest.approx(np.mean([rows[p]["union:0.15"]["f1"] for p in range(5)]))
 
 
-# ---- holdout ----
-
-
 def test_a_run_is_chosen_on_the_first_half_alone() -> None:
     rows = questions(8)
     for place in range(8):
