@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +19,9 @@ from tests.cli.working import (
     PREFIX,
     QUESTION,
     SHORT,
-    command,
     damages,
-    environment,
     files_below,
+    in_terminal,
     kvtool,
     process,
 )
@@ -48,19 +43,6 @@ from tests.families import save_tiny
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
-
-
-def on_terminal(typed: bytes, *args: object) -> tuple[str, int]:
-    master, slave = pty.openpty()
-    with subprocess.Popen(command(*args), stdin=slave, stdout=slave, stderr=slave, env=environment()) as child:
-        os.close(slave)
-        os.write(master, typed)
-        shown = b""
-        with suppress(OSError):  # EIO: it has ended
-            while more := os.read(master, 1 << 16):
-                shown += more
-    os.close(master)
-    return shown.decode(), child.returncode
 
 
 FAST = ("--questions", "0", "--fit-prompts", "4")  # the loss is most of the time
@@ -358,8 +340,7 @@ def test_from_python_the_limit_is_the_same(plain: Path) -> None:
 @pytest.mark.parametrize(("answer", "dropped"), [(b"y\n", True), (b"\n", False), (b"no\n", False), (b"\x04", False)])
 def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
     kvtool("compress", "--store", plain, "--max-loss", "9").fine()
-    said, code = on_terminal(answer, "compress", "--store", plain, "--level", "4", "--max-loss", "9")
-    assert code == 0
+    said = in_terminal("compress", "--store", plain, "--level", "4", "--max-loss", "9", typed=answer).fine().err
     assert said.count("drop the exact records now? [y/N]") == 1
     assert all(("raw" in levels_in(plain)[chunk]) != dropped for chunk in chunks_in(plain))
     assert said.count("(was ") == 1 + dropped
@@ -367,8 +348,8 @@ def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
 
 @pytest.mark.slow
 def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
-    said, code = on_terminal(b"y\n", "compress", "--store", plain, "--max-loss", "9", "--keep-raw")
-    assert (code, said.count("[y/N]")) == (0, 0)
+    done = in_terminal("compress", "--store", plain, "--max-loss", "9", "--keep-raw", typed=b"y\n")
+    assert "[y/N]" not in done.fine().err
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 
 from kvtool.cli import progress as module
 from kvtool.cli.out import JobView, Out, OutputClosed, to_json
-from kvtool.cli.terminal import clean, degrade, one_line
+from kvtool.cli.terminal import clean, degrade
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -269,10 +269,6 @@ def test_nor_where_the_terminal_wraps_it(
     wide = {"\u4e2d": 2, "\u2026": 2}
     assert all(sum(wide.get(each, 1) for each in line) <= max(int(columns), 4) for line in lines)
     assert letter.isspace() or "".join(line[2:] for line in lines).count(letter[0]) == 250
-
-
-def test_one_line() -> None:
-    assert one_line("a\n b\x1b\t c") == "a b c"
 
 
 def test_a_table_in_a_pipe_keeps_everything(make: Make) -> None:

@@ -138,6 +138,22 @@ def on_terminal(*args: object, columns: int = 100) -> Done:
     return Done(code, written(), err.getvalue())
 
 
+def in_terminal(*args: object, typed: bytes = b"", stdout: int | None = None) -> Done:
+    """Run a process whose streams are a terminal, shown as `err`; stdout may be a pipe."""
+    master, slave = pty.openpty()
+    env = environment(TERM="xterm")
+    with subprocess.Popen(command(*args), stdin=slave, stdout=stdout or slave, stderr=slave, env=env) as child:
+        os.close(slave)
+        os.write(master, typed)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: it has ended
+            while more := os.read(master, 1 << 16):
+                shown += more
+        out = child.stdout.read() if child.stdout else b""
+    os.close(master)
+    return Done(child.returncode, out.decode(), shown.decode())
+
+
 def command(*args: object) -> list[str]:
     return [sys.executable, "-m", "kvtool", *map(str, args)]
 

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
@@ -47,17 +46,6 @@ def test_a_copy_without_index_and_gate(store: Path) -> None:
     shutil.rmtree(store / "gate")
     row = kvtool(*args).fine().json
     assert {name: row[name] for name in FIELDS} == {name: expected[name] for name in FIELDS}
-
-
-def test_threads_do_not_matter(store: Path) -> None:
-    args = ("query", QUESTION, "--store", store, "--max-tokens", "8", "--json")
-    one = kvtool(*args).fine().json
-    torch.set_num_threads(2)
-    try:
-        two = kvtool(*args).fine().json
-    finally:
-        torch.set_num_threads(1)
-    assert {name: one[name] for name in FIELDS} == {name: two[name] for name in FIELDS}
 
 
 @pytest.mark.slow
