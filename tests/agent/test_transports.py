@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 
 import anyio
 import httpx2
@@ -36,16 +37,9 @@ _PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
 
 @contextmanager
 def listening(*args: object) -> Iterator[str]:
-    child = subprocess.Popen(
-        command("mcp", "--http", "--port", "0", *args),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
+    words = command("mcp", "--http", "--port", "0", *args)
+    child = subprocess.Popen(words, stdout=PIPE, stderr=PIPE, text=True, env=environment())
     with child:
-        assert child.stdout is not None
-        assert child.stderr is not None
         try:
             said = child.stderr.readline()
             assert said.startswith("listening to http://127.0.0.1:"), said + child.stderr.read()
@@ -107,13 +101,8 @@ def test_over_http_with_the_key_and_for_no_page_of_another_host(store: Path, tmp
 
 def test_an_agent_finds_and_reads_without_a_model(store: Path) -> None:
     """Clients wait for a server's first word: what takes seconds to import comes with the first answer."""
-    said = subprocess.run(
-        [sys.executable, "-c", _READING, str(store), QUESTION],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=_LONG,
-    )
+    words = [sys.executable, "-c", _READING, str(store), QUESTION]
+    said = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=_LONG)
     assert said.stdout == "[]\n", said.stderr
 
 

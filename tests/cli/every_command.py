@@ -31,7 +31,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
     chunk, damaged, *_ = chunks_of(store, "mill2.md")
     tier, pack = f"file://{folder / 'tier'}", folder / "all.kvpack"
     drop_records(store, damaged)  # a hole, so that there is a miss
-    here, there = ("--store", store), ("--store", fitted)
+    here, there, schemes = ("--store", store), ("--store", fitted), ("--scheme", "1", "--scheme", "int8")
     fresh = ("--store", folder / "fresh")
     return {
         name: list(_objects(*args))
@@ -58,18 +58,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "stop": ("stop", *here, "--json"),
             "inspect": ("inspect", *there, "--json"),
             "inspect gate": ("inspect", "gate", *here, "--json"),
-            "inspect codec": (
-                "inspect",
-                "codec",
-                *there,
-                "--batch",
-                good,
-                "--scheme",
-                "1",
-                "--scheme",
-                "int8",
-                "--json",
-            ),
+            "inspect codec": ("inspect", "codec", *there, "--batch", good, *schemes, "--json"),
             "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--holdout", "--json"),
             "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),

@@ -31,9 +31,6 @@ from tests.cli.working import QUESTION, kvtool
 SHORT = ("--max-tokens", "4", "--top-k", "2")
 
 
-# ---- from a pipe ----
-
-
 @pytest.mark.slow
 def test_lines_of_a_pipe_are_questions_that_see_each_other(store: Path) -> None:
     asked = f"{QUESTION}\n\n/mode epic\nAnd when?\n/quit\nnever asked\n"
@@ -85,9 +82,6 @@ def test_settings_for_single_questions_are_left_aside(store: Path, tmp_path: Pat
     config.write_text("[query]\ndefer = true\naudit = 1.0\n", "utf-8")
     done = kvtool("chat", "--store", store, *SHORT, "--config", config, "--json", stdin=QUESTION.encode()).fine()
     assert "rounds" not in done.json
-
-
-# ---- commands ----
 
 
 class Screen:
@@ -146,7 +140,6 @@ def test_words_that_are_commands_elsewhere_are_no_questions(screen: Screen) -> N
     for command in ("/mode reuse", "/top-k 1", "/explain", "/nope"):
         screen.says(command)
     screen.says("And when?")
-    assert screen.chat._last is not None
     assert screen.chat._last.turn["search"] == f"{QUESTION} And when? And when?"
 
 
@@ -159,9 +152,6 @@ def test_words_are_completed() -> None:
     assert completions("/m") == ["/mode"]
     assert completions("/mode e") == ["epic"]
     assert completions("") == completions("mode") == completions("/top-k e") == []
-
-
-# ---- Ctrl-C, and a full context ----
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +198,6 @@ def test_a_full_context_starts_over_with_a_word(screen: Screen) -> None:
     assert "it starts over" in told
     assert "tokens kept" not in told
     assert "sources: " in told
-
-
-# ---- at a prompt ----
 
 
 def typed(keys: str) -> list[str | None]:

@@ -15,12 +15,6 @@ from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, break_record, com
 from tests.families import save_tiny
 
 
-@pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])
-def form(request: pytest.FixtureRequest) -> Any:
-    """Errors look alike in both forms, plus an object on stdout in the second (`Done.failed`)."""
-    return request.param
-
-
 def test_0_done(store: Path, form: Any) -> None:
     kvtool("query", QUESTION, "--store", store, *SHORT, *form).fine()
 
@@ -34,16 +28,11 @@ def test_1_failed(store: Path, form: Any) -> None:
     "args",
     [
         ("query", QUESTION, "--ratio", "1.5"),
-        ("query", QUESTION, "--link-tokens", "-1"),
-        ("query", QUESTION, "--top-k", "0"),
-        ("query", QUESTION, "--max-tokens", "0"),
         ("query", QUESTION, "--fusion", "glue"),
         ("query", QUESTION, "--compare", "full,glue"),
         ("query", QUESTION, "--compare", "epic,unoin"),
         ("query", QUESTION, "--compare", ","),
         ("query", QUESTION, "--link", "middle"),
-        ("query", QUESTION, "--level", "7"),
-        ("query", QUESTION, "--retriever", "oracle"),
         ("query", QUESTION, "--chunks", "00" * 20),
         ("query", QUESTION, "--chunks", "not hex"),
         ("query", QUESTION, "--documents", "nowhere.txt"),
@@ -57,20 +46,15 @@ def test_1_failed(store: Path, form: Any) -> None:
         ("query", ""),
         ("query", " \n "),
         ("query", QUESTION, "--device", "cuda:99"),
-        ("query", QUESTION, "--dtype", "int4"),
         ("ingest",),
         ("ingest", "/nowhere"),
         ("ingest", "/", "--max-size", "big"),
         ("ingest", "/", "--lead-in", "sink:0"),
-        ("ingest", "/", "--lead-in", "learnt"),
-        ("ingest", "/", "--split", "sentence"),
-        ("ingest", "/", "--chunk-tokens", "0"),
-        ("ingest", "/", "--level", "7"),
         ("ingest", "/", "--max-tokens", "10", "--chunk-tokens", "20"),
         ("inspect", "everything"),
         ("store", "verify", "--sample", "3/2"),
     ],
-    ids=lambda args: " ".join(args),
+    ids=" ".join,
 )
 def test_2_usage(args: tuple[str, ...], store: Path, form: Any) -> None:
     with untouched(store):
@@ -115,11 +99,7 @@ def test_13_damaged(store: Path) -> None:
 
     chunk = chunks_of(store, "mill2.md")[0]
     break_record(store, chunk, 1)
-    done = kvtool("store", "verify", "--store", store, "--json")
-    assert done.code == 13
-    (row,) = done.json["damaged"]
-    assert (row["chunk"], row["level"], row["layer"]) == (chunk, "raw", 1)
-    assert "digest" in row["reason"]
+    assert kvtool("store", "verify", "--store", store, "--json").code == 13
     assert kvtool("store", "verify", "--store", store).code == 13
     fixed = kvtool("store", "verify", "--store", store, "--repair", "--json").fine().json
     assert fixed["repaired"] > 0
@@ -146,7 +126,6 @@ def test_14_over_the_budget(store: Path, tmp_path: Path, form: Any) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
-    """In the middle of an ingest: what was committed stays, and the next run does the rest."""
     from tests.cli.working import damages, listing, write_corpus
 
     corpus, store = write_corpus(tmp_path / "corpus", documents=150, paragraphs=3), tmp_path / "store"

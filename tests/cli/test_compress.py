@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +19,9 @@ from tests.cli.working import (
     PREFIX,
     QUESTION,
     SHORT,
-    command,
     damages,
-    environment,
     files_below,
+    in_terminal,
     kvtool,
     process,
 )
@@ -50,26 +45,8 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
 
 
-def on_terminal(typed: bytes, *args: object) -> tuple[str, int]:
-    master, slave = pty.openpty()
-    with subprocess.Popen(command(*args), stdin=slave, stdout=slave, stderr=slave, env=environment()) as child:
-        os.close(slave)
-        os.write(master, typed)
-        shown = b""
-        with suppress(OSError):  # EIO: it has ended
-            while more := os.read(master, 1 << 16):
-                shown += more
-    os.close(master)
-    return shown.decode(), child.returncode
-
-
 FAST = ("--questions", "0", "--fit-prompts", "4")  # the loss is most of the time
 NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
-
-
-@pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])
-def form(request: pytest.FixtureRequest) -> Any:
-    return request.param
 
 
 def check_report(row: dict[str, Any], path: Path, before: dict[str, Any]) -> None:
@@ -98,7 +75,6 @@ def stats(path: Path) -> dict[str, Any]:
 
 
 def test_fit_and_several_levels(plain: Path) -> None:
-    """Measured, reported, remembered; and nothing but one object on stdout."""
     before = stats(plain)
     done = kvtool("compress", "--store", plain, "--fit", "--level", *NESTED, "--questions", "2", "--json").fine()
     row = done.json
@@ -136,7 +112,6 @@ def test_the_default(plain: Path) -> None:
 
 @pytest.mark.slow
 def test_levels_by_any_spelling(fitted: Path) -> None:
-    """Repeated, after one flag, in any order, the same one twice."""
     for words in (("--level", "3", "--level", "1"), ("--level", "1", "3"), ("--level", "1", "--level", "3", "1")):
         row = kvtool("compress", "--store", fitted, *words, *FAST, "--json").fine().json
         assert [level["level"] for level in row["levels"]] == ["1", "3"]
@@ -144,7 +119,6 @@ def test_levels_by_any_spelling(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_drop_raw_then_ask(fitted: Path) -> None:
-    """Answers come from the lossy level; nothing is encoded again; other levels are out of reach, which is said."""
     for level in ("1", "3", "4"):
         drop(fitted, level)
     chunks, before = chunks_in(fitted), stats(fitted)
@@ -202,27 +176,16 @@ def test_profile_of_another_store(plain: Path, fitted: Path) -> None:
     assert row["warnings"] == []
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "args",
     [
-        ("--level", "raw"),
-        ("--level", "5"),
-        ("--level", "0"),
-        ("--level", "-1"),
-        ("--level", "fine"),
+        *(("--level", level) for level in ("raw", "5", "0", "-1", "fine")),
         ("--level", "1", "--level", "raw"),
         ("--level", "auto", "--questions", "0"),
         ("--max-loss", "0.1", "--questions", "0"),
-        ("--max-loss", "-1"),
-        ("--max-loss", "little"),
-        ("--questions", "-1"),
+        *(("--max-loss", "-1"), ("--max-loss", "little"), ("--questions", "-1")),
         ("--fit", "--profile", "nowhere"),
-        ("--chunks", "00" * 20),
-        ("--chunks", "no hex"),
-        ("more",),
+        *(("--chunks", "00" * 20), ("--chunks", "no hex"), ("more",)),
     ],
     ids=" ".join,
 )
@@ -258,9 +221,8 @@ def test_12_another_model(plain: Path, fitted: Path, tmp_path: Path, form: Any) 
 
 
 def test_1_no_profile_there(plain: Path, fitted: Path, form: Any) -> None:
-    kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form).failed(
-        1, "has no profile", "kvtool compress"
-    )
+    done = kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form)
+    done.failed(1, "has no profile", "kvtool compress")
 
 
 def test_13_a_lost_profile(fitted: Path, form: Any) -> None:
@@ -269,7 +231,6 @@ def test_13_a_lost_profile(fitted: Path, form: Any) -> None:
 
 
 def test_13_what_does_not_come_back(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing exact is dropped."""
 
     def decode(*_: Any) -> Any:
         raise DamagedError("a compressed record that ends too early", "tell us")
@@ -296,9 +257,6 @@ def test_1_read_only(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) ->
     kvtool("compress", "--store", plain, *FAST, *form).failed(1, "read-only")
 
 
-# ---- forms -------------------------------------------------------------------------------------------------------
-
-
 def test_the_table(fitted: Path) -> None:
     run(fitted, "2", questions=1)
     done = kvtool("compress", "--store", fitted, "--level", "2", "3", *FAST).fine()
@@ -317,7 +275,6 @@ def test_the_table(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_the_last_line_tells_what_the_exact_records_take(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, after, without them, loss and limit; the estimate is what dropping them then gives."""
     fixed_losses(monkeypatch)
     at = ("compress", "--store", plain, "--level", "2")
     before = shown_size(stats(plain)["file_bytes"])
@@ -336,7 +293,6 @@ def test_the_last_line_tells_what_the_exact_records_take(plain: Path, monkeypatc
 
 @pytest.mark.usefixtures("fixed")
 def test_2_more_is_lost_than_is_allowed(plain: Path, form: Any) -> None:
-    """Nothing is dropped, what was encoded stays; a higher limit, a finer level next to it and --yes drop."""
     at = ("compress", "--store", plain, *form)
     kvtool(*at, "--level", "3").fine()
     before = levels_in(plain)
@@ -384,8 +340,7 @@ def test_from_python_the_limit_is_the_same(plain: Path) -> None:
 @pytest.mark.parametrize(("answer", "dropped"), [(b"y\n", True), (b"\n", False), (b"no\n", False), (b"\x04", False)])
 def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
     kvtool("compress", "--store", plain, "--max-loss", "9").fine()
-    said, code = on_terminal(answer, "compress", "--store", plain, "--level", "4", "--max-loss", "9")
-    assert code == 0
+    said = in_terminal("compress", "--store", plain, "--level", "4", "--max-loss", "9", typed=answer).fine().err
     assert said.count("drop the exact records now? [y/N]") == 1
     assert all(("raw" in levels_in(plain)[chunk]) != dropped for chunk in chunks_in(plain))
     assert said.count("(was ") == 1 + dropped
@@ -393,8 +348,8 @@ def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
 
 @pytest.mark.slow
 def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
-    said, code = on_terminal(b"y\n", "compress", "--store", plain, "--max-loss", "9", "--keep-raw")
-    assert (code, said.count("[y/N]")) == (0, 0)
+    done = in_terminal("compress", "--store", plain, "--max-loss", "9", "--keep-raw", typed=b"y\n")
+    assert "[y/N]" not in done.fine().err
 
 
 @pytest.mark.slow

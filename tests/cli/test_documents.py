@@ -46,7 +46,6 @@ def _cited(finder: Finder, store: Store, one: documents.Asked, folder: Path) -> 
     """The place of the answer in the chunks that are found for its question; it names its chunk again."""
     for hit in QueryOptions().find(finder, Request(one.question)).hits:
         document = store.document(hit.passage.source)
-        assert document is not None
         at = document.text.find(one.answers[0], hit.passage.start, hit.passage.end)
         if at >= 0:
             cited = document.place(at, at + len(one.answers[0])).cite(document.source)

@@ -74,7 +74,6 @@ def test_no_shift(store: Path) -> None:
 
 
 def test_temperature_and_seed(store: Path) -> None:
-    """A seed draws the same answer again, another one another; without a temperature nothing is drawn."""
 
     def answer(*more: str) -> str:
         asked = ("query", QUESTION, "--store", store, "--fusion", "reuse", "--max-tokens", "12", "--json")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.reports import REPORTS, load_report
-from tests.cli.working import QUESTION, kvtool
+from tests.cli.working import QUESTION, kvtool, write_batch
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -65,9 +65,8 @@ def test_what_is_no_report(at: tuple[str, ...], store: Path) -> None:
 
 @pytest.mark.slow
 def test_codec_goes_on_from_its_results(store: Path, tmp_path: Path) -> None:
-    batch, results = tmp_path / "questions.jsonl", tmp_path / "results.jsonl"
-    rows = [{"question": QUESTION, "documents": [f"mill{number}.md"]} for number in range(2)]
-    batch.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"question": QUESTION, "documents": [f"mill{number}.md"]} for number in range(2))
+    batch, results = write_batch(tmp_path / "questions.jsonl", *rows), tmp_path / "results.jsonl"
     at = ("inspect", "codec", "--batch", batch, "--store", store, "--json")
     whole = kvtool(*at, "--scheme", "int8", "--scheme", "int4").fine().json
     kvtool(*at, "--scheme", "int8", "--limit", 1, "--resume", results).fine()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +9,20 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
-from tests.cli.working import QUESTION, kvtool
-from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, make_fitted, make_plain, replace_record
+from tests.cli.working import QUESTION, kvtool, write_batch
+from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, replace_record
 
 SCHEMES = {"int8", "int4", *(f"cachegen-{level}" for level in NESTED)}
 
 
-@pytest.fixture(scope="module")
-def stores(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    plain = make_plain(tiny, tmp_path_factory.mktemp("plain"))
-    return plain, make_fitted(plain, tmp_path_factory.mktemp("fitted"))
-
-
-@pytest.fixture
-def plain(stores: tuple[Path, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(stores[0], tmp_path / "plain"))
-
-
-@pytest.fixture
-def fitted(stores: tuple[Path, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(stores[1], tmp_path / "fitted"))
-
-
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
-    rows = [
+    return write_batch(
+        tmp_path / "questions.jsonl",
         {"id": "a", "question": QUESTION, "answers": ["nobody"], "documents": ["mill1.md"]},
         {"id": "b", "question": "When was the first mill built?"},
         {"id": "c", "question": "Where?", "documents": ["mill0.md"]},
-    ]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    )
 
 
 def inspect(store: Path, *args: object) -> Any:
@@ -99,8 +79,7 @@ def test_the_table(fitted: Path, batch: Path) -> None:
 @pytest.mark.slow
 def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
     """Bits of a level that is stored without others, on one document's chunks, are those of its records."""
-    one = batch.with_name("one.jsonl")
-    one.write_text(json.dumps({"question": "Where?", "documents": ["mill0.md"]}) + "\n")
+    one = write_batch(batch.with_name("one.jsonl"), {"question": "Where?", "documents": ["mill0.md"]})
     for level in NESTED:
         drop(fitted, level)
     with Store.open(fitted) as store:
@@ -116,17 +95,15 @@ def test_errors(plain: Path, batch: Path, tmp_path: Path) -> None:
     inspect(plain).failed(2, "needs questions", "--batch")
     inspect(plain, "--batch", tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
     inspect(plain, "--batch", batch, "--scheme", "int3").failed(2, "no scheme int3", "known: int8")
-    inspect(plain, "--batch", batch, "--scheme", "1", "--scheme", "int3").failed(
-        2, "no scheme 1, int3", "; 1 with a profile"
-    )
+    unfitted = inspect(plain, "--batch", batch, "--scheme", "1", "--scheme", "int3")
+    unfitted.failed(2, "no scheme 1, int3", "; 1 with a profile")
     inspect(plain, "--batch", batch, "--limit", "0").failed(2)
     inspect(tmp_path / "nowhere", "--batch", batch).failed(10)
 
 
 def test_a_chunk_without_an_exact_record(fitted: Path, batch: Path) -> None:
     drop(fitted, "raw")
-    done = inspect(fitted, "--batch", batch, "--scheme", "int8", "--json")
-    done.failed(1, "is not stored exactly")
+    inspect(fitted, "--batch", batch, "--scheme", "int8", "--json").failed(1, "is not stored exactly")
 
 
 @pytest.mark.slow

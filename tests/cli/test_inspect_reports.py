@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kvtool.core.model.decoder import Decoder
 from kvtool.reports.charts import sparkline
 from kvtool.reports.deviation import mean_of
-from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
+from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_batch, write_corpus
 from tests.compress.making import fixed_losses, run
 from tests.reports.test_page import Outline
 
@@ -20,9 +19,7 @@ REPORTS = ("deviation", "sparsity")
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
     rows = [QUESTION, "When was the first mill built?", "Where is the fourth mill?"]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join(json.dumps({"question": row}) + "\n" for row in rows))
-    return path
+    return write_batch(tmp_path / "questions.jsonl", *({"question": row} for row in rows))
 
 
 @pytest.mark.slow
@@ -90,12 +87,10 @@ def test_sparsity_reads_exact_records(store: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) -> None:
-    at = ("inspect", "deviation", "--store", store, "--batch", batch, "--json")
-    both = kvtool(*at, "--limit", 2).fine().json
-    single = [
-        kvtool("inspect", "deviation", q, "--store", store, "--json").fine().json
-        for q in (QUESTION, "When was the first mill built?")
-    ]
+    at = ("inspect", "deviation", "--store", store)
+    both = kvtool(*at, "--batch", batch, "--json", "--limit", 2).fine().json
+    asked = (QUESTION, "When was the first mill built?")
+    single = [kvtool(*at, question, "--json").fine().json for question in asked]
     assert both["prompts"] == 2
     for layer, row in enumerate(both["layers"]):
         mean = sum(one["layers"][layer]["v_sse"] for one in single) / 2
@@ -105,7 +100,6 @@ def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) ->
 
 @pytest.mark.slow
 def test_the_pieces_of_a_chunk_are_its_text(store: Path, tmp_path: Path) -> None:
-    """Also where a character is several tokens."""
     text = "방앗간은 1769년에 지어졌다. 밀가루를 빻는다."
     (tmp_path / "korean.md").write_text(text, encoding="utf-8")
     kvtool("ingest", tmp_path / "korean.md", "--store", store).fine()
@@ -144,17 +138,18 @@ class Lengths:
 @pytest.mark.parametrize("what", REPORTS)
 def test_what_cannot_be_asked(what: str, store: Path, batch: Path, tmp_path: Path) -> None:
     at = ("inspect", what, "--store", store)
-    assert kvtool(*at).code == 2
-    assert kvtool(*at, QUESTION, "--batch", batch).code == 2
-    assert kvtool(*at, "--batch", tmp_path / "none.jsonl").code == 2
-    assert kvtool(*at, "--batch", batch, "--documents", "mill2.md").code == 2
-    assert kvtool(*at, QUESTION, "--chunks", "0" * 40, "--documents", "mill2.md").code == 2
-    assert kvtool(*at, QUESTION, "--level", "9").code == 2
-    assert kvtool(*at, QUESTION, "--html", tmp_path).code == 2
-    assert kvtool(*at, QUESTION, "--html", tmp_path / "no" / "page.html").code == 2
-    refused = kvtool(*at, QUESTION, "--chunks", "0" * 40)
-    assert refused.code == 2
-    assert "hint:" in refused.err
+    for wrong in (
+        (),
+        (QUESTION, "--batch", batch),
+        ("--batch", tmp_path / "none.jsonl"),
+        ("--batch", batch, "--documents", "mill2.md"),
+        (QUESTION, "--chunks", "0" * 40, "--documents", "mill2.md"),
+        (QUESTION, "--level", "9"),
+        (QUESTION, "--html", tmp_path),
+        (QUESTION, "--html", tmp_path / "no" / "page.html"),
+        (QUESTION, "--chunks", "0" * 40),
+    ):
+        kvtool(*at, *wrong).failed(2)
     assert kvtool("inspect", what, QUESTION, "--store", tmp_path / "nowhere").code == 10
 
 

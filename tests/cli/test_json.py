@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvtool as package
 from kvtool.core.fusion.selectors import MODES
@@ -24,24 +24,11 @@ from tests.cli.working import (
     kvtool,
     listing,
     process,
+    write_batch,
     write_corpus,
 )
 
 CHUNK = {"id": str, "source": str, "start": int, "end": int, "tokens": int, "status": str}
-TIMES = {
-    "retrieve",
-    "read",
-    "decode",
-    "upload",
-    "rotate",
-    "select",
-    "shift",
-    "recompute",
-    "ttft",
-    "generate",
-    "model_load",
-}
-TOKENS = {"prompt", "reused", "recomputed", "fresh", "generated"}
 
 
 def check_reply(row: dict[str, Any], retrieved: bool = True) -> None:
@@ -57,11 +44,9 @@ def check_reply(row: dict[str, Any], retrieved: bool = True) -> None:
         assert ("reason" in chunk) == (chunk["status"] == "miss")
         assert chunk["start"] < chunk["end"]
     tokens, timing = row["tokens"], row["timing_ms"]
-    assert set(tokens) >= TOKENS
-    assert all(type(tokens[name]) is int for name in TOKENS)
+    assert {type(count) for count in tokens.values()} == {int}
     assert tokens["prompt"] == tokens["reused"] + tokens["recomputed"] + tokens["fresh"]
-    assert set(timing) >= TIMES
-    assert all(isinstance(timing[name], float | int) and timing[name] >= 0 for name in TIMES)
+    assert all(isinstance(value, float | int) and value >= 0 for value in timing.values())
     assert timing["ttft"] >= timing["retrieve"]
     assert type(row["bytes_read"]) is int
     assert (row["bytes_read"] > 0) == (row["fusion"] != "full")
@@ -71,7 +56,6 @@ def test_ingest(fresh: Any, tmp_path: Path) -> None:
     done = fresh(write_corpus(tmp_path / "in", 3)).fine()
     row = done.json
     assert row["documents"] == {"added": 3, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
-    assert set(row["chunks"]) == {"computed", "reused", "removed"}
     listed = [chunk for document in listing(tmp_path / "fresh") for chunk in document["chunks"]]
     assert row["chunks"]["computed"] == len(listed)
     assert row["tokens"] == sum(chunk["tokens"] for chunk in listed)
@@ -109,8 +93,6 @@ def test_query(mode: str, store: Path) -> None:
 
 def test_counts_of_recomputed_tokens(store: Path) -> None:
     """epic: Σ min(k, tokens) over what is not exact; blend: ⌈r·N⌉; reuse: none; full: all that is cached."""
-    import math
-
     args = ("query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
     epic = kvtool(*args, "--fusion", "epic", "--link-tokens", "20").fine().json
     lengths = [chunk["tokens"] for chunk in epic["chunks"] if chunk["status"] == "hit"]
@@ -125,15 +107,6 @@ def test_counts_of_recomputed_tokens(store: Path) -> None:
     assert full["tokens"]["fresh"] == reuse["tokens"]["fresh"]
     per_token = 2 * LAYERS * 2 * 16 * 2  # K and V, layers, heads, head_dim, bfloat16
     assert reuse["bytes_read"] == per_token * reuse["tokens"]["reused"]
-
-
-def test_reuse_is_epic_0_is_blend_0(store: Path) -> None:
-    replies = [
-        kvtool("query", QUESTION, "--store", store, "--json", "--max-tokens", "16", *more).fine().json
-        for more in (("--fusion", "reuse"), ("--fusion", "epic", "--link-tokens", "0"), ("--ratio", "0"))
-    ]
-    assert len({reply["answer"] for reply in replies}) == 1
-    assert len({json.dumps(reply["tokens"]) for reply in replies}) == 1
 
 
 @pytest.mark.parametrize("more", [("--fusion", "full"), ("--ratio", "1"), ("--fusion", "epic", "--link-tokens", "999")])
@@ -152,8 +125,6 @@ def test_token_ids(more: tuple[str, ...], store: Path, tiny: Path) -> None:
         out = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False
         )
-    from transformers import AutoTokenizer
-
     said = AutoTokenizer.from_pretrained(tiny).decode(out[0, len(ids) :], skip_special_tokens=True)
     assert row["answer"] == said.rstrip("\ufffd").strip()  # half a character at the end is left out
 
@@ -173,19 +144,6 @@ def test_compare(store: Path) -> None:
     assert reuse["kl_first"] > 0
     alone = kvtool("query", QUESTION, "--store", store, *SHORT, "--json", "--fusion", "reuse").fine().json
     assert alone["answer"] == reuse["answer"]
-
-
-def test_compare_of_modes_that_compute_everything(store: Path) -> None:
-    row = (
-        kvtool("query", QUESTION, "--store", store, "--compare", "blend", "--ratio", "1", "--json", *SHORT).fine().json
-    )
-    assert row["runs"][1]["kl_first"] < 1e-4  # the prompt's own beginning is kept in 16 bits
-    assert row["runs"][1]["answer_equal"] is True
-
-
-def write_batch(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def test_batch(store: Path, tmp_path: Path) -> None:
@@ -210,7 +168,6 @@ def test_batch(store: Path, tmp_path: Path) -> None:
     assert summary["count"] == 3
     assert summary["ttft_ms_median"] > 0
     assert summary["f1"] == pytest.approx((rows[0]["f1"] + rows[2]["f1"]) / 2)
-    assert {"exact_match", "contains", "bytes_read", "tokens_reused"} <= set(summary)
 
 
 @pytest.mark.parametrize("modes", ["reuse,epic", "blend"])
@@ -246,13 +203,6 @@ def test_a_batch_goes_on_after_a_question_that_fails(store: Path, tmp_path: Path
     assert (summary["count"], summary["failed"]) == (1, 2)
 
 
-def test_a_batch_in_which_every_question_fails_has_failed(store: Path, tmp_path: Path) -> None:
-    batch = write_batch(tmp_path / "b.jsonl", {"id": "none", "question": "zzyzx"})
-    done = kvtool("query", "--batch", batch, "--store", store, *SHORT)
-    assert done.code == 1
-    assert done.lines[-1]["count"] == 0
-
-
 def test_several_chunks_and_documents_after_one_flag(store: Path) -> None:
     """`--chunks ID…`, `--documents PATH…`, before and after the question; the flag may be repeated, too."""
     one, two = chunks_of(store, "mill4.md")[:2]
@@ -285,16 +235,13 @@ def test_verify(store: Path) -> None:
     assert row["damaged"] == []
     assert row["repaired"] == 0
     assert row["bytes"] > 0
-    break_record(store, chunks_of(store, "mill0.md")[0], 2)
+    chunk = chunks_of(store, "mill0.md")[0]
+    break_record(store, chunk, 2)
     done = kvtool("store", "verify", "--store", store, "--json")
     assert done.code == 13
-    assert done.json["damaged"][0] | {"reason": ""} == {
-        "kind": "records",
-        "chunk": chunks_of(store, "mill0.md")[0],
-        "level": "raw",
-        "layer": 2,
-        "reason": "",
-    }
+    (row,) = done.json["damaged"]
+    assert "digest" in row.pop("reason")
+    assert row == {"kind": "records", "chunk": chunk, "level": "raw", "layer": 2}
     before = files_below(store)
     assert kvtool("store", "verify", "--store", store, "--sample", "1/7", "--json").json["sample"] == "1/7"
     assert files_below(store) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, built, kvtool, tiny, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, write_batch, write_corpus
 from tests.retrieval.conftest import static_model
 
-__all__ = ["built", "static_model", "tiny"]
+__all__ = ["static_model"]
 
 
 @pytest.fixture
@@ -42,8 +41,8 @@ def test_all_that_a_used_store_keeps_is_its_owners(
 
     corpus = write_corpus(tmp_path / "corpus", 3)
     store, tier = tmp_path / "new" / "store", tmp_path / "tier"
-    questions, kept = tmp_path / "questions.jsonl", tmp_path / "kept.jsonl"
-    questions.write_text(json.dumps({"id": "a", "question": QUESTION, "answers": ["baker C"]}) + "\n")
+    asked = {"id": "a", "question": QUESTION, "answers": ["baker C"]}
+    questions, kept = write_batch(tmp_path / "questions.jsonl", asked), tmp_path / "kept.jsonl"
     at = ("--store", store)
     kvtool("ingest", corpus, *at, "--model", tiny, *CHUNKS, *PREFIX, "--embedder", static_model).fine()
     kvtool("query", QUESTION, *at, *SHORT, "--retriever", "hybrid", "--audit", "1").fine()

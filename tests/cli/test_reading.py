@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,13 +9,10 @@ import pytest
 from rich.cells import cell_len
 
 from kvtool.cli.terminal import clean
-from tests.cli.working import PREFIX, QUESTION, SHORT, kvtool, on_terminal, process
+from tests.cli.working import PREFIX, QUESTION, SHORT, kvtool, on_terminal, process, write_batch
 from tests.support.office.portable import pdf
 
 LONG = ("--max-tokens", "40")
-
-
-# ---- a question ----
 
 
 @pytest.mark.slow
@@ -37,8 +33,7 @@ def test_a_pipe_without_a_question(store: Path) -> None:
 
 
 def test_a_batch_does_not_read_a_pipe(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text(json.dumps({"question": QUESTION}))
+    batch = write_batch(tmp_path / "batch.jsonl", {"question": QUESTION})
     done = kvtool("query", "--batch", batch, "--store", store, *SHORT, stdin=b"Another one?").fine()
     assert done.lines[0]["question"] == QUESTION
 
@@ -72,9 +67,6 @@ def test_a_hint_names_the_help_of_the_command(words: tuple[str, ...], command: s
     kvtool(*words).failed(2, f"hint: `{command} --help` shows what is possible\n")
 
 
-# ---- an answer ----
-
-
 @pytest.mark.slow
 def test_an_answer_is_not_broken_within_words(store: Path) -> None:
     """The tiny model writes words of no language: they have to come out the same, each on one line."""
@@ -106,18 +98,14 @@ def test_places_are_named_as_answers_name_them(tmp_path: Path, tiny: Path, monke
     assert str(tmp_path / "in") not in plan
 
 
-# ---- several ----
-
-
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
-    rows = [
+    return write_batch(
+        tmp_path / "batch.jsonl",
         {"id": "first", "question": QUESTION, "answers": ["baker A"]},
         {"question": "zzyzx"},
         {"question": "And the second mill?"},
-    ]
-    (tmp_path / "batch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path / "batch.jsonl"
+    )
 
 
 @pytest.mark.slow
@@ -137,8 +125,7 @@ def test_a_batch_in_a_terminal_is_for_reading(batch: Path, store: Path) -> None:
     assert shown.err.count("cut at 4 tokens") == len(answers)
     assert "{" not in shown.out
     for mode in ("--json", "--jsonl"):
-        rows = [json.loads(line) for line in on_terminal(*asked, mode).out.splitlines()]
-        assert [row.get("type") for row in rows] == [None, "error", None, "summary"]
+        assert [row.get("type") for row in on_terminal(*asked, mode).lines] == [None, "error", None, "summary"]
 
 
 def test_a_batch_of_modes_in_a_terminal(batch: Path, store: Path) -> None:

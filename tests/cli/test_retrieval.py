@@ -83,7 +83,6 @@ def test_the_plan_says_what_came_without_a_word(tiny: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_vectors(tiny: Path, corpus: Path, tmp_path: Path, embedder: Path) -> None:
-    """Made at ingest, remembered, kept up to date by an ingest that names no model, and used without being asked."""
     corpus = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     path, question = tmp_path / "store", ("query", "grinder", *SHORT, "--json")
     at = ("--store", path, *CHUNKS, *PREFIX)

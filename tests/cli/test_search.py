@@ -18,10 +18,9 @@ def test_it_finds_what_a_question_is_answered_from(store: Path) -> None:
 
 
 def test_it_is_read_by_a_person_and_says_what_was_cut(store: Path) -> None:
-    everything = (
-        kvtool("search", *QUESTION.split(), "--store", store, "--set", "search.min_score=0", "--json").fine().json
-    )
-    shown = kvtool("search", *QUESTION.split(), "--store", store, "--set", "search.min_score=1").fine()
+    at = ("search", *QUESTION.split(), "--store", store)
+    everything = kvtool(*at, "--set", "search.min_score=0", "--json").fine().json
+    shown = kvtool(*at, "--set", "search.min_score=1").fine()
     assert shown.out.startswith("1.")
     assert shown.out.count("\n\n") < len(everything["chunks"])
     assert "--set search.min_score=0 shows all" in shown.err
@@ -42,8 +41,6 @@ def test_a_typo_is_corrected_and_reported(store: Path) -> None:
 
 
 def test_words_that_stand_nowhere_and_no_words_are_errors(store: Path) -> None:
-    nothing = kvtool("search", "zzyzx", "--store", store)
-    assert nothing.code == 1
-    assert "no chunk matches" in nothing.err
-    assert kvtool("search", "--store", store).code == 2
-    assert kvtool("search", " ", "--store", store).code == 2
+    kvtool("search", "zzyzx", "--store", store).failed(1, "no chunk matches")
+    for nothing in ((), (" ",)):
+        kvtool("search", *nothing, "--store", store).failed(2)

@@ -11,16 +11,11 @@ from kvtool.core.query.reply import ReplyChunk
 from tests.cli.working import PREFIX, SHORT, kvtool
 
 
-def test_a_citation_is_one_line_whatever_the_file_is_called() -> None:
-    chunk = ReplyChunk(id="ab", source="/in/a\nerror: no.md", start=0, end=1, line=3, label="", score=1.0, tokens=1,
-                       status="hit", text="x")  # fmt: skip
-    assert cited(chunk) == "/in/a\\nerror: no.md:3"
-
-
 @pytest.mark.parametrize(
     ("source", "origin", "shown"),
     [
         ("/in/report (1).md", "", "/in/report (1).md:3"),
+        ("/in/a\nerror: no.md", "", "/in/a\\nerror: no.md:3"),
         ("/in/own.md:1, b.md", "a.kvpack", '"/in/own.md:1, b.md:3" (from a.kvpack)'),
         ("/in/a.md (from team.kvpack)", "", '"/in/a.md (from team.kvpack):3"'),
         ("/in/a.md", "a.kvpack), own.md:1 (from b", '/in/a.md:3 (from "a.kvpack), own.md:1 (from b")'),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pty
 import re
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -18,7 +14,7 @@ from kvtool.cli import progress
 from kvtool.cli.app import load_command
 from kvtool.cli.out import Out
 from kvtool.cli.terminal import SafeStream
-from tests.cli.working import QUESTION, SHORT, command, environment
+from tests.cli.working import QUESTION, SHORT, in_terminal
 
 
 class Terminal:
@@ -105,35 +101,11 @@ def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPat
     assert terminal.line == ""
 
 
-def on_a_terminal(*args: object, **variables: str) -> tuple[str, str, int]:
-    """Run kvtool with a terminal as its stderr; returns stdout, the text on the terminal, and the exit code."""
-    mine, its = pty.openpty()
-    shown = bytearray()
-
-    def read() -> None:
-        try:
-            while piece := os.read(mine, 4096):
-                shown.extend(piece)
-        except OSError:  # the other side is closed
-            return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        env = environment(**{"TERM": "xterm"} | variables)
-        done = subprocess.run(command(*args), stdout=subprocess.PIPE, stderr=its, env=env, timeout=120, check=False)
-    finally:
-        os.close(its)
-        reader.join()
-        os.close(mine)
-    return done.stdout.decode(), shown.decode(), done.returncode
-
-
 @pytest.mark.slow
 def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
-    out, shown, code = on_a_terminal("query", QUESTION, "--store", store, *SHORT, "--json")
-    assert code == 0
-    assert json.loads(out)["question"] == QUESTION
+    done = in_terminal("query", QUESTION, "--store", store, *SHORT, "--json", stdout=PIPE).fine()
+    assert done.json["question"] == QUESTION
+    shown = done.err
     assert "starting" in shown
     assert re.search(r"loading the model|answering", shown)
     last = shown.rsplit("\r\x1b[2K", 1)[1]
@@ -141,20 +113,13 @@ def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
     assert "first token after" in shown
 
 
-@pytest.mark.parametrize(("verbosity", "term"), [(-1, "xterm"), (0, "dumb")])
-def test_quiet_and_a_dumb_terminal_have_none(verbosity: int, term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("verbosity", "term", "patience"), [(-1, "xterm", 0.0), (0, "dumb", 0.0), (0, "xterm", 60.0)])
+def test_quiet_a_dumb_terminal_and_a_quick_command_have_none(
+    verbosity: int, term: str, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE_S", patience)
     terminal = Terminal()
     with Out("human", verbosity, stderr=terminal).spinning("starting"):  # type: ignore[arg-type]
-        time.sleep(0.02)
-    assert terminal.text == ""
-
-
-def test_a_command_that_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "PATIENCE_S", 60.0)
-    terminal = Terminal()
-    with Out(stderr=terminal).spinning("starting"):  # type: ignore[arg-type]
         time.sleep(0.02)
     assert terminal.text == ""

@@ -12,9 +12,7 @@ import pytest
 from kvtool.core.checkpoint import files
 from kvtool.core.checkpoint.gguf.convert import converted
 from tests.checkpoint.gguf_files import write_gguf
-from tests.cli.working import QUESTION, built, corpus, fresh, store, tiny
-
-__all__ = ["built", "corpus", "fresh", "store", "tiny"]
+from tests.cli.working import QUESTION
 
 SCRIPT = Path(__file__).parents[2] / "samples" / "benchmarks" / "startup.py"
 READ = {  # files of a converted model that Python opens to load it, and how often
@@ -51,20 +49,20 @@ def test_a_converted_model_is_neither_hashed_nor_copied_again(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_the_sample_says_where_a_question_spends_its_time(store: Path) -> None:
-    words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=300)
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            (),
+            "clock, s;processor, s;before it, ms;import, ms;load model, ms;retrieve, ms;fuse, ms;generate, ms;modules",
+        ),
+        (("--server",), "clock, s;first token, s;the rest, s"),
+    ],
+)
+def test_the_sample_says_where_a_question_spends_its_time(more: tuple[str, ...], expected: str, store: Path) -> None:
+    words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2", *more]
+    done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stderr
-    lines = [line.split("  ")[0] for line in (one.strip() for one in done.stdout.splitlines()[1:])]
-    expected = ["clock, s", "processor, s", "before it, ms", "import, ms", "load model, ms", "retrieve, ms"]
-    assert [*expected, "fuse, ms", "generate, ms", "modules"] == [line for line in lines if line != "read, MB"]
-
-
-@pytest.mark.slow
-def test_the_sample_says_what_a_question_takes_beside_a_server(store: Path) -> None:
-    words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2"]
-    done = subprocess.run([*words, "--server"], capture_output=True, text=True, encoding="utf-8", timeout=600)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("  ")[0] for line in (one.strip() for one in done.stdout.splitlines()[1:])]
-    assert lines == ["clock, s", "first token, s", "the rest, s"]
+    lines = [line.strip().split("  ")[0] for line in done.stdout.splitlines()[1:]]
+    assert [line for line in lines if line != "read, MB"] == expected.split(";")
     assert not Path(f"{store}.sock").exists()

@@ -43,10 +43,8 @@ from tests.families import save_tiny, tiny_tokenizer
 LAYERS = 4  # of the tiny model
 QUESTION = "Who built the third mill?"
 CHUNKS = ("--chunk-tokens", "64")
-PREFIX = (
-    "--lead-in",
-    "prefix",
-)  # short: the passages of the `warm` lead-in are a thousand tokens in the tiny vocabulary
+# Short: the passages of the `warm` lead-in are a thousand tokens in the tiny vocabulary.
+PREFIX = ("--lead-in", "prefix")
 SHORT = ("--max-tokens", "4")
 _END = 1  # the token
 SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
@@ -140,6 +138,22 @@ def on_terminal(*args: object, columns: int = 100) -> Done:
     return Done(code, written(), err.getvalue())
 
 
+def in_terminal(*args: object, typed: bytes = b"", stdout: int | None = None) -> Done:
+    """Run a process whose streams are a terminal, shown as `err`; stdout may be a pipe."""
+    master, slave = pty.openpty()
+    env = environment(TERM="xterm")
+    with subprocess.Popen(command(*args), stdin=slave, stdout=stdout or slave, stderr=slave, env=env) as child:
+        os.close(slave)
+        os.write(master, typed)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: it has ended
+            while more := os.read(master, 1 << 16):
+                shown += more
+        out = child.stdout.read() if child.stdout else b""
+    os.close(master)
+    return Done(child.returncode, out.decode(), shown.decode())
+
+
 def command(*args: object) -> list[str]:
     return [sys.executable, "-m", "kvtool", *map(str, args)]
 
@@ -156,9 +170,6 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
 
 
-# ---- stores ------------------------------------------------------------------------------------------------------
-
-
 def payloads(path: Path) -> dict[tuple[str, int], bytes]:
     """Every KV payload of a store by chunk and layer, as bytes, each checked against its digest."""
     with Store.open(path) as store:
@@ -166,7 +177,6 @@ def payloads(path: Path) -> dict[tuple[str, int], bytes]:
         for chunk in store.chunk_ids():
             for layer in range(LAYERS) if store.levels(chunk) else ():
                 record = store.read_kv(chunk, "raw", layer)
-                assert record is not None
                 found[chunk.hex(), layer] = bytes(record[1])
         return found
 
@@ -187,10 +197,9 @@ def damages(path: Path) -> list[str]:
 
 
 def emptied(path: Path) -> Done:
-    said = kvtool("store", "prune", "--max-size", "1", "--dry-run", "--json", "--store", path).json
-    return kvtool(
-        "store", "prune", "--max-size", said["bytes_after"] + 16_384, "--yes", "--json", "--store", path
-    ).fine()
+    at = ("store", "prune", "--json", "--store", path)
+    said = kvtool(*at, "--max-size", "1", "--dry-run").json
+    return kvtool(*at, "--max-size", said["bytes_after"] + 16_384, "--yes").fine()
 
 
 def state(path: Path) -> tuple[object, ...]:
@@ -241,12 +250,20 @@ def drop_records(path: Path, *chunks: str) -> None:
         assert writer.drop_level([bytes.fromhex(chunk) for chunk in chunks], "raw") == len(chunks)
 
 
+def flip_row(path: Path, table: bytes, key: bytes) -> None:
+    """Flip a bit in the middle of a small row."""
+    with Store.open(path) as store:
+        with store.snapshot() as snapshot:
+            data = bytearray(snapshot.get(table, key) or b"")
+        data[len(data) // 2] ^= 1
+        store.environment.write(lambda transaction: transaction.put(table + key, bytes(data)), 0)
+
+
 def misshape(path: Path, *chunks: bytes) -> None:
     """Replace the exact records of chunks by sound ones of another shape, as of another model."""
     with Store.open(path) as store, store.writer() as writer:
         for chunk in chunks:
             info = store.chunk_info(chunk)
-            assert info is not None
             wrong = torch.zeros(1, len(info.token_ids), 8, dtype=torch.float32)
             payload = [bytes(2 * wrong.nbytes)]
             layers = [sealed(chunk, (wrong, wrong), RAW, layer, payload) for layer in range(info.layers)]
@@ -269,9 +286,6 @@ def prefix_chunk(path: Path) -> str:
     return found
 
 
-# ---- a model, a corpus, a store ----------------------------------------------------------------------------------
-
-
 def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5, parts: int = 1) -> Path:
     """Small documents of a few chunks each; document n is about the n-th mill.
 
@@ -287,6 +301,11 @@ def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5, parts: i
         text = f"# The {which} mill\n\n" + "\n\n".join(paragraph(which, number, n) for n in range(paragraphs))
         (folder / f"mill{number}.md").write_text(text, encoding="utf-8")
     raise AssertionError("some part holds no file")
+
+
+def write_batch(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def paragraph(which: str, number: int, n: int) -> str:

@@ -72,9 +72,8 @@ def test_the_flags_of_every_command_are_described_once(capsys: pytest.CaptureFix
     overview = capsys.readouterr().out
     for flag in ("--json", "--jsonl", "-q, --quiet", "-v, --verbose", "--config FILE"):
         assert f"\n  {flag} " in overview
-        assert f"\n  {flag} " not in EVERY["doctor"].get_help(
-            EVERY["doctor"].make_context("doctor", [], resilient_parsing=True)
-        )
+        doctor = EVERY["doctor"]
+        assert f"\n  {flag} " not in doctor.get_help(doctor.make_context("doctor", [], resilient_parsing=True))
 
 
 @pytest.mark.parametrize("path", EVERY)
@@ -90,13 +89,8 @@ def test_one_flag_has_one_meaning() -> None:
     for command in EVERY.values():
         for option in command.options.values():
             meanings.setdefault(option.flag, set()).add(option.unit or option.kind.__name__)
-    assert {flag for flag, kinds in meanings.items() if len(kinds) > 1} <= {
-        "--chunks",
-        "--context",
-        "--fusion",
-        "--level",
-        "--slo-ms",
-    }
+    several = {flag for flag, kinds in meanings.items() if len(kinds) > 1}
+    assert several <= {"--chunks", "--context", "--fusion", "--level", "--slo-ms"}
     assert "--profile" not in EVERY["query"].get_help(EVERY["query"].make_context("query", [], resilient_parsing=True))
 
 

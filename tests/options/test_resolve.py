@@ -30,9 +30,8 @@ VALUES = dict(zip(LAYERS, (0.1, 0.2, 0.3, 0.4), strict=True))
 
 
 def resolve(flags: dict[str, Any] | None = None, *, config: Any = None, **more: Any) -> Resolved:
-    return module.resolve(
-        SETTINGS, {KNOWN[name]: value for name, value in (flags or {}).items()}, config=config, **more
-    )
+    by_option = {KNOWN[name]: value for name, value in (flags or {}).items()}
+    return module.resolve(SETTINGS, by_option, config=config, **more)
 
 
 def query(resolved: Resolved) -> QueryOptions:
@@ -94,26 +93,12 @@ def test_a_named_config_has_to_exist(tmp_path: Path) -> None:
         resolve(environ={"KVTOOL_CONFIG": str(tmp_path / "nope.toml")})
 
 
-WRONG_TEXT = [
-    ("ratio", "1.5", "between 0 and 1"),
-    ("ratio", "-0.1", "between 0 and 1"),
+WRONG_TEXT = [  # that is so only as text: other wrong values are in `test_sides`
     ("ratio", "nan", "finite"),
-    ("ratio", "much", "not a number or a percentage"),
     ("link_tokens", "-1", "less than 0"),
-    ("top_k", "0", "less than 1"),
     ("top_k", "2.5", "whole number"),
-    ("max_tokens", "0", "less than 1"),
     ("temperature", "inf", "finite"),
-    ("lock_wait", "-1", "less than 0"),
-    ("device", "gpu", "does not fit"),
-    ("dtype", "float8", "none of"),
-    ("level", "0", "none of"),
-    ("ingest_level", "auto", "none of"),
-    ("fusion", "unoin", "none of"),
-    ("ratio", "15", "between 0 and 1"),
-    ("ratio", "115%", "between 0 and 1"),
     ("lead_in", "sink:0", "no lead-in"),
-    ("lead_in", "wram", "no lead-in"),
     ("store", "a\0b", "NUL"),
 ]
 
@@ -133,8 +118,6 @@ def test_wrong_text_names_the_flag_and_the_variable(name: str, text: str, compla
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("ratio = 1.5", "ratio: 1.5 is not between 0 and 1"),
-        ('ratio = "half"', "ratio: 'half' is not a number"),
         ("top_k = true", "top_k: True is not a whole number"),
         ("top_k = 2.0", "top_k: 2.0 is not a whole number"),
         ("offline = 1", "offline: 1 is not true or false"),
@@ -206,8 +189,9 @@ def test_lead_ins(lead_in: str) -> None:
 
 
 def test_values_that_contradict_each_other() -> None:
-    with pytest.raises(UsageError, match=r"contradict.*100 > 50"):
-        resolve({"min_chunk_tokens": 100, "chunk_tokens": 50}).get(IngestOptions)
+    for given, said in (({"min_chunk_tokens": 100, "chunk_tokens": 50}, 50), ({"min_chunk_tokens": 300}, 256)):
+        with pytest.raises(UsageError, match=rf"contradict.*\d00 > {said}"):
+            resolve(given).get(IngestOptions)
     lengths = {"min_chunk_tokens": 50, "chunk_tokens": 50, "max_chunk_tokens": 50}
     assert resolve(lengths).get(IngestOptions).chunk_tokens == 50
 
@@ -220,7 +204,7 @@ def test_durations_and_percentages(tmp_path: Path) -> None:
     assert got.get(LockOptions).lock_wait == 120
 
 
-def test_several_values(tmp_path: Path) -> None:
+def test_several_values() -> None:
     levels, source = options_of(PullOptions)["levels"], options_of(QueryOptions)["source"]
     assert levels.parse(["2,3", "2"], "--level") == ("2", "3")
     assert source.parse(["a,b", "a,b"], "--source") == ("a,b", "a,b")
@@ -228,8 +212,6 @@ def test_several_values(tmp_path: Path) -> None:
     for nothing in ("", " "):  # such as a script's empty variable: not the default
         with pytest.raises(UsageError, match="--level: '' is none of"):
             levels.parse([nothing], "--level")
-    with pytest.raises(UsageError, match=r"contradict.*300 > 256"):
-        resolve({"min_chunk_tokens": 300}).get(IngestOptions)
 
 
 def test_an_instruction_is_a_text_or_in_a_file(tmp_path: Path) -> None:
@@ -242,10 +224,9 @@ def test_an_instruction_is_a_text_or_in_a_file(tmp_path: Path) -> None:
             resolve(folder=tmp_path).get(QueryOptions)
     os.mkfifo(tmp_path / "pipe")
     for name, said in (("@pipe", "not a regular file"), ("@/dev/zero", "not a regular file"), ("@ ", "names no file")):
+        environ = {"KVTOOL_SYSTEM": name.replace("pipe", f"{tmp_path}/pipe")}
         with pytest.raises(UsageError, match=said):
-            resolve(folder=tmp_path, environ={"KVTOOL_SYSTEM": name.replace("pipe", f"{tmp_path}/pipe")}).get(
-                QueryOptions
-            )
+            resolve(folder=tmp_path, environ=environ).get(QueryOptions)
     (tmp_path / "say.txt").write_text("Answer briefly.\n")
     assert resolve(folder=tmp_path).get(QueryOptions).system == "Answer briefly."
     environ = {"KVTOOL_SYSTEM": " Answer at length, and/or in rhyme. "}
@@ -317,9 +298,8 @@ def test_rooms_that_share_a_setting_mean_the_same() -> None:
     for option in EVERY:
         if option.setting:
             shared = KNOWN[option.setting]
-            assert (option.kind, option.default, option.help, option.flag) == (
-                *(shared.kind, shared.default, shared.help, shared.flag),
-            )
+            own = (option.kind, option.default, option.help, option.flag)
+            assert own == (shared.kind, shared.default, shared.help, shared.flag)
 
 
 def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
@@ -329,11 +309,8 @@ def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
 
 def test_every_variable_that_is_read_anywhere_is_known() -> None:
     package = Path(module.__file__).parents[2]
-    read = {
-        v
-        for file in package.rglob("*.py")
-        for v in re.findall(r"\bKVTOOL_[A-Z]+(?:_[A-Z]+)*\b", file.read_text("utf-8"))
-    }
+    texts = [file.read_text("utf-8") for file in package.rglob("*.py")]
+    read = {name for text in texts for name in re.findall(r"\bKVTOOL_[A-Z]+(?:_[A-Z]+)*\b", text)}
     assert read - {option.env for option in EVERY} - set(RESERVED_ENV) <= {"KVTOOL_TEST"}
 
 

@@ -1,5 +1,26 @@
 """The shared fixtures of the command tests."""
 
-from tests.cli.working import built, corpus, fresh, says, store, tiny
+from collections.abc import Iterator
+from pathlib import Path
 
-__all__ = ["built", "corpus", "fresh", "says", "store", "tiny"]
+import pytest
+
+import kvtool
+from kvtool.core.cache.store import Store
+from kvtool.core.session.session import Session
+from tests.cli.working import built, corpus, fresh, says, store, tiny
+from tests.compress.making import fitted, fitted_store, plain_store
+
+__all__ = ["built", "corpus", "fitted", "fitted_store", "fresh", "plain_store", "says", "store", "tiny"]
+
+
+@pytest.fixture
+def cache(store: Path) -> Iterator[kvtool.Cache]:
+    with kvtool.open(store) as opened:
+        yield opened
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    with Store.open(store) as opened:
+        yield Session.open(opened)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.audits import Audit, is_drawn, kept_audits
 from kvtool.core.query import audit as module
 from kvtool.core.session.identity import store_identity
-from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool
+from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, write_batch
 from tests.evaluate.test_audits import made
 
 AT = (QUESTION, *SHORT, "--level", "raw")
@@ -41,9 +40,8 @@ def test_it_says_what_compare_says(store: Path) -> None:
         assert (audit.top1_agrees, audit.answer_equal) == (wanted["top1_agrees"], wanted["answer_equal"])
         assert audit.levels == ["raw"]
         assert (audit.question, audit.revision) == (QUESTION, wanted["revision"])
-        assert {name: audit.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh")}.items() <= wanted[
-            "tokens"
-        ].items()
+        counts = {name: audit.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh")}
+        assert counts.items() <= wanted["tokens"].items()
 
 
 @pytest.mark.parametrize("error", [KvtoolError("out of memory computing", "use fewer chunks"), MemoryError()])
@@ -63,8 +61,7 @@ def test_the_answer_stands_before_it_is_audited(store: Path, error: Exception, m
 @pytest.mark.slow
 def test_a_setting_a_share_and_none_by_default(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [f"Who built the {number}. mill?" for number in range(12)]
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
+    batch = write_batch(tmp_path / "batch.jsonl", *({"question": question} for question in questions))
     at = ("query", "--batch", batch, "--store", store, *SHORT, "--level", "raw", "--fusion", "reuse")
     assert "audited" not in kvtool(*at).fine().lines[-1]
     assert not (store / "audit").exists()
@@ -82,8 +79,7 @@ def test_modes_that_lose_nothing_are_not_audited(store: Path, tmp_path: Path) ->
     for mode in ("full", "prefix"):
         done = kvtool("query", *AT, "--store", store, "--fusion", mode, *ALL).fine()
         assert f"no audit: {mode} gives full prefill's answer by construction" in done.err
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text((json.dumps({"question": QUESTION}) + "\n") * 2)
+    batch = write_batch(tmp_path / "batch.jsonl", *[{"question": QUESTION}] * 2)
     done = kvtool("query", "--batch", batch, "--store", store, *SHORT, "--fusion", "full", *ALL).fine()
     assert done.err.count("no audit: ") == 1
     assert audits_of(store) == []
@@ -122,17 +118,13 @@ def test_rounds_and_holes(store: Path) -> None:
 
 
 def test_a_read_only_store_is_told_of_once(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text((json.dumps({"question": QUESTION}) + "\n") * 3)
+    batch = write_batch(tmp_path / "batch.jsonl", *[{"question": QUESTION}] * 3)
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
     done = kvtool("query", "--batch", batch, "--store", store, *SHORT, *ALL).fine()
     assert done.err.count("audits are stored next to the store, which cannot be written") == 1
     assert done.lines[-1]["audited"] == 0
     assert not (store / "audit").exists()
-
-
-# ---- from Python ----
 
 
 def ask(cache: api.Cache, **options: Any) -> Any:

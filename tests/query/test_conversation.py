@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,6 @@ from tests.families import save_tiny
 
 FIRST, SECOND = "Who built the third mill?", "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 6, "top_k": 3}
-
-
-@pytest.fixture
-def cache(store: Path) -> Iterator[package.Cache]:
-    with package.open(store) as opened:
-        yield opened
 
 
 def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
@@ -100,7 +94,6 @@ def test_documents_and_modes_may_change_between_turns(cache: package.Cache) -> N
 
 
 def test_what_fails_or_is_interrupted_leaves_it_as_it_was(cache: package.Cache) -> None:
-    """The answer to what is asked next is the same as if nothing had happened."""
 
     class Stop(Exception):
         pass
@@ -170,7 +163,6 @@ def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path)
 
 @pytest.mark.slow
 def test_a_model_that_keeps_states(tmp_path: Path) -> None:
-    """All new text is computed after the states of the last turn, exactly."""
     folder = save_tiny("qwen3-next", tmp_path / "model")
     write_corpus(tmp_path / "corpus", 2)
     kvtool("ingest", tmp_path / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()
@@ -191,9 +183,6 @@ def test_over_a_session_of_ones_own(cache: package.Cache) -> None:
     assert talk.ask(FIRST).to_json()["turn"] == {"number": 1, "search": FIRST}
     row = talk.ask(FIRST).to_json()
     assert {one["status"] for one in row["resident_chunks"]} == {"resident"}
-
-
-# ---- a store that others change meanwhile ------------------------------------------------------------------------
 
 
 def another_instruction(store: Path) -> None:

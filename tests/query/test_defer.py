@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.answer import answer
@@ -22,7 +20,7 @@ from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
-from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
+from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool, write_batch
 
 NEVER, AT_ONCE = ("--set", "defer.threshold=2"), ("--set", "defer.threshold=0")
 EVERYTHING = ("--ratio", "1", "--link-tokens", "10000")
@@ -33,14 +31,8 @@ def ask(store: Path, *more: object) -> Done:
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in ("timing_ms", "rounds", "chunks_remaining", "revision")
-    }
-
-
-# ---- the rounds ----
+    left_out = ("timing_ms", "rounds", "chunks_remaining", "revision")
+    return {name: value for name, value in row.items() if name not in left_out}
 
 
 def test_a_sure_answer_loads_no_more(store: Path) -> None:
@@ -60,9 +52,8 @@ def test_an_unsure_one_loads_everything_and_reads_it_once(store: Path) -> None:
     chunks = chunks_of(store, "mill2.md")
     plain = ask(store, "--fusion", "reuse").json
     row = ask(store, "--fusion", "reuse", "--defer", "--set", "defer.first=1", *NEVER).json
-    assert [one["chunks"] for one in row["rounds"]] == [chunks[:1], chunks[1:2], chunks[2:4], chunks[4:8], chunks[8:]][
-        : len(row["rounds"])
-    ]
+    rounds = [chunks[:1], chunks[1:2], chunks[2:4], chunks[4:8], chunks[8:]]
+    assert [one["chunks"] for one in row["rounds"]] == rounds[: len(row["rounds"])]
     assert without_times(row) == without_times(plain)
     assert row["chunks_remaining"] == 0
     assert sum(one["bytes_read"] for one in row["rounds"]) == row["bytes_read"]
@@ -107,10 +98,8 @@ def test_a_hole_of_a_later_round(store: Path) -> None:
 @pytest.mark.slow
 def test_found_chunks_stand_by_round_in_the_order_that_is_asked_for(store: Path) -> None:
     def ids(*more: object) -> list[str]:
-        done = kvtool(
-            "query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json", *more
-        ).fine()
-        return [chunk["id"] for chunk in done.json["chunks"]]
+        asked = ("query", QUESTION, "--store", store, "--set", "search.min_score=0", *SHORT, "--json")
+        return [chunk["id"] for chunk in kvtool(*asked, *more).fine().json["chunks"]]
 
     best = ids("--set", "search.order=relevance")
     assert ids("--defer", *NEVER, "--set", "search.order=relevance") == best
@@ -131,20 +120,11 @@ def test_what_needs_the_whole_prompt_is_refused(store: Path, more: tuple[str, st
 
 
 def test_a_batch(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "questions.jsonl"
-    batch.write_text("".join(json.dumps({"question": QUESTION, "documents": [f"mill{n}.md"]}) + "\n" for n in (1, 2)))
+    questions = ({"question": QUESTION, "documents": [f"mill{n}.md"]} for n in (1, 2))
+    batch = write_batch(tmp_path / "questions.jsonl", *questions)
     *rows, summary = kvtool("query", "--batch", batch, "--store", store, "--defer", *AT_ONCE, *SHORT, "--json").lines
     assert [len(row["rounds"]) for row in rows] == [1, 1]
     assert (summary["rounds"], summary["chunks_loaded"]) == (1, 2)
-
-
-# ---- what is shown ----
-
-
-@pytest.fixture
-def session(store: Path) -> Iterator[Session]:
-    with Store.open(store) as opened:
-        yield Session.open(opened)
 
 
 REQUEST = Request(QUESTION, documents=("mill2.md",))
@@ -152,7 +132,6 @@ REQUEST = Request(QUESTION, documents=("mill2.md",))
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_the_answer_is_streamed(session: Session, temperature: float) -> None:
-    """Nothing of the rounds that were not enough; the same words as without rounds."""
     options = QueryOptions(fusion="reuse", max_tokens=12, temperature=temperature, seed=5)
     pieces: list[str] = []
 
@@ -217,17 +196,15 @@ def test_verdicts(sure: float, text: str, sufficient: bool, why: str) -> None:
     assert why in reason
 
 
-# ---- what is planned, and what is in memory ----
-
-
 def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
     def plan(*more: object) -> Done:
         return kvtool("inspect", "plan", QUESTION, "--store", store, "--top-k", "5", *more).fine()
 
-    assert [chunk["round"] for chunk in plan("--defer", "--json").json["chunks"]] == [1, 1, 2, 2, 3]
-    assert [chunk["round"] for chunk in plan("--defer", "--set", "defer.first=4", "--json").json["chunks"]] == [
-        1
-    ] * 4 + [2]
+    def rounds(*more: object) -> list[int]:
+        return [chunk["round"] for chunk in plan("--defer", "--json", *more).json["chunks"]]
+
+    assert rounds() == [1, 1, 2, 2, 3]
+    assert rounds("--set", "defer.first=4") == [1, 1, 1, 1, 2]
     assert "round" not in plan("--json").json["chunks"][0]
     assert "2 chunks first" in plan("--defer").out
 

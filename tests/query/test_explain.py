@@ -12,16 +12,10 @@ import torch
 from kvtool.core.fusion.plan import Candidate, Plan, Segment
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.query.explain import explain
-from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool
+from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, write_batch
 
-REASONS = {
-    "full": "full recompute",
-    "prefix": "after the exact prefix",
-    "epic": "link token",
-    "blend": "deviation",
-    "infoflow": "question attention",
-    "union": "question attention",
-}
+REASONS = {"full": "full recompute", "prefix": "after the exact prefix", "epic": "link token", "blend": "deviation"}
+REASONS |= {"infoflow": "question attention", "union": "question attention"}
 
 
 def ask(store: Path, *more: object) -> Any:
@@ -75,13 +69,8 @@ def test_a_character_is_never_cut() -> None:
     rows[4] = rows[7] = True  # inside of the second character; the x
     fused: Any = type("F", (), {"plan": plan, "reasons": {"deviation": rows}})
     (found,) = explain(fused, _Bytes())
-    assert [(run.text, run.reason) for run in found.spans] == [
-        ("가", ""),
-        ("나", "deviation"),
-        (" ", ""),
-        ("x", "deviation"),
-        ("다", ""),
-    ]
+    spans = [(run.text, run.reason) for run in found.spans]
+    assert spans == [("가", ""), ("나", "deviation"), (" ", ""), ("x", "deviation"), ("다", "")]
     assert found.recomputed == {"deviation": 2}  # one of three bytes of a character, and the x
 
 
@@ -96,15 +85,8 @@ def test_a_timeline(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)
     by_thread = {name: {span["name"] for span in spans if span["tid"] == thread} for name, thread in names.items()}
     assert by_thread["kvtool-loader"] == {"read and decode", "upload and rotate"}
-    assert {
-        "import",
-        "load model",
-        "retrieve",
-        "question attention",
-        "fuse: union",
-        "generate",
-        "compute to logits",
-    } <= by_thread["MainThread"]
+    expected = {"import", "load model", "retrieve", "question attention", "fuse: union", "generate"}
+    assert expected | {"compute to logits"} <= by_thread["MainThread"]
 
 
 @pytest.mark.parametrize("name", ["", "none/t.json"])
@@ -112,25 +94,25 @@ def test_a_timeline_that_cannot_be_written(
     name: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTOOL_TIMELINE", str(tmp_path / name))
-    done = kvtool("query", QUESTION, "--store", store)
-    assert done.code == 2
-    assert "timeline" in done.err
+    kvtool("query", QUESTION, "--store", store).failed(2, "timeline")
 
 
 @pytest.mark.parametrize(("size", "times"), [("1GB", 1), ("0", 3)])
 def test_a_batch_reads_a_chunk_once(
     size: str, times: int, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads: list[int] = []
-    read = StoreSource.read
-    monkeypatch.setattr(
-        StoreSource, "read", lambda self, s, layer, stats: reads.append(layer) or read(self, s, layer, stats)
-    )
-    rows = [{"question": f"{QUESTION} {n}", "documents": ["mill2.md"]} for n in range(3)]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = ("--store", store, "--batch", tmp_path / "b.jsonl", "--fusion", "reuse", *SHORT, "--json")
+    reads, read = list[int](), StoreSource.read
+
+    def counted(source: StoreSource, segment: Any, layer: int, stats: Any) -> Any:
+        reads.append(layer)
+        return read(source, segment, layer, stats)
+
+    monkeypatch.setattr(StoreSource, "read", counted)
+    rows = ({"question": f"{QUESTION} {n}", "documents": ["mill2.md"]} for n in range(3))
+    batch = write_batch(tmp_path / "b.jsonl", *rows)
+    args = ("--store", store, "--batch", batch, "--fusion", "reuse", *SHORT, "--json")
     monkeypatch.setenv("KVTOOL_SERVE_MEMORY_CACHE", size)
-    lines = [json.loads(line) for line in kvtool("query", *args).fine().out.splitlines()]
+    lines = kvtool("query", *args).fine().lines
     assert len(reads) == times * len(set(reads))
     first, *others = (line["bytes_read"] for line in lines[:3])
     assert first > 0

@@ -18,7 +18,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out_request
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_batch, write_corpus
 from tests.families import save_tiny
 from tests.fusion.making import tokenizer
 
@@ -46,12 +46,11 @@ def test_a_loop_ends_where_it_begins(store: Path, says: Callable[[str], None]) -
     done = kvtool("query", QUESTION, "--store", store, *LONG).fine()
     assert done.out.strip() == ONCE
     assert "--set sampling.stop_repeats=no" in done.err
-    row = kvtool("query", QUESTION, "--store", store, "--json", *LONG).fine().json
+    asked = ("query", QUESTION, "--store", store, "--json", *LONG)
+    row = kvtool(*asked).fine().json
     assert (row["answer"], row["finish"]) == (ONCE, "repeat")
     assert row["tokens"]["generated"] == len(encode(tokenizer(), ONCE))
-    whole = (
-        kvtool("query", QUESTION, "--store", store, "--json", *LONG, "--set", "sampling.stop_repeats=no").fine().json
-    )
+    whole = kvtool(*asked, "--set", "sampling.stop_repeats=no").fine().json
     assert (whole["answer"], whole["finish"]) == (LOOP, "stop")
 
 
@@ -60,8 +59,7 @@ def test_modes_that_are_compared_say_all(store: Path, tmp_path: Path, says: Call
     says(LOOP)
     runs = kvtool("query", QUESTION, "--store", store, "--compare", "reuse", "--json", *LONG).fine().json["runs"]
     assert [(run["answer"], run["finish"]) for run in runs] == [(LOOP, "stop")] * 2
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text(json.dumps({"question": QUESTION}))
+    batch = write_batch(tmp_path / "batch.jsonl", {"question": QUESTION})
     first, _ = kvtool("query", "--batch", batch, "--store", store, "--jsonl", *LONG).fine().lines
     assert (first["answer"], first["finish"]) == (ONCE, "repeat")
 
@@ -92,13 +90,11 @@ def test_a_turn_that_looped_stands_without_the_loop(store: Path, says: Callable[
 def test_a_base_model_does_not_ask_itself(behind: str, tmp_path: Path, says: Callable[[str], None]) -> None:
     """Without a chat template nothing ends its turn: it would continue with a question of its own."""
     model = save_tiny("llama", tmp_path / "model")
-    for file in (model / "tokenizer_config.json", model / "chat_template.jinja"):
-        if file.suffix == ".jinja":
-            file.unlink(missing_ok=True)
-        else:
-            settings = json.loads(file.read_text())
-            settings.pop("chat_template", None)
-            file.write_text(json.dumps(settings))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = model / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings.pop("chat_template", None)
+    config.write_text(json.dumps(settings))
     folder, store = write_corpus(tmp_path / "in", 2), tmp_path / "store"
     kvtool("ingest", folder, "--store", store, "--model", model, *CHUNKS, *PREFIX).fine()
     says(f" {ONCE}{behind}")

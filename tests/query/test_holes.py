@@ -75,7 +75,6 @@ def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
 def break_level(store: Path, chunk: str, level: str) -> None:
     with Store.open(store) as opened:
         record = opened.read_kv(bytes.fromhex(chunk), level, 0)
-        assert record is not None
         payload = bytes(record[1])
     data = next((store / "data").glob("gen-*/data.mdb"))
     broken = bytearray(payload)

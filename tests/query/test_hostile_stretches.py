@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
@@ -19,15 +18,12 @@ from kvtool.core.cache.tables import Row
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part, named_states
 from kvtool.core.model.decoder import Decoder
-from tests.cli.working import CHUNKS, SHORT, Done, kvtool, write_corpus
+from tests.cli.working import CHUNKS, SHORT, Done, damages, kvtool, write_corpus
 from tests.families import save_tiny, tiny_model
 from tests.fusion.making import decoder_of, tokens
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
 Tensors = dict[str, torch.Tensor]
-
-
-# ---- states of a layer -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +63,6 @@ def test_states_that_are_no_layers(wrong: str, decoder: Decoder) -> None:
     assert len(named_states(sound, decoder, 0)) == 2
     with pytest.raises(DamagedError):
         named_states(WRONG[wrong](sound), decoder, 0)
-
-
-# ---- a whole store -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +157,7 @@ def test_a_stretch_of_another_layer_count_is_computed_again(layers: str, store: 
     assert "miss" in [chunk["status"] for chunk in done.json["chunks"]]
     assert done.json["answer"] == whole["answer"]
     assert ask(store, SECOND).json["answer"] == whole["answer"]
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
 
 
 def test_a_layer_that_no_key_has_room_for_is_damage(store: Path, tmp_path: Path) -> None:
@@ -178,8 +170,7 @@ def test_a_layer_that_no_key_has_room_for_is_damage(store: Path, tmp_path: Path)
     assert "Traceback" not in verified.err
     kvtool("store", "export", tmp_path / "one.kvpack", "--store", store).fine()
     kvtool("store", "verify", "--repair", "--store", store)
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
 
 
 @pytest.mark.slow
@@ -198,5 +189,4 @@ def test_no_answer_is_made_of_what_is_no_number(side: str, number: float, store:
     else:
         again.failed(12, "no finite numbers")
     ask(store, SECOND, "full")
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []

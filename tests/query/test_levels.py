@@ -26,6 +26,7 @@ from tests.cli.working import (
     damages,
     files_below,
     kvtool,
+    payloads,
     write_corpus,
 )
 from tests.compress.making import (
@@ -35,8 +36,6 @@ from tests.compress.making import (
     fixed_losses,
     flip,
     levels_in,
-    make_fitted,
-    make_plain,
     prefix_of,
     refit,
     replace_record,
@@ -55,15 +54,9 @@ def both(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
     return folder / "raw", folder / "lossless"
 
 
-@pytest.fixture
-def lossless(both: tuple[Path, Path]) -> Path:
-    return both[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "prefix"])
 def test_lossless_answers_as_raw_does(mode: str, both: tuple[Path, Path]) -> None:
-    """The same tokens, the same answer, fewer bytes."""
     rows = [kvtool("query", QUESTION, "--store", path, "--fusion", mode, *SHORT, "--json").fine().json for path in both]
     assert rows[0]["answer"] == rows[1]["answer"]
     assert rows[0]["tokens"] == rows[1]["tokens"]
@@ -109,10 +102,9 @@ def test_records_of_an_unknown_level_are_named() -> None:
     assert said == ["records at level '9' are not read: there is no codec for it here"]
 
 
-def test_a_payload_that_cannot_be_decoded_is_a_hole(lossless: Path, tmp_path: Path) -> None:
+def test_a_payload_that_cannot_be_decoded_is_a_hole(both: tuple[Path, Path], tmp_path: Path) -> None:
     """Its digest is right, so only the codec can detect it."""
-    path = tmp_path / "store"
-    shutil.copytree(lossless, path)
+    path = Path(shutil.copytree(both[1], tmp_path / "store"))
     chunk = bytes.fromhex(chunks_of(path, "mill2.md")[1])
     with Store.open(path) as opened, opened.writer() as writer:
         records = []
@@ -132,20 +124,6 @@ def test_a_payload_that_cannot_be_decoded_is_a_hole(lossless: Path, tmp_path: Pa
     assert "miss" not in {chunk["status"] for chunk in again["chunks"]}
     assert again["answer"] == row["answer"]
     assert damages(path) == []
-
-
-# ---- lossy levels ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two documents at all levels, nested."""
-    return make_fitted(make_plain(tiny, tmp_path_factory.mktemp("plain")), tmp_path_factory.mktemp("fitted"))
-
-
-@pytest.fixture
-def fitted(fitted_store: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))
 
 
 def know(path: Path, **losses: float) -> None:
@@ -241,16 +219,9 @@ def test_mixed_stores_are_normal(fitted: Path) -> None:
     assert (found[one], found[two], found[three]) == (["raw"], ["2", "3", "4"], ["lossless"])
     done = ask(fitted)
     assert statuses(done) <= {"hit", "exact"}
-    wanted = {one: ["raw"], two: ["2", "3", "4"], three: ["lossless"]} | {
-        chunk: ["2", "3", "4"] for chunk in chunks[3:]
-    }
-    wanted[prefix_of(fitted)] = ["raw"]
-    assert done.json["bytes_read"] == sum(
-        len(rows(fitted, level)[chunk, layer]) - 80
-        for chunk, levels in wanted.items()
-        for level in levels
-        for layer in range(LAYERS)
-    )
+    wanted = dict.fromkeys(chunks, "234") | {one: ["raw"], three: ["lossless"], prefix_of(fitted): ["raw"]}
+    read = [rows(fitted, level)[chunk, layer] for chunk in wanted for level in wanted[chunk] for layer in range(LAYERS)]
+    assert done.json["bytes_read"] == sum(len(record) - 80 for record in read)
     assert damages(fitted) == []
 
 
@@ -267,7 +238,6 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
 
 
 def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are computed in place, and reported; nothing is stored, and nothing that is stored is removed."""
     monkeypatch.setattr(answer, "make", None)
     one, *others = chunks_of(fitted, "mill0.md")
     for level in "123":
@@ -309,7 +279,6 @@ def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitt
 @pytest.mark.slow
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
 def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], None], fitted: Path) -> None:
-    """Every chunk is computed and stored anew; the answer is the exact one."""
     know(fitted, l4=0.001)
     lose(fitted)
     done = ask(fitted)
@@ -320,7 +289,6 @@ def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], No
 
 
 def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
-    """Nothing is known then, so exact records are read."""
     know(fitted, l4=0.001)
     with Store.open(fitted) as store, store.snapshot() as snapshot:
         data = bytearray(snapshot.get(tables.META, tables.CODEC_KEY) or b"")
@@ -342,14 +310,8 @@ def test_what_is_exact_and_sound_is_not_computed_again(fitted: Path) -> None:
     """A damaged lossy record costs nothing but itself and what refines it: the exact rows stay, byte for byte."""
     know(fitted, l1=0.5, l2=0.001, l3=0.5, l4=0.5)
     one = chunks_of(fitted, "mill0.md")[0]
-    before = read_all(fitted, one, "raw")
+    before = payloads(fitted)
     replace_record(fitted, one, "2", 0, flip)
     assert "miss" in statuses(ask(fitted))
     assert levels_in(fitted)[one] == ["3", "4", "raw"]
-    assert read_all(fitted, one, "raw") == before
-
-
-def read_all(store: Path, chunk: str, level: str) -> list[bytes]:
-    with Store.open(store) as opened:
-        records = [opened.read_kv(bytes.fromhex(chunk), level, layer) for layer in range(LAYERS)]
-    return [bytes(record[1]) for record in records if record is not None]
+    assert payloads(fitted) == before

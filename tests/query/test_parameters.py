@@ -52,7 +52,9 @@ def test_a_flag_adds_to_a_file(tmp_path: Path) -> None:
 def test_python_gives_a_mapping() -> None:
     options = QueryOptions.of({"set": {"blend.metric": "k_l1", "sampling.top_p": 0.9}})
     assert (options.top_p, options.set) == (0.9, ("blend.metric=k_l1",))
-    assert "top_p" not in inspect.signature(kvtool.Cache.query).parameters
+    shown = inspect.signature(kvtool.Cache.query).parameters
+    assert shown["ratio"].default == 0.15
+    assert not {"top_p", "options", "device"} & {*shown}
     assert not {"metric", "check_layer"} & {*options_of(QueryOptions)}
 
 

@@ -16,7 +16,7 @@ from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.fusion.prefix_cache import encode_part
-from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus
+from tests.cli.working import CHUNKS, SHORT, Done, damages, emptied, flip_row, kvtool, write_corpus
 from tests.families import save_tiny
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
@@ -87,8 +87,7 @@ def test_the_second_question_computes_itself_alone(store: Path) -> None:
     assert {chunk["status"] for chunk in second["chunks"]} == {"exact"}
     assert second["bytes_read"] > 0
     assert full["tokens"]["reused"] == 0
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
     before = keys_of(store)
     assert told(ask(store, SECOND).json) == told(second)
     assert keys_of(store) == before  # a question is not kept
@@ -105,9 +104,8 @@ def test_another_document_begins_behind_the_prompts_beginning(store: Path) -> No
 
 def test_compared_with_full_it_is_the_same(store: Path) -> None:
     ask(store, FIRST)
-    runs = kvtool(
-        "query", SECOND, "--store", store, "--documents", "mill2.md", *SHORT, "--compare", "prefix", "--json"
-    ).fine()
+    asked = ("query", SECOND, "--store", store, "--documents", "mill2.md", *SHORT)
+    runs = kvtool(*asked, "--compare", "prefix", "--json").fine()
     full, prefix = runs.json["runs"]
     assert prefix["tokens"]["reused"] > 0
     assert prefix["answer_equal"]
@@ -146,9 +144,6 @@ def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_p
     kvtool(*asked, "--fusion", "full").fine()
 
 
-# ---- what is kept, and how long ----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_nothing_is_kept_where_nothing_may(store: Path) -> None:
     assert "could not be stored" in ask(store, FIRST, "--set", "load.state_cache_size=10kB").err
@@ -170,8 +165,7 @@ def test_what_was_not_used_for_longest_goes_for_what_is_new(store: Path) -> None
     beginning = ask(store, SECOND, documents="mill5.md").json["tokens"]["reused"]
     assert beginning > 0  # which is used by all
     assert ask(store, SECOND, documents="mill4.md").json["tokens"]["reused"] > beginning
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
 
 
 def test_a_store_that_cannot_be_written_answers(store: Path) -> None:
@@ -221,18 +215,6 @@ def test_prune_takes_stretches_first(store: Path) -> None:
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
 
-# ---- trouble -----------------------------------------------------------------------------------------------------
-
-
-def flip(store: Path, key: bytes) -> None:
-    with Store.open(store) as opened:
-        with opened.snapshot() as snapshot:
-            value = snapshot.get(tables.STRETCHES, key)
-        assert value is not None
-        value[len(value) // 2] ^= 1
-        opened.environment.write(lambda transaction: transaction.put(tables.STRETCHES + key, bytes(value)), 0)
-
-
 def each_kind(store: Path) -> Iterator[bytes]:
     """A description, rows and a state, of the last stretch of the prompt."""
     with Store.open(store) as opened:
@@ -247,7 +229,7 @@ def each_kind(store: Path) -> Iterator[bytes]:
 def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -> None:
     ask(store, FIRST)
     whole = ask(store, SECOND).json
-    flip(store, list(each_kind(store))[kind])
+    flip_row(store, tables.STRETCHES, list(each_kind(store))[kind])
     with Store.open(store) as opened:
         (damage, *_) = verify(opened)
         assert "(in checkpoints)" in damage.reason
@@ -257,8 +239,7 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
     assert damaged["answer"] == whole["answer"]
     assert damaged["tokens"]["reused"] < whole["tokens"]["reused"]
     assert told(ask(store, SECOND).json) == told(whole)  # it was stored anew
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
 
 
 @pytest.mark.slow
@@ -293,11 +274,10 @@ def test_what_is_left_of_others_is_looked_for_once_a_writer(store: Path, monkeyp
 def test_repair_drops_the_stretch_whole(store: Path) -> None:
     ask(store, FIRST)
     before = stretches(store)["count"]
-    flip(store, list(each_kind(store))[2])
+    flip_row(store, tables.STRETCHES, list(each_kind(store))[2])
     kvtool("store", "verify", "--repair", "--store", store)
     assert stretches(store)["count"] == before - 1
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
     assert {len(key) for key in keys_of(store)} == {20, 23}
 
 
@@ -309,8 +289,7 @@ def test_a_missing_part_is_damage(store: Path) -> None:
         (damage,) = verify(opened)
     assert "missing" in damage.reason
     ask(store, SECOND)
-    with Store.open(store) as opened:
-        assert verify(opened) == []
+    assert damages(store) == []
 
 
 @pytest.mark.slow
@@ -340,9 +319,6 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
     with Store.open(store) as opened:  # what was left was removed by the next write
         described = {*opened.stretches()}
     assert {key[:20] for key in keys_of(store)} == described
-
-
-# ---- elsewhere ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -380,17 +356,15 @@ def test_documents_are_shared_without_stretches(store: Path, tmp_path: Path) -> 
     assert "a shared store holds no states" in kvtool("store", "pull", tier, "--store", pulled).fine().err
     assert ask(pulled, SECOND).json["tokens"]["reused"] == 0
     assert ask(pulled, FIRST).json["tokens"]["reused"] > 0
-    with Store.open(pulled) as opened:
-        assert verify(opened) == []
+    assert damages(pulled) == []
 
 
 def test_what_a_question_found_is_counted(store: Path) -> None:
     ask(store, FIRST)
     ask(store, SECOND)
     with Store.open(store) as opened:
-        chunks = [
-            ref.chunk_id for document in opened.documents() if "mill2" in document.source for ref in document.chunks
-        ]
+        named = [document for document in opened.documents() if "mill2" in document.source]
+        chunks = [ref.chunk_id for document in named for ref in document.chunks]
         assert opened.served() == Served(2, len(chunks), len(chunks))
         assert opened.last_used().keys() == {*chunks} | {*opened.stretches()}
 

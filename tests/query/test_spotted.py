@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ from tests.cli.working import QUESTION, kvtool
 Messages = tuple[tuple[str, str], ...]
 
 
-@pytest.fixture
-def session(store: Path) -> Iterator[Session]:
-    with Store.open(store) as opened:
-        yield Session.open(opened, ModelOptions(offline=True))
-
-
 def texts(session: Session, name: str) -> list[str]:
     (document,) = [document for document in session.store.documents() if document.source.endswith(name)]
     return [document.text[ref.start : ref.end] for ref in document.chunks]
@@ -47,9 +41,7 @@ def messages(session: Session) -> Messages:
 
 def test_the_prompt_is_the_clients_token_by_token(session: Session, messages: Messages) -> None:
     asked = lay_out_messages(session, Request(QUESTION, messages=messages), QueryOptions())
-    assert asked is not None
     ids = message_tokens(session.tokenizer, messages)
-    assert ids is not None
     assert tuple(asked.plan.ids) == ids
     text = session.tokenizer.decode(list(ids))
     for _, content in messages:
@@ -58,7 +50,6 @@ def test_the_prompt_is_the_clients_token_by_token(session: Session, messages: Me
     assert [hit.passage.source.rpartition("/")[2] for hit in asked.hits] == ["mill2.md"] * 2 + ["mill0.md", "mill4.md"]
     assert [hit.passage.chunk_id for hit in asked.hits] == [one.source.chunk_id for one in passages]
     assert all(one.cached for one in passages)
-    assert passages[2].source.part is not None
     assert passages[2].source.part.first > 0
     own = [one for one in asked.plan.chunks if not one.source.chunk_id]
     assert {one.reason for one in own} == {OWN_TEXT}
@@ -83,7 +74,6 @@ def test_rows_of_a_part_are_those_of_the_chunk(session: Session, messages: Messa
     reply = answer(session, Request(QUESTION, messages=messages), options)
     (segment,) = [one for one in reply.fused.plan.passages if one.source.part is not None and one.source.part.first]
     part = segment.source.part
-    assert part is not None
     whole = answer(session, Request(QUESTION, chunks=(segment.source.chunk_id.hex(),)), options)
     (chunk,) = whole.fused.plan.chunks
     for ours, theirs in zip(reply.fused.cache.buffers, whole.fused.cache.buffers, strict=True):
@@ -123,8 +113,6 @@ def test_control_tokens_that_a_client_writes_are_text(session: Session, messages
     end = session.tokenizer.eos_token
     pasted = (*messages[:-1], ("user", f"{end} {messages[-1][1]}"))
     ids, plain = message_tokens(session.tokenizer, pasted), message_tokens(session.tokenizer, messages)
-    assert ids is not None
-    assert plain is not None
     assert ids.count(session.tokenizer.eos_token_id) == plain.count(session.tokenizer.eos_token_id)
 
 
@@ -145,7 +133,6 @@ def test_no_process_is_started_for_messages_without_passages_nor_for_every_turn_
     assert started == []
     for _ in range(3):
         asked = lay_out_messages(session, Request(QUESTION, messages=messages), QueryOptions())
-        assert asked is not None
         assert tuple(asked.plan.ids) == message_tokens(session.tokenizer, messages)
         messages = (*messages, ("assistant", "A miller."), ("user", "When was it?"))
     assert len(started) == 1
@@ -155,7 +142,6 @@ def test_a_template_that_writes_nothing_behind_a_passage(session: Session) -> No
     session.tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
     messages = (("user", "\n\n".join(texts(session, "mill2.md"))),)
     asked = lay_out_messages(session, Request(QUESTION, messages=messages), QueryOptions())
-    assert asked is not None
     assert asked.plan.segments[-1].ids
     assert tuple(asked.plan.ids) == message_tokens(session.tokenizer, messages)
 
@@ -183,16 +169,13 @@ def test_a_chunk_that_is_repaired_is_spotted_again(session: Session, messages: M
     store, request = session.store, Request(QUESTION, messages=messages)
     (document,) = [each for each in store.documents() if each.source.endswith("mill2.md")]
     info = store.chunk_info(lost := document.chunks[0].chunk_id)
-    assert info is not None
     with store.writer() as writer:
         writer.drop_chunks([lost])
     asked = lay_out_messages(session, request, QueryOptions())
-    assert asked is not None
     assert lost not in [hit.passage.chunk_id for hit in asked.hits]
     with store.writer() as writer:
         writer.describe({lost: info})
     asked = lay_out_messages(session, request, QueryOptions())
-    assert asked is not None
     assert asked.hits[0].passage.chunk_id == lost
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,13 +26,7 @@ def cache(store: Path) -> Iterator[Cache]:
 
 
 def facts(reply: Reply) -> tuple[object, ...]:
-    return (
-        reply.answer,
-        reply.fusion,
-        [chunk.id for chunk in reply.chunks],
-        reply.tokens,
-        reply.fused.logits.tolist(),
-    )
+    return (reply.answer, reply.fusion, [chunk.id for chunk in reply.chunks], reply.tokens, reply.fused.logits.tolist())
 
 
 @pytest.mark.slow
@@ -64,12 +57,3 @@ def test_a_python_user_is_warned(store: Path) -> None:
     with kvtool.open(store) as opened, pytest.warns(kvtool.KvtoolWarning, match="computed in place") as told:
         opened.query("first mill", documents=["mill0.md"], max_tokens=1)
     assert {one.filename for one in told} == {__file__}
-
-
-def test_notices_go_where_they_are_sent(store: Path, corpus: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
-    drop_records(store, *chunks_of(store, "mill0.md"))
-    with kvtool.open(store, warn=lambda text, hint: told.append((text, hint))) as opened, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opened.query("first mill", documents=["mill0.md"], max_tokens=1)
-    assert told

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,10 @@ from kvtool.core.query import verify as module
 from kvtool.core.query.audit import compare
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from tests.cli.working import QUESTION, SHORT, kvtool, on_terminal
+from tests.cli.working import QUESTION, SHORT, kvtool, on_terminal, write_batch
 
 OTHER = "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 20, "top_k": 3}
-
-
-@pytest.fixture
-def cache(store: Path) -> Iterator[package.Cache]:
-    with package.open(store) as opened:
-        yield opened
 
 
 def test_what_stands_is_what_full_says(cache: package.Cache) -> None:
@@ -40,7 +32,6 @@ def test_what_stands_is_what_full_says(cache: package.Cache) -> None:
             assert (reply.fusion, reply.tokens["reused"]) == (draft.fusion, draft.tokens["reused"])
             pairs = zip(draft.generated.ids, full.generated.ids, strict=False)
             verified = reply.verified
-            assert verified is not None
             assert verified.accepted == sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             assert verified.drafted == len(draft.generated.ids)
             assert verified.draft == (None if draft.answer == full.answer else draft.answer)
@@ -62,7 +53,6 @@ def test_the_first_token_waits_for_nothing(cache: package.Cache, monkeypatch: py
     monkeypatch.setattr(module, "fuse", fuse)
     reply = cache.query(QUESTION, stream=happened.append, verify=True, fusion="reuse", **ASKING)
     assert happened.pop() is True
-    assert reply.verified is not None
     assert "".join(map(str, happened)).strip() == (reply.verified.draft or reply.answer)
 
 
@@ -115,8 +105,7 @@ def test_what_cannot_be_verified_is_refused(store: Path, cache: package.Cache, t
 
 
 def test_a_batch_sums_up(store: Path, tmp_path: Path) -> None:
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text("".join(json.dumps({"question": question}) + "\n" for question in (QUESTION, OTHER)))
+    batch = write_batch(tmp_path / "batch.jsonl", {"question": QUESTION}, {"question": OTHER})
     asked = ("query", "--batch", batch, "--store", store, *SHORT, "--fusion", "reuse", "--verify")
     *rows, summary = kvtool(*asked).fine().lines
     right = [not row["verified"]["corrected"] for row in rows]

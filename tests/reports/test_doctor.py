@@ -75,12 +75,9 @@ def test_what_does_not_exist_yet_is_no_fault(tmp_path: Path, tiny: Path) -> None
     assert states(kvtool("doctor", "--store", tmp_path / "none", "--json"))["model"] == "warning"
 
 
-def test_a_model_that_was_named_has_to_be_there(tmp_path: Path) -> None:
+def test_a_model_that_is_missing_or_refused_is_told(tmp_path: Path, tiny: Path) -> None:
     done = kvtool("doctor", "--store", tmp_path / "none", "--model", tmp_path / "no-model", "--json")
     assert states(done)["model"] == "failed"
-
-
-def test_a_model_that_is_refused_is_told(tmp_path: Path, tiny: Path) -> None:
     model = Path(shutil.copytree(tiny, tmp_path / "gpt2"))
     GPT2Config(n_layer=2, n_embd=64, n_head=2).save_pretrained(model)
     done = kvtool("doctor", "--store", tmp_path / "none", "--model", model, "--json")

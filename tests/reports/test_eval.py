@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,19 +13,14 @@ from kvtool.core.query.reply import read_batch
 from kvtool.core.session.session import Session
 from kvtool.reports import question_generation
 from kvtool.reports.summary import best
-from tests.cli.working import QUESTION, kvtool, untouched
+from tests.cli.working import QUESTION, kvtool, untouched, write_batch
 
 RUNS = ("--runs", "reuse,epic:4", "--max-tokens", "6")
 
 
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    return write(
+    return write_batch(
         tmp_path / "mine.jsonl",
         {"question": QUESTION, "answers": ["baker C"], "sources": ["mill2.md"]},
         {"question": QUESTION, "sources": ["mill2.md", "mill4.md"], "generator": "a model"},
@@ -61,13 +54,12 @@ def test_every_mode_as_it_is_by_default_and_words_for_people(questions: Path, st
 
 
 def test_a_source_that_the_store_has_not_is_refused_before_a_model_is_loaded(tmp_path: Path, store: Path) -> None:
-    file = write(tmp_path / "mine.jsonl", {"question": QUESTION, "sources": ["nowhere.md"]})
+    file = write_batch(tmp_path / "mine.jsonl", {"question": QUESTION, "sources": ["nowhere.md"]})
     kvtool("eval", file, "--store", store, "--model", "no-such-model").failed(2, "nowhere.md")
     kvtool("eval", "--store", store).failed(2, "needs a file of questions", "--make")
     kvtool("eval", "--make", "3", "--store", store).failed(2, "to write the questions into", "made.jsonl --make 3")
     both = kvtool("eval", "made.jsonl", "--make", "3", "--runs", "reuse,union:5%", "--store", store)
     both.failed(2, "measures nothing yet", "eval made.jsonl --runs reuse,union:5%")
-    kvtool("eval", tmp_path / "none.jsonl", "--store", store).failed(2, "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -84,9 +76,6 @@ def test_the_cheapest_that_is_near_enough_else_the_nearest(
     full = {"run": "full", "recomputed_share": 9.0, "kl_answer": 0.0, "intervals": {"kl_answer": (0, 0)}}
     assert best([full, *runs], 0.05) == {"run": run, "within_limit": within_limit}
     assert best([full], 0.05) == {"run": None, "within_limit": False}
-
-
-# ---- questions that the model writes ----
 
 
 def says(monkeypatch: pytest.MonkeyPatch, *texts: str, ends: bool = True) -> None:
@@ -118,7 +107,6 @@ def test_an_answer_that_was_cut_off_is_no_truth(store: Path, monkeypatch: pytest
         says(monkeypatch, "Who built the mill by the river?", "the baker", ends=ends)
         with Store.open(store) as opened:
             (request,) = question_generation.generate_questions(Session(opened, ModelOptions()), 1)
-        assert request is not None
         assert request.answers == answers
 
 
@@ -134,8 +122,7 @@ def test_the_file_that_is_made_can_be_asked(store: Path, tmp_path: Path, monkeyp
     assert all(request.generator for request in read_batch(file))
     kvtool("eval", file, "--make", "2", "--store", store).failed(2, "already")
     says(monkeypatch, "Who built the mill by the river?", "baker", *["No question."] * 20)
-    fewer = kvtool("eval", tmp_path / "fewer.jsonl", "--make", "2", "--store", store)
-    assert fewer.code == 3
+    fewer = kvtool("eval", tmp_path / "fewer.jsonl", "--make", "2", "--store", store).fine(3)
     assert "fewer than asked for" in fewer.out
     kvtool("eval", tmp_path / "no" / "made.jsonl", "--make", "2", "--store", store).failed(2, "folder")
     monkeypatch.undo()

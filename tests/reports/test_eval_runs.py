@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.core.session.session import Session
 from kvtool.reports import paired_run
-from tests.cli.working import QUESTION, Done, drop_records, fail_gate, kvtool, untouched
+from tests.cli.working import QUESTION, Done, drop_records, fail_gate, kvtool, untouched, write_batch
 
 RUNS = ("--runs", "reuse,epic:4,blend:0.1,union:20%")
 NAMES = ["full", "reuse", "epic:4", "blend:0.1", "union:0.2"]
@@ -20,18 +20,13 @@ TIMES = ("ttft_ms", "ttft_ms_median", "speedup")
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Path:
-    return write_batch(tmp_path / "questions.jsonl")
+    return questions(tmp_path / "questions.jsonl")
 
 
-def write_batch(path: Path, **changes: Any) -> Path:
-    rows = [
-        {"id": "a", "question": QUESTION, "answers": ["baker B", "1769"], "documents": ["mill1.md"]},
-        {"id": "b", "question": "When was the first mill built?", "answers": ["1700"]},
-        {"question": "Where is the fourth mill?"},
-    ]
-    rows[0] |= changes
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def questions(path: Path, **changes: Any) -> Path:
+    first = {"id": "a", "question": QUESTION, "answers": ["baker B", "1769"], "documents": ["mill1.md"]}
+    second = {"id": "b", "question": "When was the first mill built?", "answers": ["1700"]}
+    return write_batch(path, first | changes, second, {"question": "Where is the fourth mill?"})
 
 
 @pytest.fixture
@@ -67,9 +62,6 @@ def timeless(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: timeless(inner) for key, inner in value.items() if key not in TIMES}
     return value
-
-
-# ---- numbers ----
 
 
 @pytest.mark.slow
@@ -111,9 +103,8 @@ def test_the_summary(store: Path, batch: Path, results: Path) -> None:
 def test_numbers_equal_those_of_compare(store: Path, batch: Path, results: Path) -> None:
     evaluate(store, batch, "--runs", "reuse,epic:16,blend:0.15,infoflow:0.15,union:0.15", "--resume", results).fine()
     modes = ["full", "reuse", "epic", "blend", "infoflow", "union"]
-    compared = kvtool(
-        *("query", "--store", store, "--batch", batch, "--max-tokens", "6", "--compare", ",".join(modes))
-    ).fine()
+    at = ("query", "--store", store, "--batch", batch, "--max-tokens", "6")
+    compared = kvtool(*at, "--compare", ",".join(modes)).fine()
     for line, found in zip(compared.lines[:-1], rows_of(results), strict=True):
         by_mode = {name.partition(":")[0]: row for name, row in found.items()}
         assert list(by_mode) == [wanted["fusion"] for wanted in line["runs"]] == modes
@@ -164,12 +155,8 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
     assert done.json["incomplete"] == 1
 
 
-# ---- evidence ----
-
-
 @pytest.mark.slow
 def test_without_any_context(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
-    """Only the question, in the same form, once a question; what a file lacks is computed when it is asked for."""
     at = ("--runs", "reuse", "--resume", results, "--json")
     plain = evaluate(store, batch, *at).fine().json
     assert "none" not in [row["run"] for row in plain["runs"]]
@@ -205,9 +192,6 @@ def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: P
     assert "--holdout needs two questions at least" in one.out
 
 
-# ---- going on ----
-
-
 @pytest.mark.slow
 def test_after_a_torn_line_only_what_is_missing_runs(
     store: Path, batch: Path, results: Path, fused: list[str], monkeypatch: pytest.MonkeyPatch
@@ -241,9 +225,6 @@ def test_more_runs_and_more_questions(store: Path, batch: Path, results: Path, f
     assert fused == []
 
 
-# ---- refusals ----
-
-
 @pytest.mark.slow
 def test_another_stores_file(store: Path, batch: Path, results: Path, corpus: Path, fresh: Any, tmp_path: Path) -> None:
     evaluate(store, batch, "--limit", "1", "--resume", results).fine()
@@ -262,7 +243,7 @@ def test_other_settings(store: Path, batch: Path, results: Path, tmp_path: Path)
     evaluate(store, batch, *at, "--max-tokens", "7").failed(2, "max tokens 6, now 7")
     evaluate(store, batch, *at, "--level", "raw").failed(2, "level auto, now raw")
     evaluate(store, batch, *at, "--top-k", "2").failed(2, "top k 5, now 2")
-    other = write_batch(tmp_path / "other.jsonl", answers=["baker C"])
+    other = questions(tmp_path / "other.jsonl", answers=["baker C"])
     evaluate(store, other, *at).failed(2, "batch")
     shutil.copy(batch, tmp_path / "same.jsonl")
     evaluate(store, tmp_path / "same.jsonl", *at, "--limit", "1").fine()
@@ -281,7 +262,7 @@ def test_errors(store: Path, batch: Path, results: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_question_that_fails(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
-    write_batch(batch, documents=["nowhere.md"])
+    questions(batch, documents=["nowhere.md"])
     for _ in range(2):  # it is tried again, the others are not
         fused.clear()
         done = evaluate(store, batch, "--resume", results, "--json").fine(3)

@@ -79,8 +79,7 @@ def test_other_facts(path: Path, changed: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"x", b"\n", b"hello\n", b'{"question": "?"}\n', b'{"type": "kvtool eval"', b"\xff\xfe", b"[]\n"],
+    "content", [b"x", b"\n", b"hello\n", b'{"question": "?"}\n', b'{"type": "kvtool eval"', b"\xff\xfe", b"[]\n"]
 )
 def test_a_foreign_file_is_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)

@@ -51,20 +51,8 @@ def test_all_that_was_given_is_there_and_nothing_is_fetched() -> None:
     )
     html = page("Title & more", {"model": "a<b"}, [section])
     found = Outline(html)
-    for text in (
-        "Title & more",
-        "a<b",
-        "What <it> is",
-        "One & two.",
-        "full",
-        "0.5",
-        "<b>",
-        "<tok>",
-        "Growth",
-        "warmth",
-        "a.md",
-        "2 and more",
-    ):
+    words = ("Title & more", "a<b", "What <it> is", "One & two.", "full", "0.5", "<b>", "<tok>", "Growth", "warmth")
+    for text in (*words, "a.md", "2 and more"):
         assert text in found.text
     assert found.tags.count("svg") == 1
     assert found.tags.count("tr") == 3

@@ -74,13 +74,10 @@ def test_answers_equal_generation_from_scratch(name: str, longest: int) -> None:
 
 @pytest.mark.slow
 def test_the_ways_an_answer_can_go() -> None:
-    """Over some prompts: equal to the reference, other from the first token on, and other from a later one on."""
     own, options = case("llama"), QueryOptions(max_tokens=12)
-    agreed = {
-        length for seed in range(6) for length, _ in both(own, options, (tokens(30, seed), tokens(50, seed + 90)))
-    }
-    assert agreed >= {0, 12}
-    assert agreed - {0, 12}
+    prompts = [(tokens(30, seed), tokens(50, seed + 90)) for seed in range(6)]
+    agreed = {length for chunks in prompts for length, _ in both(own, options, chunks)}
+    assert agreed > {0, 12}
 
 
 @pytest.mark.slow
@@ -145,12 +142,10 @@ def plain_log_p(own: Case, ids: list[int], script: Sequence[int], past: DynamicC
     """Before each token of the script: float64 `[len(script), vocabulary]`."""
     seen = past.get_seq_length() if past is not None else 0
     both = [*ids, *script[:-1]]
+    positions = torch.arange(seen, seen + len(both))[None]
     with torch.inference_mode():
-        out = plain_model(own.name, own.dtype)(
-            input_ids=torch.tensor([both]),
-            position_ids=torch.arange(seen, seen + len(both))[None],
-            past_key_values=past,
-        )
+        model = plain_model(own.name, own.dtype)
+        out = model(input_ids=torch.tensor([both]), position_ids=positions, past_key_values=past)
     logits: np.ndarray = out.logits[0, len(ids) - 1 :].double().log_softmax(-1).numpy()
     return logits
 

@@ -17,23 +17,16 @@ def names(*texts: str) -> list[str]:
 
 def test_nothing_given_is_every_mode_by_default() -> None:
     assert names()[:3] == ["reuse", "epic:16", "blend:0.15"]
-    assert [name.partition(":")[0] for name in names()] == [
-        name for name, kind in SELECTORS.items() if not kind.lossless
-    ]
+    lossy = [name for name, kind in SELECTORS.items() if not kind.lossless]
+    assert [name.partition(":")[0] for name in names()] == lossy
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("reuse", "reuse"),
-        ("epic", "epic:16"),
-        ("epic:0", "epic:0"),
-        ("epic:016", "epic:16"),
-        ("blend", "blend:0.15"),
-        (" blend : 0.150 ", "blend:0.15"),
-        ("blend:15%", "blend:0.15"),
-        ("union:7%", "union:0.07"),
-        ("infoflow:1", "infoflow:1"),
+        *(("reuse", "reuse"), ("epic", "epic:16"), ("epic:0", "epic:0"), ("epic:016", "epic:16")),
+        *(("blend", "blend:0.15"), (" blend : 0.150 ", "blend:0.15"), ("blend:15%", "blend:0.15")),
+        *(("union:7%", "union:0.07"), ("infoflow:1", "infoflow:1")),
         ("union+shift=no:15%", "union+shift=no:0.15"),
         ("union + shift=off", "union+shift=no:0.15"),
         ("union+weighting=0.50+shift=yes:5%", "union+shift=yes+weighting=0.5:0.05"),
@@ -106,12 +99,7 @@ def test_order() -> None:
 
 def test_what_a_run_changes_reaches_its_mode() -> None:
     run = parse_run("union+shift=no+weighting=2:5%")
-    assert selector_for(run.options(QueryOptions()), run.mode) == SELECTORS["union"](
-        ratio=0.05, weighting=2, shift=False
-    )
-    assert ordered(["union:0.15", "epic:16", "union+shift=no:0.05", "union:0.05"]) == [
-        "epic:16",
-        "union:0.05",
-        "union:0.15",
-        "union+shift=no:0.05",
-    ]
+    expected = SELECTORS["union"](ratio=0.05, weighting=2, shift=False)
+    assert selector_for(run.options(QueryOptions()), run.mode) == expected
+    given = ["union:0.15", "epic:16", "union+shift=no:0.05", "union:0.05"]
+    assert ordered(given) == ["epic:16", "union:0.05", "union:0.15", "union+shift=no:0.05"]

@@ -30,13 +30,10 @@ def subject_of(one: Case) -> ReusedPrompt:
 def eager(one: Case, ids: list[int], past: DynamicCache | None = None) -> list[np.ndarray]:
     """Weights `[heads, rows, keys]` of each layer."""
     seen = past.get_seq_length() if past is not None else 0
+    positions = torch.arange(seen, seen + len(ids))[None]
+    model = plain_model(one.name, one.dtype)
     with torch.inference_mode():
-        out = plain_model(one.name, one.dtype)(
-            input_ids=torch.tensor([ids]),
-            position_ids=torch.arange(seen, seen + len(ids))[None],
-            past_key_values=past,
-            output_attentions=True,
-        )
+        out = model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=past, output_attentions=True)
     return [weights[0].double().numpy() for weights in out.attentions]
 
 

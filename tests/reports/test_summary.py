@@ -91,16 +91,12 @@ def test_pairs_are_of_the_questions_that_have_both() -> None:
     assert found["union:0.15"]["f1"].value == pytest.approx(np.mean([rows[p]["union:0.15"]["f1"] for p in range(5)]))
 
 
-# ---- holdout ----
-
-
 def test_a_run_is_chosen_on_the_first_half_alone() -> None:
     rows = questions(8)
     for place in range(8):
         good, bad = (0.01, 0.5) if place < 4 else (0.5, 0.01)
         rows[place] |= {"blend:0.1": row(good, f1=0.5, recomputed=10), "epic:4": row(bad, f1=0.5, recomputed=5)}
     found = holdout(rows, 0.05)
-    assert found is not None
     for rule in found["rules"]:
         assert rule["run"] == "blend:0.1"
         assert rule["selection"]["kl_answer"] == pytest.approx(0.01)
@@ -115,14 +111,9 @@ def summary(run: str, share: float, kl: float, high: float) -> dict[str, Any]:
 
 
 def test_the_rules() -> None:
-    runs = [
-        summary("a", 0.0, 0.2, 0.3),
-        summary("b", 0.05, 0.06, 0.11),
-        summary("c", 0.152, 0.05, 0.10),
-        summary("d", 0.3, 0.01, 0.02),
-    ]
+    of = (("a", 0.0, 0.2, 0.3), ("b", 0.05, 0.06, 0.11), ("c", 0.152, 0.05, 0.10), ("d", 0.3, 0.01, 0.02))
+    runs = [summary(*one) for one in of]
     found = nearest(runs, 0.0)
-    assert found is not None
     assert found["run"] == "c"  # 15 % in whole percents
     for max_kl, wanted in ((0.3, "a"), (0.11, "b"), (0.1, "c"), (0.09, "d"), (0.01, None)):
         chosen = cheapest(runs, max_kl)
@@ -133,7 +124,6 @@ def test_runs_that_lack_questions_are_not_weighed() -> None:
     rows = questions(5)
     del rows[4]["reuse"]
     found = holdout(rows, 9.0)
-    assert found is not None
     assert found["excluded"] == ["reuse"]
     assert {rule["run"] for rule in found["rules"]} == {"union:0.15"}
     assert [found["rules"][0][half]["count"] for half in ("selection", "held_out")] == [3, 2]
@@ -142,5 +132,4 @@ def test_runs_that_lack_questions_are_not_weighed() -> None:
 def test_where_nothing_can_be_chosen() -> None:
     assert holdout(questions(1), 1.0) is None
     found = holdout({place: {"full": row(recomputed=100)} for place in range(4)}, 1.0)
-    assert found is not None
     assert [rule["run"] for rule in found["rules"]] == [None, None]
