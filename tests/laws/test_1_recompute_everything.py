@@ -9,18 +9,7 @@ import pytest
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.generate import Sampling, first_token, generate
-from tests.fusion.making import (
-    BOS,
-    LOSSLESS,
-    PREFIX,
-    Case,
-    Ids,
-    assert_full,
-    lossless,
-    new_case,
-    plain_text,
-    variants,
-)
+from tests.fusion.making import BOS, LOSSLESS, PREFIX, Case, Ids, assert_full, lossless, new_case, plain_text, variants
 from tests.fusion.making import case as shared_case
 from tests.laws import mutants
 

@@ -109,11 +109,7 @@ def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) 
 @pytest.mark.parametrize("name", SHAPED)
 @pytest.mark.parametrize(
     ("shape", "tile", "splits"),
-    [
-        (Shape(4, 2, 16, 50, 7), HALF, 3),
-        (Shape(4, 2, 16, 90, 90), HALF, 1),
-        (Shape(4, 2, 16, 129, 1), HALF, 5),
-    ],
+    [(Shape(4, 2, 16, 50, 7), HALF, 3), (Shape(4, 2, 16, 90, 90), HALF, 1), (Shape(4, 2, 16, 129, 1), HALF, 5)],
 )
 def test_windows_caps_and_sinks(
     interpreter: ProcessPoolExecutor, shape: Shape, name: str, tile: Tile | None, splits: int | None
