@@ -252,7 +252,6 @@ def tiny_tokenizer(chat: bool = True) -> Any:
 def save_tiny(
     name: str, folder: Path, tokenizer: bool = True, *, dtype: str = "float32", seed: int = 0, chat: bool = True
 ) -> Path:
-    """Write `tiny_model(name)` as a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model(name, dtype, seed).save_pretrained(folder)
     if change := SAVED_OTHERWISE.get(name):

@@ -105,13 +105,6 @@ def test_odd_configuration(files: ModelFiles, changes: dict[str, Any]) -> None:
     refused(files)
 
 
-def test_code_in_the_folder_is_never_run(files: ModelFiles) -> None:
-    (files.folder / "evil.py").write_text(f"open({str(files.folder / 'ran')!r}, 'w')")
-    edit_config(files.folder, auto_map={"AutoConfig": "evil.Config"}, model_type="evil")
-    assert "code" in refused(files).message
-    assert not (files.folder / "ran").exists()
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": 1}'])
 def test_damaged_tokenizer(files: ModelFiles, text: str) -> None:
     (files.folder / "tokenizer.json").write_text(text)

@@ -23,6 +23,7 @@ from kvtool.core.native import isa as isas
 from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
 from kvtool.core.native.isa import ISAS, runnable
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
+from tests.spying import calls_of
 
 
 def dice(*shape: int, size: float = 1.0) -> torch.Tensor:
@@ -203,15 +204,8 @@ def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: p
 
 def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's lock is given up for all layers at once, not layer by layer."""
-    calls: list[int] = []
-    run = products.Jobs.run
-
-    def counted(self: Any, kernel: Any) -> None:
-        calls.append(len(self.words))
-        run(self, kernel)
-
-    monkeypatch.setattr(products.Jobs, "run", counted)
-    encode.encode_nested(profile(), range(LAYERS), some_layers(40), ["2"])
+    of, calls = profile(), calls_of(monkeypatch, products.Jobs, "run")
+    encode.encode_nested(of, range(LAYERS), some_layers(40), ["2"])
     assert len(calls) <= 7
 
 

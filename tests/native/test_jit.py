@@ -13,6 +13,7 @@ from kvtool.core.common.files import cache_dir
 from kvtool.core.native import jit
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled, keep_code, kept_code, key_of
+from tests.spying import calls_of
 
 KEY = key_of("a", "b")
 
@@ -29,14 +30,7 @@ def answer(number: int) -> int:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    keys: list[str] = []
-
-    def noted(key: str, code: bytes) -> None:
-        keys.append(key)
-        keep_code(key, code)
-
-    monkeypatch.setattr(jit, "keep_code", noted)
-    return keys
+    return calls_of(monkeypatch, jit, "keep_code", lambda key, code: key)
 
 
 def files() -> list[Path]:

@@ -80,7 +80,6 @@ def golden_sample() -> tuple[Any, Any]:
 
 
 def test_golden(machine: str) -> None:
-    """The format does not change: neither what is written nor how it is read."""
     symbols, ids = golden_sample()
     golden = Stream.of(
         np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)

@@ -100,12 +100,6 @@ def test_a_missing_llvmlite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         jit.kernel(Decode("int16"))
 
 
-def test_other_threads_run_while_a_kernel_does() -> None:
-    kernel: Any = jit.kernel_for(isas.SCALAR, Decode("int16"))
-    holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
-    assert not type(kernel._call)._flags_ & holds_the_lock
-
-
 def next_states(isa: Isa) -> Any:
     """The encoder's division over arrays: states, frequencies, cumulatives and results, each u32."""
     k = FunctionBuilder("run", isa, JOBS)
