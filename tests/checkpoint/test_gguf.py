@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -117,10 +118,7 @@ def test_interrupted_conversion_is_made_again(tiny: Path, monkeypatch: pytest.Mo
 
 
 def test_no_space(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(conversion, "_convert", full)
+    monkeypatch.setattr(conversion, "_convert", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(NoSpaceError, match="no space left"):
         converted(tiny)
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,10 +122,8 @@ def test_truncation_and_padding_of_the_file_are_switched_off(files: ModelFiles) 
 
 
 def test_out_of_memory(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory")
-
-    monkeypatch.setattr(load, "_plain_model", full)
+    full = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory")
+    monkeypatch.setattr(load, "_plain_model", Mock(side_effect=full))
     with pytest.raises(KvtoolError, match="not enough memory") as caught:
         load_model(files, device="cpu")
     assert caught.value.exit_code == 1

@@ -28,7 +28,6 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
 _STATES_AND_WINDOWS = ["linear_attention", "sliding_attention"] * 24
-
 REFUSED: list[tuple[Any, str]] = [
     (t.DeepseekV32Config, "chooses keys by their content"),
     (t.MambaConfig, "recurrent"),

@@ -72,9 +72,6 @@ def check_law(
     return coded.errors
 
 
-# ---- law 7 -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_within_the_stated_error(of: Profile | None, dtype: str) -> None:
@@ -170,9 +167,6 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
         assert wrong.square().mean() < 1.1 / 12
 
 
-# ---- several chunks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_several_chunks_in_one_call(of: Profile | None, dtype: str) -> None:
@@ -259,9 +253,6 @@ def test_of_two_types_in_one_call() -> None:
 
 def test_no_chunk() -> None:
     assert CODECS["1"].decode([], 0, no_profiles) == []
-
-
-# ---- levels ------------------------------------------------------------------------------------------------------
 
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
@@ -432,9 +423,6 @@ def test_views_and_their_strides() -> None:
     for one in (of, None):
         whole = encode_nested(keys[:, 5:20].contiguous(), values[:, 5:20].contiguous(), 0, NESTED, one)
         assert whole == encode_nested(keys[:, 5:20], values[:, 5:20], 0, NESTED, one)
-
-
-# ---- what does not fit -------------------------------------------------------------------------------------------
 
 
 def with_base(base: Encoded | None, item: Encoded) -> Encoded:

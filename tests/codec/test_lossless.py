@@ -129,13 +129,6 @@ def test_decoding_copies_nothing() -> None:
     assert values.storage_offset() == 4
 
 
-def test_from_the_middle_of_a_record() -> None:
-    sides = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    record = bytearray(64) + bytearray(b"".join(Raw("raw").encode(*sides)))
-    decoded = Raw("raw").decode_one(memoryview(record)[64:], (2, 3, 4), "float32")
-    assert all(torch.equal(a, b) for a, b in zip(sides, decoded, strict=True))
-
-
 def test_a_record_without_tokens_holds_none() -> None:
     keys, values = Raw("raw").decode_one(b"", shape_of(2, 0, 4, 4), "bfloat16")
     assert keys.shape == values.shape == (2, 0, 4)

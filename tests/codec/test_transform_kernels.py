@@ -38,9 +38,6 @@ def weights_of(
     return matrices, means, products.Weights.of(matrices, means, tile)
 
 
-# ---- there -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize(
     ("groups", "heads", "dim", "tokens"), [(1, 2, 24, 1), (2, 4, 20, 97), (1, 3, 64, 200), (2, 2, 1, 7)]
@@ -86,9 +83,6 @@ def test_a_number_that_is_not_finite_is_seen(machine: str, dtype: str, place: in
     values[1, 29, place] = odd
     with pytest.raises(Exception, match="not finite"):
         encode_nested(keys, values, 0, ["2"], profile())
-
-
-# ---- and back ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.some(8)
@@ -139,9 +133,6 @@ def test_errors_are_those_of_doubles(machine: str, dtype: str) -> None:
             products.errors_of([other], [exact[0]])
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_every_number_nests(machine: str) -> None:
     numbers = np.arange(-32767, 32767, dtype=np.int16)
     numbers = np.concatenate([numbers, numbers[: -len(numbers) % 32]]).reshape(1, -1, 32)
@@ -164,9 +155,6 @@ def test_what_stands_outside_is_found(machine: str) -> None:
     here = np.array([64, 96], np.int32)
     assert has_strays(numbers, [here, here, here]) == [False, True, False]
     assert has_strays(numbers, [here[:0], here[:1], np.array([0], np.int32)]) == [False, False, True]
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
 
 
 def some_layers(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[KV]:

@@ -46,7 +46,6 @@ MOE = (
     *("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4", "nemotron-h", "kimi-linear", "jamba"),
     *ROUTED,
 )
-
 Ids = tuple[int, ...]
 
 

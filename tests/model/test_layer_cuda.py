@@ -124,9 +124,6 @@ def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -
         FusedForward(decoder, decoder.spec)
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
-
-
 def _kernel_and_torch(
     heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, rows: int, fused: bool
 ) -> list[list[torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,10 +113,7 @@ def test_only_the_user_can_read_it() -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(28, "no space left")
-
-    monkeypatch.setattr(jit.tempfile, "mkstemp", full)
+    monkeypatch.setattr(jit.tempfile, "mkstemp", Mock(side_effect=OSError(28, "no space left")))
     keep_code(KEY, b"code")
     assert kept_code(KEY) is None
 

@@ -7,6 +7,7 @@ import importlib
 import platform
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,12 +91,9 @@ def test_torch_is_held_back_and_so_are_we(
 
 
 def test_a_missing_llvmlite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(name: str) -> Any:
-        raise ImportError(name)
-
     isas.runnable.cache_clear()
     isas.llvm.cache_clear()
-    monkeypatch.setattr(importlib, "import_module", nothing)
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(KvtoolError, match="llvmlite"):
         jit.kernel(Decode("int16"))
 
