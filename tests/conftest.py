@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,3 +130,23 @@ def gpu() -> Iterator[Log]:
 
     with pretended() as log:
         yield log
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton's kernels run on the CPU."""
+    from tests.codec.processes import triton_process
+
+    with triton_process(tmp_path_factory.mktemp("triton"), "1") as process:
+        yield process
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Iterator[ProcessPoolExecutor]:
+    """A process that compiles Triton's kernels for GPUs that need not be here."""
+    from tests.codec.processes import triton_process
+
+    if find_spec("triton.backends.nvidia") is None:
+        pytest.skip("this triton has no PTX backend")
+    with triton_process(tmp_path, "0") as process:
+        yield process

@@ -51,7 +51,6 @@ _TWO_ROPES = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
 }
-
 _GEMMA4: dict[str, Any] = {
     **{"layer_types": [_SLIDING, _FULL, _SLIDING, _FULL], "sliding_window": 30},
     **{"head_dim": 16, "global_head_dim": 32, "final_logit_softcapping": 30.0},
@@ -252,7 +251,6 @@ def tiny_tokenizer(chat: bool = True) -> Any:
 def save_tiny(
     name: str, folder: Path, tokenizer: bool = True, *, dtype: str = "float32", seed: int = 0, chat: bool = True
 ) -> Path:
-    """Write `tiny_model(name)` as a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model(name, dtype, seed).save_pretrained(folder)
     if change := SAVED_OTHERWISE.get(name):

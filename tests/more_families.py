@@ -27,7 +27,6 @@ _LATENTS: dict[str, Any] = {
     **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20},
 }
 _GRANITE: dict[str, Any] = {"attention_multiplier": 0.2, "residual_multiplier": 0.8, "logits_scaling": 2.0}
-
 _TEMPERED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
 
 # The class of its configuration, and its settings in addition to the shape that all have.

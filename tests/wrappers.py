@@ -24,14 +24,12 @@ _BLOCKS = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2,
 _DEEP = _BLOCKS | {"patch_size": 14, "deepstack_visual_indexes": [0]}
 _LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16, "interleave_moe_layer_step": 2}
 _WIDE = {"intermediate_size": 128, "projector_input_dim": 64, "projector_output_dim": 64}
-
 _LAYERS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _GEMMA4 = {
     **{"layer_types": _LAYERS, "sliding_window": 30, "head_dim": 16, "global_head_dim": 32},
     **{"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32, "final_logit_softcapping": 30.0},
 }
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
-
 WRAPPERS: dict[str, Callable[[], Any]] = {
     "gemma3-vision": lambda: t.Gemma3Config(
         text_config=t.Gemma3TextConfig(**SHAPE, **_WINDOWED), vision_config=_SEES, mm_tokens_per_image=4

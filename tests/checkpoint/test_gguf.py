@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from tokenizers import Tokenizer, models
 from kvtool.core.checkpoint.files import PACKED
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import convert as conversion
-from kvtool.core.checkpoint.gguf.config import llama3_divisors
 from kvtool.core.checkpoint.gguf.convert import add_bos_as_stated, converted, shorten_tokenizer, split_digits
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
@@ -118,10 +118,7 @@ def test_interrupted_conversion_is_made_again(tiny: Path, monkeypatch: pytest.Mo
 
 
 def test_no_space(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(conversion, "_convert", full)
+    monkeypatch.setattr(conversion, "_convert", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(NoSpaceError, match="no space left"):
         converted(tiny)
 
@@ -191,23 +188,6 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
         converted(path)
     assert caught.value.hint
     assert not list(tmp_path.glob("home/cache/gguf/*-v*/"))
-
-
-@pytest.mark.slow
-def test_rope_scaling_is_kept(tmp_path: Path) -> None:
-    stored = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
-    path = write_gguf(tmp_path / "x.gguf", **stored, llama__rope__scaling__original_context_length=512)
-    rope = load_model(resolve(str(path)), device="cpu").model.config.rope_parameters
-    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 512)
-
-
-def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
-    divisors = np.array(llama3_divisors(10_000.0, 8, 32.0))
-    path = write_gguf(tmp_path / "x.gguf", tensors={"rope_freqs.weight": divisors})
-    model = load_model(resolve(str(path)), device="cpu").model
-    assert model.config.rope_parameters["factor"] == 32.0
-    plain = 1.0 / 10_000.0 ** (np.arange(8) / 8)
-    assert np.allclose(model.model.rotary_emb.inv_freq.numpy(), plain / divisors, rtol=1e-4)
 
 
 @pytest.mark.slow

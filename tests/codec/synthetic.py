@@ -102,11 +102,7 @@ def encode_nested(
 
 
 def encoded(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    levels: Sequence[str],
-    profile: Profile | None = None,
-    layer: int = 0,
+    keys: torch.Tensor, values: torch.Tensor, levels: Sequence[str], profile: Profile | None = None, layer: int = 0
 ) -> dict[str, Encoded]:
     """Records of some levels, each with those that it refines."""
     made = encode_nested(keys, values, layer, levels, profile)

@@ -72,9 +72,6 @@ def check_law(
     return coded.errors
 
 
-# ---- law 7 -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_within_the_stated_error(of: Profile | None, dtype: str) -> None:
@@ -170,9 +167,6 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
         assert wrong.square().mean() < 1.1 / 12
 
 
-# ---- several chunks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_several_chunks_in_one_call(of: Profile | None, dtype: str) -> None:
@@ -259,9 +253,6 @@ def test_of_two_types_in_one_call() -> None:
 
 def test_no_chunk() -> None:
     assert CODECS["1"].decode([], 0, no_profiles) == []
-
-
-# ---- levels ------------------------------------------------------------------------------------------------------
 
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
@@ -434,19 +425,8 @@ def test_views_and_their_strides() -> None:
         assert whole == encode_nested(keys[:, 5:20], values[:, 5:20], 0, NESTED, one)
 
 
-# ---- what does not fit -------------------------------------------------------------------------------------------
-
-
-def refused_after(change: Callable[[Encoded], Encoded]) -> None:
-    of, kv = profile(), model().kv(0, 30)
-    item = encoded(*kv, NESTED, of)["1"]
-    decoded(item, "1", of)
-    with pytest.raises(DamagedError):
-        decoded(change(item), "1", of)
-
-
-def with_base(base: Encoded | None) -> Callable[[Encoded], Encoded]:
-    return lambda item: dataclasses.replace(item, base=base)
+def with_base(base: Encoded | None, item: Encoded) -> Encoded:
+    return dataclasses.replace(item, base=base)
 
 
 def _base(item: Encoded) -> Encoded:
@@ -496,15 +476,20 @@ def test_of_another_level_or_length() -> None:
                 CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(of))
 
 
-def test_no_base() -> None:
-    refused_after(with_base(None))
-    refused_after(lambda item: dataclasses.replace(item, base=dataclasses.replace(_base(item), base=None)))
-
-
-def test_a_base_of_another_level() -> None:
-    refused_after(lambda item: dataclasses.replace(item, base=_base(_base(item))))
-    refused_after(lambda item: dataclasses.replace(item, base=item))
-    refused_after(with_base(encoded(*model().kv(0, 30), ["1"], profile())["1"]))
+def test_a_base_that_does_not_fit() -> None:
+    """None, or of another level, length or profile."""
+    of = profile()
+    item = encoded(*model().kv(0, 30), NESTED, of)["1"]
+    below = _base(item)
+    decoded(item, "1", of)
+    others = [encoded(*model().kv(0, tokens), ["2"], of)["2"] for tokens in (29, 31)]
+    wrong = [None, dataclasses.replace(below, base=None), below.base, item, encoded(*model().kv(0, 30), ["1"], of)["1"]]
+    wrong += [*others, *(dataclasses.replace(other, shape=(2, 30, 24)) for other in others)]
+    for another in (profile(groups=2), fitted(model(), tokens=399), None):
+        wrong.append(encoded(*model().kv(0, 30), ["2"], another)["2"])
+    for base in wrong:
+        with pytest.raises(DamagedError):
+            decoded(with_base(base, item), "1", of)
 
 
 def test_a_base_of_other_rounding() -> None:
@@ -513,7 +498,7 @@ def test_a_base_of_other_rounding() -> None:
     other = encoded(kv[0] + 0.3 * torch.rand(kv[0].shape), kv[1], ["1", "2"], of)
     for one, base in ((chain, other), (other, chain)):
         with pytest.raises(DamagedError, match="refines another one"):
-            decoded(with_base(base["2"])(one["1"]), "1", of)
+            decoded(with_base(base["2"], one["1"]), "1", of)
     unchecked = dataclasses.replace(Record.parse(chain["1"].payload), base_check=0)
     with pytest.raises(DamagedError):
         decoded(dataclasses.replace(chain["1"], payload=b"".join(unchecked.pack())), "1", of)
@@ -528,23 +513,10 @@ def test_a_base_whose_empty_stream_would_do() -> None:
     decoded(chain["1"], "1", of)
     for base in (chain["1"], chain["3"], chain["4"], encoded(*some.kv(0, 20), NESTED, of)["2"]):
         with pytest.raises(DamagedError):
-            decoded(with_base(base)(chain["1"]), "1", of)
+            decoded(with_base(base, chain["1"]), "1", of)
     other = fitted(some, step=61.0)
     with pytest.raises(DamagedError):
-        decoded(with_base(encoded(*some.kv(0, 30), NESTED, other)["2"])(chain["1"]), "1", of)
-
-
-def test_a_base_of_another_length() -> None:
-    for tokens in (29, 31):
-        other = encoded(*model().kv(0, tokens), ["2"], profile())["2"]
-        refused_after(with_base(other))
-        refused_after(with_base(dataclasses.replace(other, shape=(2, 30, 24))))
-
-
-def test_a_base_of_another_profile_or_of_none() -> None:
-    for of in (profile(groups=2), fitted(model(), tokens=399), None):
-        other = encoded(*model().kv(0, 30), ["2"], of)["2"]
-        refused_after(with_base(other))
+        decoded(with_base(encoded(*some.kv(0, 30), NESTED, other)["2"], chain["1"]), "1", of)
 
 
 def test_a_base_that_says_it_is_not_transformed() -> None:
@@ -554,7 +526,7 @@ def test_a_base_that_says_it_is_not_transformed() -> None:
     plain = dataclasses.replace(coded, transformed=False, streams=coded.streams * 4)
     base = item_of(b"".join(plain.pack()), kv[0])
     with pytest.raises(DamagedError):
-        decoded(with_base(base)(chain["1"]), "1", of)
+        decoded(with_base(base, chain["1"]), "1", of)
 
 
 def test_a_transformed_record_among_those_without_a_profile() -> None:

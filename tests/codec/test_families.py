@@ -23,7 +23,6 @@ def test_within_the_error_that_is_stated(name: str, level: str) -> None:
 
 
 def holds(kvs: Sequence[LayerKV], level: str) -> None:
-    """What a level makes of keys and values is theirs within the error that its records state."""
     payloads = [bytearray().join(bytes(part) for part in parts) for parts in CODECS[level].encode_layers(kvs)]
     items = [
         Encoded(payload, shape_of_layer(kv), DTYPES[kv[0].dtype]) for payload, kv in zip(payloads, kvs, strict=True)

@@ -221,9 +221,6 @@ def test_steps_and_side_information_beyond_all_bounds() -> None:
     assert outcome(level, [Encoded(bytes(data), sound.shape, sound.dtype)]) is None
 
 
-# ---- parsing only ------------------------------------------------------------------------------------------------
-
-
 def parsed(data: bytes) -> Record | None:
     try:
         coded = Record.parse(data)

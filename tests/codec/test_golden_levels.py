@@ -1,4 +1,4 @@
-"""Golden bytes of every lossy level, of a profile, and of the shipped tables.
+"""Golden bytes of every lossy level and of a profile.
 
 The input and the profile are dyadic numbers of few bits, so products, sums and the inverse are exact on any machine, in
 whatever order they are taken. After a new format version, and only then: `python -m tests.codec.test_golden_levels`.
@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import struct
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +90,8 @@ def stored(name: str) -> bytes:
 
 
 def noted(name: str) -> str:
-    """Committed digests: of the tables' file, of the profile, of the numbers that a record holds."""
+    """Committed digests: of the profile, of the numbers that a record holds."""
     return str(json.loads((FOLDER / "digests.json").read_text())[name])
-
-
-def tables_digest() -> str:
-    return hashlib.sha256(files("kvtool.core.codec").joinpath("tables-1.npy").read_bytes()).hexdigest()
 
 
 def written(profile: Profile) -> dict[str, bytes]:
@@ -129,10 +124,6 @@ def decoded(name: str, dtype: torch.dtype = torch.float32) -> KV:
 
 def digest_of(kv: KV) -> str:
     return hashlib.blake2b(b"".join(side.contiguous().numpy().tobytes() for side in kv), digest_size=16).hexdigest()
-
-
-def test_the_shipped_tables() -> None:
-    assert tables_digest() == noted("tables")
 
 
 def test_a_profile_is_written_as_it_was() -> None:
@@ -220,7 +211,7 @@ def _write() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, data in {"profile": handmade().data, **written(handmade())}.items():
         file_of(name).write_bytes(data)
-    digests = {"tables": tables_digest(), "profile": handmade().digest.hex()}
+    digests = {"profile": handmade().digest.hex()}
     digests |= {name: digest_of(decoded(name)) for name in [*TRANSFORMED, *PLAIN]}
     (FOLDER / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
 

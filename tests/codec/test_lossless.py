@@ -59,14 +59,7 @@ def test_smaller_than_raw(dtype: torch.dtype) -> None:
     assert size < (keys.nbytes + values.nbytes) / {2: 1.15 if dtype == torch.float16 else 1.4, 4: 1.17}[dtype.itemsize]
 
 
-def test_a_view_into_a_batch() -> None:
-    batch = torch.randn(2, 9, 4).bfloat16()
-    side = batch[:, 3:7]
-    assert encoded(side, side) == encoded(side.contiguous(), side.contiguous())
-
-
 def test_golden_bytes() -> None:
-    """What was written once is read for ever."""
     decoded = CODEC.decode_one(GOLDEN, (1, 2, 3), "bfloat16")
     assert [bits(side) for side in decoded] == [bits(side) for side in GOLDEN_SIDES]
 
@@ -134,13 +127,6 @@ def test_decoding_copies_nothing() -> None:
     payload[0:4] = struct.pack("<f", 7.0)
     assert keys[0, 0, 0] == 7
     assert values.storage_offset() == 4
-
-
-def test_from_the_middle_of_a_record() -> None:
-    sides = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    record = bytearray(64) + bytearray(b"".join(Raw("raw").encode(*sides)))
-    decoded = Raw("raw").decode_one(memoryview(record)[64:], (2, 3, 4), "float32")
-    assert all(torch.equal(a, b) for a, b in zip(sides, decoded, strict=True))
 
 
 def test_a_record_without_tokens_holds_none() -> None:

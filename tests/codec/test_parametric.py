@@ -32,35 +32,6 @@ def test_they_are_what_the_formula_gives() -> None:
     assert (ours != shipped().frequencies).sum() < 100
 
 
-def test_a_table_id_is_a_byte() -> None:
-    assert len(shipped()) <= 256
-
-
-def test_every_table_has_an_escape_and_zero() -> None:
-    rows = shipped().frequencies
-    assert (rows[:, ESCAPE] >= 1).all()
-    assert (rows[:, ZERO] >= 1).all()
-
-
-def test_wider_and_wider() -> None:
-    rows = shipped().frequencies.astype(float)
-    low, high = shipped().bounds
-    assert (low[0], high[0]) == (0, 0)
-    assert (np.diff(low) <= 0).all()
-    assert (np.diff(high) >= 0).all()
-    assert (np.diff(rows[1:, ZERO]) <= 0).all()
-    numbers = np.arange(ESCAPE) - ZERO
-    spreads = np.sqrt((rows[:, :ESCAPE] * numbers**2).sum(1) / rows[:, :ESCAPE].sum(1))
-    assert (np.diff(spreads) > 0).all()
-    assert spreads[1] < 0.15
-    assert spreads[-1] > 35
-
-
-def test_neither_side_is_preferred() -> None:
-    rows = shipped().frequencies.astype(int)
-    assert np.abs(rows[:, ZERO + 1 : ESCAPE] - rows[:, ZERO - 1 : ZERO - 127 : -1]).max() <= 1
-
-
 @pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 4.0, 20.0])
 def test_a_bell_has_its_spread(spread: float) -> None:
     weights = bell(spread)

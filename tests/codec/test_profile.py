@@ -41,9 +41,6 @@ def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
     return of.layout.places(of.active[NESTED.index(level), layer])
 
 
-# ---- what is fitted ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_same_sample_gives_the_same_profile(kind: tuple[int, int, int], made: Profile) -> None:
     heads, dim, groups = kind
@@ -152,9 +149,6 @@ def test_places_are_even_in_number_and_within_the_row(groups: int, size: int, da
     assert wanted <= set(places.tolist())
     assert set(places.tolist()) <= set(layout.places().tolist())
     assert layout.stride % 64 == 0
-
-
-# ---- bytes -------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_and_back(made: Profile) -> None:

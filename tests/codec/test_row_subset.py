@@ -61,9 +61,6 @@ def test_several_chunks_at_once() -> None:
     assert [keys.shape[1] for keys, _ in made] == [7, 2]
 
 
-# ---- what cannot be ----------------------------------------------------------------------------------------------
-
-
 def with_tail(tail: bytes, tokens: int = TOKENS) -> Encoded:
     _, items = records("keep50-raw")
     item = items[0]

@@ -23,6 +23,7 @@ from kvtool.core.native import isa as isas
 from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
 from kvtool.core.native.isa import ISAS, runnable
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
+from tests.spying import calls_of
 
 
 def dice(*shape: int, size: float = 1.0) -> torch.Tensor:
@@ -35,9 +36,6 @@ def weights_of(
     matrices = [dice(depth, layout.size) for depth in depths]
     means = dice(len(depths), layout.size)
     return matrices, means, products.Weights.of(matrices, means, tile)
-
-
-# ---- there -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -85,9 +83,6 @@ def test_a_number_that_is_not_finite_is_seen(machine: str, dtype: str, place: in
     values[1, 29, place] = odd
     with pytest.raises(Exception, match="not finite"):
         encode_nested(keys, values, 0, ["2"], profile())
-
-
-# ---- and back ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.some(8)
@@ -138,9 +133,6 @@ def test_errors_are_those_of_doubles(machine: str, dtype: str) -> None:
             products.errors_of([other], [exact[0]])
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_every_number_nests(machine: str) -> None:
     numbers = np.arange(-32767, 32767, dtype=np.int16)
     numbers = np.concatenate([numbers, numbers[: -len(numbers) % 32]]).reshape(1, -1, 32)
@@ -163,9 +155,6 @@ def test_what_stands_outside_is_found(machine: str) -> None:
     here = np.array([64, 96], np.int32)
     assert has_strays(numbers, [here, here, here]) == [False, True, False]
     assert has_strays(numbers, [here[:0], here[:1], np.array([0], np.int32)]) == [False, False, True]
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
 
 
 def some_layers(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[KV]:
@@ -203,15 +192,8 @@ def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: p
 
 def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's lock is given up for all layers at once, not layer by layer."""
-    calls: list[int] = []
-    run = products.Jobs.run
-
-    def counted(self: Any, kernel: Any) -> None:
-        calls.append(len(self.words))
-        run(self, kernel)
-
-    monkeypatch.setattr(products.Jobs, "run", counted)
-    encode.encode_nested(profile(), range(LAYERS), some_layers(40), ["2"])
+    of, calls = profile(), calls_of(monkeypatch, products.Jobs, "run")
+    encode.encode_nested(of, range(LAYERS), some_layers(40), ["2"])
     assert len(calls) <= 7
 
 

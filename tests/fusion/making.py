@@ -46,7 +46,6 @@ MOE = (
     *("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4", "nemotron-h", "kimi-linear", "jamba"),
     *ROUTED,
 )
-
 Ids = tuple[int, ...]
 
 
@@ -206,15 +205,6 @@ _NOTHING: dict[str, Any] = {"ratio": 0.0, "link_tokens": 0}
 _WITHOUT_PARAMETERS = {"full": "lossless", "prefix": "lossless", "reuse": "reuse"}
 
 
-def lossless(name: str) -> Selector | None:
-    """The selector where it recomputes all that differs from full prefill; None if it never does."""
-    return _at(name, _EVERYTHING, "lossless")
-
-
-def idle(name: str) -> Selector | None:
-    return _at(name, _NOTHING, "reuse")
-
-
 def _at(name: str, values: dict[str, Any], kind: str) -> Selector | None:
     given = {item.name: values[item.name] for item in fields(SELECTORS[name]) if item.name in values}
     if given:
@@ -223,8 +213,9 @@ def _at(name: str, values: dict[str, Any], kind: str) -> Selector | None:
     return SELECTORS[name]() if _WITHOUT_PARAMETERS[name] == kind else None
 
 
-LOSSLESS = {name: selector for name in SELECTORS if (selector := lossless(name))}
-IDLE = {name: selector for name in SELECTORS if (selector := idle(name))}
+# Selectors where they recompute all that differs from full prefill, and where they recompute nothing, by name.
+LOSSLESS = {name: selector for name in SELECTORS if (selector := _at(name, _EVERYTHING, "lossless"))}
+IDLE = {name: selector for name in SELECTORS if (selector := _at(name, _NOTHING, "reuse"))}
 
 
 def variants(selector: Selector) -> list[Selector]:
@@ -316,7 +307,6 @@ def rms(values: torch.Tensor) -> float:
 
 
 def same_bits(a: Fused, b: Fused) -> bool:
-    """Logits and every layer's rows are equal bit for bit."""
     if not torch.equal(a.logits, b.logits):
         return False
     layers = zip(a.cache.buffers, b.cache.buffers, strict=True)

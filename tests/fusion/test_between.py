@@ -102,9 +102,8 @@ def test_chunks_that_are_made_meanwhile() -> None:
     with between_layers(beside.step):
         found = prefill_chunks(one, lead_in, items)
     for a, b in zip(expected, found, strict=True):
-        for (keys, values), (more_keys, more_values) in zip(a.layers, b.layers, strict=True):
-            assert torch.equal(keys, more_keys)
-            assert torch.equal(values, more_values)
+        for sides, others in zip(a.layers, b.layers, strict=True):
+            assert all(map(torch.equal, sides, others))
     assert beside.steps == len(one.layers)
     assert beside.said() == alone(one)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import ChunkCache, RecentChunks
@@ -25,20 +26,18 @@ def test_a_chunk_is_read_once(llama: Case) -> None:
     assert hot.held_bytes == llama.decoder.kv_bytes(len(PREFIX) + sum(map(len, CHUNKS)))
 
 
-def test_only_what_is_missing_is_read(llama: Case) -> None:
+def test_only_what_is_missing_is_read(llama: Case, plan: Plan) -> None:
     spy = SpySource(llama.source)
     hot = ChunkCache(spy, 2**30)
     llama.fuse(llama.plan(CHUNKS[:1], lead_in=BOS), Reuse(), hot)
     spy.reads.clear()
-    plan = llama.plan(lead_in=BOS)
     assert same_bits(llama.fuse(plan, Reuse(), hot), llama.fuse(plan, Reuse()))
     new = tuple(segment.start for segment in plan.chunks[1:])
     assert spy.reads == [(layer, new) for layer in range(LAYERS)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-def test_memory_is_bounded_and_answers_stay(llama: Case, share: float) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_memory_is_bounded_and_answers_stay(llama: Case, plan: Plan, share: float) -> None:
     limit = int(share * llama.decoder.kv_bytes(plan.length))
     hot = ChunkCache(llama.source, limit)
     for _ in range(3):
@@ -68,10 +67,9 @@ def test_warm_are_the_chunks_used_last_that_fit() -> None:
     assert not any(name in warm for name in (b"a", b"b", b"c", b"d"))
 
 
-def test_what_is_forgotten_is_read_again(llama: Case) -> None:
+def test_what_is_forgotten_is_read_again(llama: Case, plan: Plan) -> None:
     spy = SpySource(llama.source)
     hot = ChunkCache(spy, 2**30)
-    plan = llama.plan(lead_in=BOS)
     llama.fuse(plan, Reuse(), hot)
     spy.reads.clear()
     before, gone = hot.held_bytes, plan.chunks[1]

@@ -109,9 +109,6 @@ def masked(one: Case, links: int = 0, question: tuple[int, ...] = QUESTION, keep
     return one.decoder.compute([whole.ids[place] for place in at.tolist()], rows, cache, keep=keep)
 
 
-# ---- the laws ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3"])
 def test_recompute_everything_is_full_prefill(family: str, name: str) -> None:
@@ -133,9 +130,6 @@ def test_recompute_nothing_is_reuse(name: str, dtype: str) -> None:
     assert other.tokens.recomputed == 0
     assert other.tokens.dropped == DROPPED
     assert other.tokens.prompt == plan_of(one).length - DROPPED == other.cache.buffers[0].length
-
-
-# ---- stored rows keep their positions, and nothing sees the rest --------------------------------------------------
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -184,9 +178,6 @@ def test_the_sensitivity_is_that_of_the_rows_that_stand(llama: Case) -> None:
     assert torch.equal(plan.sensitivity()[: plan.chunks[-1].stop], whole.sensitivity()[at][: plan.chunks[-1].stop])
     assert plan.dropped == DROPPED
     assert plan.ids == [whole.ids[position] for position in at.tolist()]
-
-
-# ---- plans -------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_of_whole_chunks_is_left_alone(llama: Case) -> None:

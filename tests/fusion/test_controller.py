@@ -46,9 +46,6 @@ def seconds(prompt: PromptRows, name: str, ratio: float | None = None) -> float:
     return prompt.seconds(selector.cost(prompt))
 
 
-# ---- the ratio ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["union", "infoflow", "blend"])
 @pytest.mark.parametrize("own_memory", [True, False])
 def test_slower_loading_leaves_room_for_more_recompute(name: str, own_memory: bool) -> None:
@@ -88,9 +85,6 @@ def test_never_below_the_floor_and_never_above_one(floor: float, token: float) -
 
 def test_loading_that_takes_no_time_leaves_the_floor() -> None:
     assert choose(with_speeds=speeds(0.0)).ratio == FLOOR
-
-
-# ---- the mode ----------------------------------------------------------------------------------------------------
 
 
 def test_a_usual_prompt_is_recomputed_in_part() -> None:
@@ -162,9 +156,6 @@ def test_what_came_before_counts() -> None:
     assert all(late.expected_ms[mode] == pytest.approx(early.expected_ms[mode] + 100) for mode in early.expected_ms)
 
 
-# ---- the level ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("coarse", "expected"), [(1e-6, "2"), (1e-4 * (1 - NOISE / 10), "raw"), (1e-4, "raw"), (2e-4, "raw")]
 )
@@ -180,9 +171,6 @@ def test_a_lossy_level_costs_exactness() -> None:
     lossy = (Span(40, "exact", "raw"), Span(CHUNK, "hit", "2"), Span(20, "fresh"))
     found = decide({"raw": exact, "2": lossy}, speeds(1e-5, l2=1e-6), mode("union"), LOSSLESS)
     assert (found.fusion, found.level) == ("prefix", "raw")
-
-
-# ---- overlap -----------------------------------------------------------------------------------------------------
 
 
 def test_on_a_gpu_the_longer_counts() -> None:
@@ -201,9 +189,6 @@ def test_on_the_cpu_both_want_the_same_cores() -> None:
     assert alone.overlapped(load, 3.0) == pytest.approx(4.0)
     spare = replace(here, cores=8)
     assert spare.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
-
-
-# ---- fitting -----------------------------------------------------------------------------------------------------
 
 
 def test_a_fit_finds_what_made_the_samples() -> None:

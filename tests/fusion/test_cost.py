@@ -7,7 +7,7 @@ import pytest
 from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
-from tests.fusion.making import BOS, PREFIX, SpySource, case, idle, lossless
+from tests.fusion.making import BOS, IDLE, LOSSLESS, PREFIX, SpySource, case
 
 LAYERS = 4
 SPEEDS = Speeds(PassSpeed(0.0, 1.0, 0.0), {"raw": LoadSpeed(0.0, 1.0, 1.0, 1.0)}, LAYERS)
@@ -33,7 +33,7 @@ def test_a_mode_costs_what_it_says(name: str, lead_in: tuple[int, ...]) -> None:
     llama = case("llama")
     plan = llama.plan(lead_in=lead_in)
     prompt = rows_of(plan)
-    for selector in filter(None, (SELECTORS[name](), idle(name), lossless(name))):
+    for selector in filter(None, (SELECTORS[name](), IDLE.get(name), LOSSLESS.get(name))):
         source = SpySource(llama.source)
         fused = llama.fuse(plan, selector, source)
         cost = selector.cost(prompt)

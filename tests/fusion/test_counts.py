@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
@@ -22,7 +23,7 @@ from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.model.rope import Copy, RopeJob, Rotary
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
+from tests.fusion.making import BOS, CHUNKS, IDLE, LOSSLESS, NAMES, PREFIX, QUESTION, Case, case, needed, tokens
 
 CONTEXT = sum(map(len, CHUNKS))
 LAYERS, HEADS, KV_HEADS = 4, 4, 2
@@ -90,9 +91,8 @@ def test_blend_rows_shrink_by_its_schedule(llama: Case) -> None:
     assert fused.tokens.rows == tuple(math.ceil(round(share * CONTEXT, 6)) + fresh for share in shares)
 
 
-def test_blend_keeps_the_rows_that_deviate_most(llama: Case) -> None:
+def test_blend_keeps_the_rows_that_deviate_most(llama: Case, plan: Plan) -> None:
     """Once, at the check layer: the squared error of V against full prefill's own V (exact up to layer 1)."""
-    plan = llama.plan(lead_in=BOS)
     fused = llama.fuse(plan, Blend(0.2, check_layer=1, filter_layers=0))
     _, full = llama.decoder.prefill(plan.ids)
     reused = llama.fuse(plan, Reuse()).cache
@@ -115,7 +115,7 @@ def test_prefix_full_and_reuse(llama: Case) -> None:
 @pytest.mark.parametrize("holes", [(), (0,), (1, 3), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str, holes: tuple[int, ...]) -> None:
-    for selector in filter(None, (SELECTORS[name](), idle(name), lossless(name))):
+    for selector in filter(None, (SELECTORS[name](), IDLE.get(name), LOSSLESS.get(name))):
         for lead_in in (BOS, PREFIX):
             fused = llama.fuse(llama.plan(lead_in=lead_in, holes=holes), selector)
             assert adds_up(fused)
@@ -147,7 +147,7 @@ def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sdpa, "BLOCK", eager._LEAST_ROWS)
     monkeypatch.setattr(torch, "softmax", spy)
     for plan in plans:
-        for selector in filter(None, (SELECTORS[name](), lossless(name))):
+        for selector in filter(None, (SELECTORS[name](), LOSSLESS.get(name))):
             llama.fuse(plan, selector)
     assert seen or (name == "full" and kernel == "sdpa")  # which needs no mask at all
     assert max(seen, default=0) <= eager._LEAST_ROWS

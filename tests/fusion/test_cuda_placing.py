@@ -22,6 +22,7 @@ from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records, held_on_gpu, logits_on_cpu, on_gpu
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
 from tests.pretended.streams import Log
+from tests.spying import calls_of
 
 LAYERS = 4
 
@@ -75,14 +76,7 @@ def test_records_held_are_read_from_where_they_are(
 
 
 def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossed: list[int] = []
-    cross = LayerMemory.upload
-
-    def counted(self: LayerMemory, targets: list[torch.Tensor]) -> None:
-        crossed.append(sum(map(len, targets)))
-        cross(self, targets)
-
-    monkeypatch.setattr(LayerMemory, "upload", counted)
+    crossed = calls_of(monkeypatch, LayerMemory, "upload", lambda _, targets: sum(map(len, targets)))
     own = on_gpu("llama")
     hot, plan = held_on_gpu(own), own.plan(lead_in=BOS)
     for _ in range(2):  # the first question brings the records to where they are held

@@ -50,9 +50,8 @@ def loader_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_layers_are_read_in_order_once(llama: Case, name: str) -> None:
+def test_layers_are_read_in_order_once(llama: Case, plan: Plan, name: str) -> None:
     source = SpySource(llama.source)
-    plan = llama.plan(lead_in=BOS)
     fused = llama.fuse(plan, SELECTORS[name](), source)
     wanted = tuple(segment.start for segment in needed(fused, SELECTORS[name]()))
     assert source.reads == ([(layer, wanted) for layer in range(LAYERS)] if wanted else [])
@@ -92,8 +91,9 @@ def test_the_next_layer_is_read_while_one_computes(llama: Case) -> None:
 @pytest.mark.parametrize("layer", [0, 1, 2, LAYERS - 1])
 @pytest.mark.parametrize("chunk", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", [name for name in SELECTORS if SELECTORS[name].uses_cache])
-def test_a_record_that_turns_out_missing_becomes_a_hole(llama: Case, name: str, chunk: int, layer: int) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_a_record_that_turns_out_missing_becomes_a_hole(
+    llama: Case, plan: Plan, name: str, chunk: int, layer: int
+) -> None:
     source = SpySource(llama.source, before=missing_at(layer, chunk))
     if name == "prefix" and chunk > 0:
         assert "miss" not in {s.status for s in llama.fuse(plan, Prefix(), source).plan.segments}  # never read
@@ -126,9 +126,8 @@ class CountingSource:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_thread_stages_one_layer(llama: Case, workers: int) -> None:
+def test_each_thread_stages_one_layer(llama: Case, plan: Plan, workers: int) -> None:
     source = CountingSource(llama.source)
-    plan = llama.plan(lead_in=BOS)
     cache = llama.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
     with Loader(llama.decoder, plan.cached, cache, source, workers=workers) as loading:
@@ -163,8 +162,7 @@ def slow(llama: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowSource]:
 
 
 @pytest.mark.parametrize("name", [name for name in SELECTORS if SELECTORS[name].uses_cache and name != "prefix"])
-def test_a_record_that_is_slow_becomes_a_hole(llama: Case, name: str, slow: SlowSource) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_a_record_that_is_slow_becomes_a_hole(llama: Case, plan: Plan, name: str, slow: SlowSource) -> None:
     fused = llama.fuse(plan, SELECTORS[name](), slow, patience=0.05)
     assert same_bits(fused, llama.fuse(plan.without(plan.segments[2], "x"), SELECTORS[name]()))
     hole = fused.plan.segments[2]
@@ -183,10 +181,9 @@ def test_what_a_slow_read_brings_at_last_is_given_up(llama: Case, slow: SlowSour
         assert torch.equal(buffer.keys, keys)
 
 
-def test_decoding_may_take_its_time(llama: Case, slow: SlowSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_may_take_its_time(llama: Case, plan: Plan, slow: SlowSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlowSource, "reading", False)
     threading.Timer(0.3, slow.release.set).start()
-    plan = llama.plan(lead_in=BOS)
     assert same_bits(llama.fuse(plan, Reuse(), slow, patience=0.05), llama.fuse(plan, Reuse()))
 
 
@@ -273,8 +270,7 @@ def test_bytes_read_and_times_are_not_negative(llama: Case) -> None:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_several_threads_load_the_same(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_several_threads_load_the_same(llama: Case, plan: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = llama.fuse(plan, SELECTORS[name]())
     monkeypatch.setattr(loader, "default_workers", lambda: 3)
     source = SpySource(llama.source)
@@ -286,9 +282,10 @@ def test_several_threads_load_the_same(llama: Case, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_hole_met_by_one_of_several_threads(llama: Case, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+def test_a_hole_met_by_one_of_several_threads(
+    llama: Case, plan: Plan, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
     monkeypatch.setattr(loader, "default_workers", lambda: 3)
-    plan = llama.plan(lead_in=BOS)
     fused = llama.fuse(plan, Epic(), SpySource(llama.source, missing_at(layer, 2)))
     assert same_bits(fused, llama.fuse(llama.plan(lead_in=BOS, holes=(1,)), Epic()))
     assert fused.plan.chunks[1].reason == f"damaged at layer {layer}"

@@ -16,7 +16,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats
+from kvtool.core.fusion.source import KVSource, ReadStats
 from tests.fusion.launching import logits_on_cpu, on_gpu
 from tests.fusion.making import BOS, Case, distance
 from tests.pretended.streams import Log
@@ -58,14 +58,6 @@ def test_sides_of_other_shapes(gpu: Log, family: str) -> None:
     wanted = logits_on_cpu(family, Epic())
     assert distance(logits_of(own, Epic()), wanted) <= 1e-4
     assert distance(logits_of(own, Epic(), Elsewhere(own.source)), wanted) <= 1e-4
-
-
-def test_records_held_on_the_device(gpu: Log) -> None:
-    own = on_gpu("llama")
-    hot = ChunkCache(own.source, 10**9)
-    wanted = logits_on_cpu("llama", Epic())
-    assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
-    assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
 
 
 def _nothing(*ignored: object) -> None: ...

@@ -35,6 +35,7 @@ from tests.fusion.making import (
     swapped,
     tokens,
 )
+from tests.spying import calls_of
 
 LAYERS = 4
 CONTEXT = sum(map(len, CHUNKS))
@@ -116,14 +117,7 @@ def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
 
 def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its queries and keys, before it attends to anything; a hole's rows are computed to the end."""
-    one, attended = case("llama"), []
-    attend = attention.attend
-
-    def counted(*given: Any) -> torch.Tensor:
-        attended.append(1)
-        return attend(*given)
-
-    monkeypatch.setattr(attention, "attend", counted)
+    one, attended = case("llama"), calls_of(monkeypatch, attention, "attend")
     for plan, layers, count in (
         (one.plan(lead_in=BOS), range(1, 3), 2),
         (one.plan(lead_in=BOS), range(LAYERS), LAYERS - 1),
@@ -135,8 +129,7 @@ def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ratio", [0.02, 0.15, 0.5])
-def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, ratio: float) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, plan: Plan, ratio: float) -> None:
     fused = llama.fuse(plan, Infoflow(ratio))
     count = math.ceil(round(ratio * CONTEXT, 6))
     attention = ours(llama, plan, range(LAYERS // 2, LAYERS))
@@ -146,8 +139,7 @@ def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, ratio: float) -
     assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
 
 
-def test_the_depth_from_which_layers_count(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_the_depth_from_which_layers_count(llama: Case, plan: Plan) -> None:
     assert Infoflow(from_depth=0.0).asked(plan, LAYERS) == range(LAYERS)
     assert Infoflow(from_depth=0.5).asked(plan, LAYERS) == range(2, LAYERS)
     assert Infoflow(from_depth=1.0).asked(plan, LAYERS) == range(3, LAYERS)
@@ -170,8 +162,7 @@ def chosen_by(worth: torch.Tensor, plan: Plan, count: int) -> Sequence[int]:
     return sorted(worth.topk(count).indices.tolist())
 
 
-def test_union_recomputes_what_is_looked_at_and_sensitive(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_union_recomputes_what_is_looked_at_and_sensitive(llama: Case, plan: Plan) -> None:
     fused = llama.fuse(plan, Union(0.15))
     count = math.ceil(0.15 * CONTEXT)
     attention = ours(llama, plan, range(LAYERS // 2, LAYERS), "both")
@@ -180,8 +171,7 @@ def test_union_recomputes_what_is_looked_at_and_sensitive(llama: Case) -> None:
     assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
 
 
-def test_its_parameters(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_its_parameters(llama: Case, plan: Plan) -> None:
     count = math.ceil(0.15 * CONTEXT)
     fused = llama.fuse(plan, Union(0.15, from_depth=0.0, pooling="last", weighting=0.5))
     worth = ours(llama, plan, range(LAYERS), "last") * plan.sensitivity().sqrt()
@@ -191,16 +181,14 @@ def test_its_parameters(llama: Case) -> None:
     assert torch.equal(llama.fuse(plan, plain).recomputed, llama.fuse(plan, infoflow).recomputed)
 
 
-def test_without_any_sensitivity_union_is_infoflow(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_without_any_sensitivity_union_is_infoflow(llama: Case, plan: Plan) -> None:
     segments = [replace(one, source=replace(one.source, sensitivity=b"")) for one in plan.segments]
     bare = Plan(tuple(segments))
     assert bare.sensitivity().eq(1).all()
     assert same_bits(llama.fuse(bare, Union(pooling="rows")), llama.fuse(bare, Infoflow()))
 
 
-def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case, plan: Plan) -> None:
     first, *others = plan.chunks
     bare = replace(first, source=replace(first.source, sensitivity=b""))
     partly = Plan((plan.segments[0], bare, *others, plan.segments[-1])).sensitivity()
@@ -209,8 +197,7 @@ def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case) -> None:
     assert torch.allclose(partly[first.start : first.stop], plan.sensitivity()[there].mean())
 
 
-def test_link_tokens_come_first(llama: Case) -> None:
-    plan = llama.plan(lead_in=BOS)
+def test_link_tokens_come_first(llama: Case, plan: Plan) -> None:
     fused = llama.fuse(plan, Union(0.15, links=3))
     links = [at for segment in plan.chunks for at in range(segment.start, min(segment.start + 3, segment.stop))]
     assert fused.recomputed[links].all()
@@ -227,15 +214,9 @@ def test_another_question_chooses_other_rows(llama: Case, kind: Any) -> None:
 
 def test_of_a_long_question_only_the_end_asks(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks the passages is computed of as many rows as are few, as if nothing else were asked."""
-    end, computed = tokens(MOST_ASKING, seed=5), []
+    end = tokens(MOST_ASKING, seed=5)
     whole = llama.plan(question=(*tokens(2 * MOST_ASKING, seed=6), *end))
-    fill = type(llama.decoder).fill_cache
-
-    def counting(decoder: Any, ids: Sequence[int], *rest: Any) -> None:
-        computed.append(len(ids))
-        fill(decoder, ids, *rest)
-
-    monkeypatch.setattr(type(llama.decoder), "fill_cache", counting)
+    computed = calls_of(monkeypatch, type(llama.decoder), "fill_cache", lambda _, ids, *rest: len(ids))
     found, short = ours(llama, whole, range(2, LAYERS)), ours(llama, llama.plan(question=end), range(2, LAYERS))
     assert computed == [MOST_ASKING, MOST_ASKING]
     assert torch.equal(found[: len(short)], short)

@@ -18,7 +18,7 @@ from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.native.isa import isa_here
-from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model, same_bits, swapped
+from tests.fusion.making import BOS, CHUNKS, NAMES, Case, Fixed, case, new_case, plain_model, same_bits, swapped
 from tests.fusion.test_against_transformers import masks_of, reused
 from tests.fusion.test_condense import fuse as fuse_condensed
 
@@ -152,54 +152,46 @@ def test_rows_that_blend_drops_keep_what_their_layer_made_of_them(monkeypatch: p
         assert torch.equal(one[:, hits], other[:, hits]) == same
 
 
-def test_a_chunk_with_three_probes_or_fewer_is_left_alone() -> None:
-    own = case("llama")
-    plan = own.plan(lead_in=BOS)
+def test_a_chunk_with_three_probes_or_fewer_is_left_alone(llama: Case, plan: Plan) -> None:
     second, fourth = plan.chunks[1], plan.chunks[3]
     chosen = plan.mask()
     probes = [fourth.start, fourth.start + 1, fourth.start + 7, fourth.start + 9]
     chosen[[second.start, second.start + 3, second.start + 5, *probes]] = True
-    fused = own.fuse(plan, ShiftedRows(chosen))
+    fused = llama.fuse(plan, ShiftedRows(chosen))
     moved = fused.shifted.rows
     assert moved.nonzero()[:, 0].tolist() == [row for row in range(fourth.start, fourth.stop) if row not in probes]
     assert 0 < fused.shifted.common <= 1
     assert fused.shifted.size > 0
 
 
-def test_no_row_takes_more_than_twice_the_change() -> None:
+def test_no_row_takes_more_than_twice_the_change(llama: Case, plan: Plan) -> None:
     """A probe of hardly any sensitivity would otherwise throw the others far away."""
-    own = case("llama")
-    plan = own.plan(lead_in=BOS)
     plan = with_sensitivities(plan, {chunk: [1e-4] * 2 + [4.0] * (len(chunk.ids) - 2) for chunk in plan.chunks})
     chosen = plan.mask()
     for chunk in plan.chunks[1::2]:
         chosen[chunk.start : chunk.start + 2] = True
-    fused = own.fuse(plan, ShiftedRows(chosen))
+    fused = llama.fuse(plan, ShiftedRows(chosen))
     assert fused.shifted.size <= 2
 
 
-def test_a_chunk_whose_sensitivity_was_not_kept_is_left_alone() -> None:
+def test_a_chunk_whose_sensitivity_was_not_kept_is_left_alone(llama: Case, plan: Plan) -> None:
     """Every row would take the whole change of those that move most."""
-    own = case("llama")
-    plan = own.plan(lead_in=BOS)
     some, none = (with_sensitivities(plan, dict.fromkeys(chunks, ())) for chunks in (plan.chunks[:2], plan.chunks))
-    moved = own.fuse(some, Epic(5)).shifted.rows
+    moved = llama.fuse(some, Epic(5)).shifted.rows
     assert not moved[: plan.chunks[2].start].any()
     assert moved[plan.chunks[3].start :].any()
-    assert same_bits(own.fuse(none, Epic(5)), own.fuse(none, Epic(5, shift=False)))
+    assert same_bits(llama.fuse(none, Epic(5)), llama.fuse(none, Epic(5, shift=False)))
 
 
-def test_where_no_row_takes_anything_nothing_is_shifted() -> None:
+def test_where_no_row_takes_anything_nothing_is_shifted(llama: Case, plan: Plan) -> None:
     """And the report says so: a mean over no rows does not exist."""
-    own = case("llama")
-    plan = own.plan(lead_in=BOS)
     fourth = plan.chunks[3]
     still = with_sensitivities(plan, {fourth: [4.0] * 2 + [0.0] * (len(fourth.ids) - 2)})
     chosen = plan.mask()
     chosen[fourth.start : fourth.start + 2] = True
-    fused = own.fuse(still, ShiftedRows(chosen))
+    fused = llama.fuse(still, ShiftedRows(chosen))
     assert fused.shifted.to_json() == {"tokens_shifted": 0, "size": 0.0, "common": 0.0}
-    assert same_bits(fused, own.fuse(still, Fixed(chosen)))
+    assert same_bits(fused, llama.fuse(still, Fixed(chosen)))
 
 
 def with_sensitivities(plan: Plan, changed: Mapping[Segment, Sequence[float]]) -> Plan:
@@ -231,10 +223,9 @@ def test_rounds_shift_what_is_new_and_add_up() -> None:
 
 
 @pytest.mark.parametrize("selector", [Epic(5), Blend(0.3)], ids=["epic", "blend"])
-def test_where_rows_are_missing_nothing_is_shifted(selector: Epic | Blend) -> None:
+def test_where_rows_are_missing_nothing_is_shifted(llama: Case, selector: Epic | Blend) -> None:
     """Recomputed rows change by what they no longer see, too, which the reused ones have seen."""
-    own = case("llama")
-    plain, wanted = (fuse_condensed(own, replace(selector, shift=shift)) for shift in (False, True))
+    plain, wanted = (fuse_condensed(llama, replace(selector, shift=shift)) for shift in (False, True))
     assert plain.plan.dropped
     assert not wanted.shifted.rows.any()
     assert same_bits(plain, wanted)

@@ -14,6 +14,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.native.isa import ISAS, Isa, isa_here, runnable
 from tests.families import tiny_model
 from tests.fusion.making import NAMES, case, new_case
+from tests.spying import calls_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 1999])
@@ -79,22 +80,17 @@ OTHERWISE = ("phi3-longrope", "stablelm", "cohere2", "glm", "deepseek-v2")  # a 
 def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if isa_here() is None:
         pytest.skip("there is no machine code for this CPU")
-    decoder, calls = new_case(name, dtype).decoder, []
-
-    def counting(moves: list[CopyWithRope], isa: Isa) -> bool:
-        calls.extend(moves)
-        return copy_with_rope(moves, isa)
-
+    decoder = new_case(name, dtype).decoder
     keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     table = decoder.rotary.table(POSITIONS)
     decoder.rotary.rotate(keys, table, 0)  # whether it may be taken is tried once
-    monkeypatch.setattr(rope, "copy_with_rope", counting)
+    calls = calls_of(monkeypatch, rope, "copy_with_rope", lambda moves, isa: len(moves))
     for one in (table, table.inverse()):
         ours = decoder.rotary.rotate(keys, one, 0)
         angles = decoder.rotary.angles(one, 0)
         assert angles is not None
         assert torch.equal(ours, decoder.rotary._by_model(keys, angles))
-    assert len(calls) == 2
+    assert calls == [1, 1]
 
 
 def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +178,3 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
     ):
         to, numbers, *table = wrong
         assert not copy_with_rope([CopyWithRope(to, numbers, CosSin(*(side[None] for side in table)))], isa)
-
-
-def test_tables_are_sliced_by_token() -> None:
-    table = CosSin(*(side[None] for side in table_of(10, 16)))
-    assert torch.equal(table[2:5].cos, table.cos[:, 2:5])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.kernels.rope_triton import Piece, Side, described, fits, place
-from tests.codec.processes import needs_triton, triton_process
+from tests.codec.processes import compile_for_cuda, needs_triton
 
 CAPACITY = 150
 SPANS = ((3, 40), (50, 1), (51, 32), (90, 60))  # first position, tokens
@@ -26,12 +23,6 @@ class Shape:
     rotary_dim: int  # 0: nothing is rotated
     dtype: torch.dtype = torch.float32
     apart: int = 0  # numbers between rows
-
-
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    with triton_process(tmp_path_factory.mktemp("triton"), "1") as process:
-        yield process
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -144,32 +135,18 @@ def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
 
 def compiled(head_dim: int, half: int, aligned: bool) -> str:
     """PTX; runs in a process that compiles."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = triton_place._kernel()
     constants = triton_place.constants(8, head_dim, half, aligned)
     known = {"table": "*i64", "keys": "*bf16", "values": "*bf16", "cos": "*fp32", "sin": "*fp32"}
-    known |= dict.fromkeys(constants, "constexpr")
-    signature = {name: known.get(name, "i32") for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    names = [name for name, kind in signature.items() if kind != "constexpr"]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
-    source = ASTSource(kernel, signature, values, attributes)
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return str(built.asm["ptx"])
+    kernel, aligned_types = triton_place._kernel(), ("*", "i32")
+    return str(compile_for_cuda(kernel, 90, known, constants, "i32", aligned_types, **options).asm["ptx"])
 
 
 @pytest.mark.slow
 @needs_triton
-def test_it_compiles_to_wide_reads_and_nothing_fused(tmp_path: Path) -> None:
-    if importlib.util.find_spec("triton.backends.nvidia") is None:
-        pytest.skip("this triton has no PTX backend")
-    with triton_process(tmp_path, "0") as process:
-        whole = process.submit(compiled, 128, 64, True).result()
-        odd = process.submit(compiled, 80, 10, False).result()
+def test_it_compiles_to_wide_reads_and_nothing_fused(compiler: ProcessPoolExecutor) -> None:
+    whole = compiler.submit(compiled, 128, 64, True).result()
+    odd = compiler.submit(compiled, 80, 10, False).result()
     assert "ld.global.v4" in whole
     assert "st.global.v4" in whole
     assert "fma." not in whole + odd

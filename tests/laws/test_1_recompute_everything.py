@@ -9,18 +9,7 @@ import pytest
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.generate import Sampling, first_token, generate
-from tests.fusion.making import (
-    BOS,
-    LOSSLESS,
-    PREFIX,
-    Case,
-    Ids,
-    assert_full,
-    lossless,
-    new_case,
-    plain_text,
-    variants,
-)
+from tests.fusion.making import BOS, LOSSLESS, PREFIX, Case, Ids, assert_full, new_case, plain_text, variants
 from tests.fusion.making import case as shared_case
 from tests.laws import mutants
 
@@ -47,22 +36,16 @@ def holds(case: Case, selector: Selector, lead_in: Ids = BOS, tokens: int = TOKE
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_recompute_everything_is_full_prefill(case: Case, name: str) -> None:
     """Stored KV is wrong for this prompt in every chunk; after the prompt's own beginning the first would be right."""
-    selector = lossless(name)
-    assert selector is not None
-    holds(case, selector, tokens=length(name))
+    holds(case, LOSSLESS[name], tokens=length(name))
 
 
 def test_behind_the_prompts_own_beginning(case: Case) -> None:
-    selector = lossless("union")
-    assert selector is not None
-    holds(case, selector, PREFIX)
+    holds(case, LOSSLESS["union"], PREFIX)
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_in_every_variant(name: str) -> None:
-    selector = lossless(name)
-    assert selector is not None
-    for variant in variants(selector):
+    for variant in variants(LOSSLESS[name]):
         holds(shared_case("qwen3"), variant)
 
 
@@ -72,13 +55,11 @@ def test_in_every_variant(name: str) -> None:
 def test_broken_engine_is_caught(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[[pytest.MonkeyPatch], None], dtype: str
 ) -> None:
-    selector = lossless(name)
-    assert selector is not None
     case = new_case("llama", dtype)
-    holds(case, selector)
+    holds(case, LOSSLESS[name])
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        holds(case, selector)
+        holds(case, LOSSLESS[name])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

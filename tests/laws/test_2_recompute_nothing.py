@@ -7,7 +7,7 @@ import pytest
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
-from tests.fusion.making import BOS, CHUNKS, IDLE, PREFIX, Case, Fixed, Ids, idle, new_case, same_bits, tokens, variants
+from tests.fusion.making import BOS, CHUNKS, IDLE, PREFIX, Case, Fixed, Ids, new_case, same_bits, tokens, variants
 
 
 def holds(case: Case, selector: Selector, lead_in: Ids = BOS, holes: tuple[int, ...] = ()) -> None:
@@ -22,17 +22,13 @@ def holds(case: Case, selector: Selector, lead_in: Ids = BOS, holes: tuple[int, 
 @pytest.mark.every_family
 @pytest.mark.parametrize("name", IDLE)
 def test_recompute_nothing_is_reuse(case: Case, name: str) -> None:
-    selector = idle(name)
-    assert selector is not None
-    holds(case, selector)
-    holds(case, selector, PREFIX, holes=(1,))
+    holds(case, IDLE[name])
+    holds(case, IDLE[name], PREFIX, holes=(1,))
 
 
 @pytest.mark.parametrize("name", IDLE)
 def test_in_every_variant(name: str) -> None:
-    selector = idle(name)
-    assert selector is not None
-    for variant in variants(selector):
+    for variant in variants(IDLE[name]):
         holds(new_case("llama"), variant)
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
-from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, assert_full, idle, lossless, new_case, variants
+from tests.fusion.making import BOS, CHUNKS, IDLE, LOSSLESS, PREFIX, Case, assert_full, new_case, variants
 from tests.laws import mutants
 
 
 def settings(name: str) -> list[Selector]:
     """A selector at its defaults, at both ends, and in every variant."""
     kind = SELECTORS[name]
-    chosen = [kind(), idle(name), lossless(name), *variants(kind())]
+    chosen = [kind(), IDLE.get(name), LOSSLESS.get(name), *variants(kind())]
     return [selector for selector in chosen if selector is not None]
 
 

@@ -18,7 +18,7 @@ from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.gate import check_invariants, compare_prefix
 from tests.families import tiny_model
-from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
+from tests.fusion.making import CHUNKS, IDLE, LOSSLESS, PREFIX, QUESTION, Case, decoder_of, exact_logits, rms
 from tests.fusion.test_prefix_cache import GOES_ON, plan_of
 from tests.session.test_gate import LONG
 
@@ -50,9 +50,9 @@ def test_every_mode_holds(name: str, arithmetic: str, kept: str) -> None:
     reused = here.fuse(plan, SELECTORS["reuse"]()).logits
     assert all(kv.dtype == getattr(torch, kept) for kv in here.kept.values())
     for mode in SELECTORS:
-        if (everything := lossless(mode)) is not None:
+        if (everything := LOSSLESS.get(mode)) is not None:
             assert off(name, tuple(plan.ids), here.fuse(plan, everything).logits) <= NOISE
-        if (none := idle(mode)) is not None:
+        if (none := IDLE.get(mode)) is not None:
             assert torch.equal(here.fuse(plan, none).logits, reused)
 
 

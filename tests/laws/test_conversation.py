@@ -34,8 +34,6 @@ from tests.fusion.making import (
     assert_full,
     case,
     distance,
-    idle,
-    lossless,
     plain_logits,
     plain_text,
     tokens,
@@ -80,16 +78,13 @@ def test_recompute_everything_is_full_prefill_of_all_turns(family: str, dtype: s
     """And the answer continues token by token as plain `transformers` would."""
     one = case(family, dtype)
     for name in LOSSLESS if family == "llama" else ("full", "union"):
-        selector = lossless(name)
-        assert selector is not None
-        fused, _ = talked(one, selector)
+        fused, _ = talked(one, LOSSLESS[name])
         assert_full(one, fused.plan.text_ids, fused.logits)
     if dtype == "float32":
         assert goes_on(one.decoder, fused) == plain_text(family, dtype, tuple(fused.plan.text_ids), CHECKED)
 
 
 def goes_on(decoder: Decoder, fused: Fused) -> Ids:
-    """The answer's first tokens."""
     sampling = Sampling(CHECKED)
     return generate(decoder, fused.cache, first_token(fused.logits, sampling), sampling).ids
 
@@ -119,8 +114,7 @@ def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
 @pytest.mark.parametrize("family", NAMES)
 def test_rows_chosen_chunk_by_chunk_are_those_of_one_pass(family: str) -> None:
     one = case(family)
-    for selector in (idle("reuse"), Epic(3)):
-        assert selector is not None
+    for selector in (IDLE["reuse"], Epic(3)):
         fused, said = talked(one, selector)
         between: list[Candidate] = []
         for number, (chunks, question) in enumerate(TURNS):
@@ -146,8 +140,6 @@ def test_every_mode_starts_over_to_the_same(name: str, family: str) -> None:
 
 @pytest.mark.parametrize("name", IDLE)
 def test_a_dropped_turn_is_caught(name: str) -> None:
-    selector = idle(name)
-    assert selector is not None
-    fused, said = talked(case("llama"), selector)
-    other, _ = talked(case("llama"), selector, [tokens(SAID, 90), *said[1:]])
+    fused, said = talked(case("llama"), IDLE[name])
+    other, _ = talked(case("llama"), IDLE[name], [tokens(SAID, 90), *said[1:]])
     assert distance(fused.logits, other.logits) > 1e-2

@@ -9,11 +9,10 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.fusion.selectors.base import Selector
 from tests.codec import test_families
 from tests.families import LIKE
 from tests.fusion import test_question
-from tests.fusion.making import BOS, CHUNKS, DTYPES, MOE, PREFIX, Case, case, idle, lossless
+from tests.fusion.making import BOS, CHUNKS, DTYPES, IDLE, LOSSLESS, MOE, PREFIX, Case, case
 from tests.laws import (
     test_1_recompute_everything,
     test_2_recompute_nothing,
@@ -25,8 +24,6 @@ from tests.laws import (
 from tests.laws.test_5_causality import OTHER_QUESTION
 
 MODES = ("reuse", "epic", "blend", "union")
-
-
 BOTH = [(name, dtype) for dtype in DTYPES for name in LIKE]
 # A score that bfloat16 rounds may choose another expert, and logits of random weights are then others altogether:
 # by how much is no measure of anything. What `mixtral` and `gpt-oss` show in bfloat16 stands for these.
@@ -41,22 +38,20 @@ def like(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(params=STEADY, ids="-".join)
 def steady(request: pytest.FixtureRequest) -> Case:
-    """Those whose rounding errors are small ones."""
     return case(*request.param)
 
 
 @pytest.mark.every_family
 def test_recompute_everything_is_full_prefill(steady: Case) -> None:
     for name in ("union", "full", "epic", "blend"):  # the longest answer first: the others are its beginning
-        tokens = test_1_recompute_everything.length(name)
-        test_1_recompute_everything.holds(steady, at_its_end(lossless(name)), BOS, tokens)
+        test_1_recompute_everything.holds(steady, LOSSLESS[name], BOS, test_1_recompute_everything.length(name))
 
 
 @pytest.mark.some(12)
 @pytest.mark.every_family
 def test_recompute_nothing_is_reuse(like: Case) -> None:
     for name in ("epic", "blend", "union"):
-        test_2_recompute_nothing.holds(like, at_its_end(idle(name)))
+        test_2_recompute_nothing.holds(like, IDLE[name])
 
 
 def test_one_chunk_is_full_prefill(steady: Case) -> None:
@@ -88,8 +83,3 @@ def test_levels_are_within_the_error_that_they_state(name: str) -> None:
     one = case(name)
     for level in test_families.LEVELS:
         test_families.holds(one.kept[one.candidate(CHUNKS[1], BOS).chunk_id].layers, level)
-
-
-def at_its_end(selector: Selector | None) -> Selector:
-    assert selector is not None
-    return selector

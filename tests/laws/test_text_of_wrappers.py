@@ -12,7 +12,7 @@ from kvtool.core.model.decoder import Decoder
 from tests.codec import test_families
 from tests.families import tiny_model
 from tests.fusion import test_question
-from tests.fusion.making import BOS, CHUNKS, DEVICE, DTYPES, MOE, Case, idle, lossless, plain_model
+from tests.fusion.making import BOS, CHUNKS, DEVICE, DTYPES, IDLE, LOSSLESS, MOE, Case, plain_model
 from tests.laws import (
     test_1_recompute_everything,
     test_2_recompute_nothing,
@@ -28,7 +28,6 @@ STEADY = [(name, dtype) for dtype in DTYPES for name in WRAPPERS if dtype == "fl
 
 @cache
 def text_of(name: str, dtype: str) -> Case:
-    """A case of a wrapper's text model, as it comes from the wrapper's files."""
     return Case(name, dtype, Decoder(loaded_text(name, dtype, DEVICE)))
 
 
@@ -40,16 +39,12 @@ def text(request: pytest.FixtureRequest) -> Case:
 
 def test_recompute_everything_is_full_prefill(text: Case) -> None:
     for name in ("full", "epic", "blend", "union"):
-        selector = lossless(name)
-        assert selector is not None
-        test_1_recompute_everything.holds(text, selector, BOS, test_1_recompute_everything.length(name))
+        test_1_recompute_everything.holds(text, LOSSLESS[name], BOS, test_1_recompute_everything.length(name))
 
 
 def test_recompute_nothing_is_reuse(text: Case) -> None:
     for name in ("epic", "blend", "union"):
-        selector = idle(name)
-        assert selector is not None
-        test_2_recompute_nothing.holds(text, selector)
+        test_2_recompute_nothing.holds(text, IDLE[name])
 
 
 def test_one_chunk_is_full_prefill(text: Case) -> None:

@@ -10,7 +10,7 @@ import torch
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.generate import Generated, Sampling, first_token, follow, generate
-from tests.fusion.making import BOS, Case, idle, tokens
+from tests.fusion.making import BOS, IDLE, Case, tokens
 from tests.fusion.making import case as shared_case
 
 TOKENS = 19  # of an answer: more than one step in machine code takes
@@ -36,12 +36,11 @@ def rows(fused: Fused) -> list[torch.Tensor]:
 
 def holds(case: Case, sampling: Sampling, *more: Sequence[int]) -> Generated:
     """Check drafts of several kinds, what the reused cache says among them; return full prefill's answer."""
-    plan, reuse = case.plan(lead_in=BOS), idle("reuse")
-    assert reuse is not None
+    plan = case.plan(lead_in=BOS)
     full = case.fuse(plan, Full(), reserve=TOKENS)
     answer = said(case, full, sampling)
     expected, kept = facts(answer, sampling), rows(full)
-    fused = case.fuse(plan, reuse, reserve=TOKENS)
+    fused = case.fuse(plan, IDLE["reuse"], reserve=TOKENS)
     drafted, ids = said(case, fused, sampling), answer.ids
     wrong = [(token + 1) % 40 + 5 for token in ids]
     drafts = (drafted.script, answer.script, (*ids[:17], *wrong[17:]), *more)

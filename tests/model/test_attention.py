@@ -12,6 +12,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import QueryRows, rows_attention
+from tests.spying import calls_of
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64
@@ -24,8 +25,6 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 KEY, VALUE = random(1, KV_HEADS, KEYS, DIM, seed=1), random(1, KV_HEADS, KEYS, DIM, seed=2)
-
-
 PLAIN = AttentionParams(0.3)
 
 
@@ -71,20 +70,13 @@ def test_a_row_sees_the_keys_up_to_its_position(
 
 def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other shape costs oneDNN new code: so many keys as the rows see are rounded up, and hidden."""
-    seen = set()
-    bmm = torch.bmm
-
-    def spy(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        seen.add(max(other.shape[1:]))
-        return bmm(one, other)
-
-    monkeypatch.setattr(torch, "bmm", spy)
+    seen = calls_of(monkeypatch, torch, "bmm", lambda one, other: max(other.shape[1:]))
     monkeypatch.setattr(eager, "_SCORE_BYTES", 1)  # blocks of 16 rows
     at = list(range(KEYS))
     query = random(1, HEADS, KEYS, DIM)
     out = eager.attend(query, KEY, VALUE, PLAIN, KeyRanges(at, torch.tensor(at)))
     torch.testing.assert_close(out.transpose(1, 2), by_formula(query, at))
-    assert seen - {DIM} == {64, 128, 192, 200}
+    assert {*seen} - {DIM} == {64, 128, 192, 200}
 
 
 def test_without_rows_a_prefill_is_causal() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -98,11 +100,7 @@ def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = [begun(shared, 0), begun(shared, 1)]
     batch = batch_of(*sequences)
     batch.step()
-
-    def full(*_: object) -> torch.Tensor:
-        raise KvtoolError("out of memory")
-
-    monkeypatch.setattr(shared.decoder, "extend", full)
+    monkeypatch.setattr(shared.decoder, "extend", Mock(side_effect=KvtoolError("out of memory")))
     assert batch.step() == sequences
     for sequence in sequences:
         with pytest.raises(KvtoolError, match="memory"):
@@ -118,9 +116,6 @@ def test_an_answer_of_one_token_is_done_at_once() -> None:
     assert batch.step() == [sequence]
     assert batch.step() == []
     assert (len(sequence.end().ids), cache.buffers[0].length) == (1, 9)
-
-
-# ---- texts that end an answer ----
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from kvtool.core.model.modules import own_class, swapped_by
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import isa_here
-from kvtool.core.native.threads import use_pool
 from tests.fusion.making import NAMES, new_case
+from tests.spying import calls_of
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
 IDS = list(range(5, 45))
@@ -50,16 +50,11 @@ def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
 
 def counted(name: str, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32") -> tuple[Decoder, list[int]]:
     """Make a decoder, and collect a number for each layer that it computes the quick way from its second pass on."""
-    decoder, quick = new_case(name, dtype).decoder, list[int]()
+    decoder = new_case(name, dtype).decoder
     prefilled(decoder)
-    compute = FusedDecoderLayer.compute
-
-    def counting(self: FusedDecoderLayer, *given: Any) -> torch.Tensor:
-        quick.append(self.spec.module.self_attn.layer_idx)
-        return compute(self, *given)
-
-    monkeypatch.setattr(FusedDecoderLayer, "compute", counting)
-    return decoder, quick
+    return decoder, calls_of(
+        monkeypatch, FusedDecoderLayer, "compute", lambda layer, *given: layer.spec.module.self_attn.layer_idx
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -177,9 +172,9 @@ def test_few_rows_have_a_crew_where_all_their_products_are_our_own(
     monkeypatch: pytest.MonkeyPatch, threads: None
 ) -> None:
     """In addition to torch's threads, which wait spinning, a pool would only slow them down."""
-    decoder, asked = new_case("qwen2", "bfloat16").decoder, list[int]()
+    decoder = new_case("qwen2", "bfloat16").decoder
     prefilled(decoder)
-    monkeypatch.setattr(decoder_module, "use_pool", lambda count: (asked.append(count), use_pool(count))[1])
+    asked = calls_of(monkeypatch, decoder_module, "use_pool", lambda count: count)
     expected = prefilled(decoder)
     assert asked == [1, 1]
     monkeypatch.setattr(layer_cpu, "_is_in_team", lambda product, count, dtype: count < 30)

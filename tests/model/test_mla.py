@@ -18,6 +18,7 @@ from kvtool.core.model.prompt_cache import BufferLayer
 from samples.benchmarks.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
+from tests.spying import calls_of
 
 NAMES = [name for name in FAMILIES if hasattr(FAMILIES[name](), "kv_lora_rank")]
 
@@ -59,14 +60,7 @@ def test_under_another_attention_the_module_is_as_it_was(name: str) -> None:
 def test_many_rows_take_heads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the count of multiplications; both ways give the same."""
     decoder, ids = decoder_of(tiny_model("youtu")), tuple(range(5, 405))
-    expanded: list[int] = []
-    heads_of = Latents.heads_of
-
-    def counted(self: Latents, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        expanded.append(joint.shape[2])
-        return heads_of(self, joint)
-
-    monkeypatch.setattr(Latents, "heads_of", counted)
+    expanded = calls_of(monkeypatch, Latents, "heads_of", lambda _, joint: joint.shape[2])
     _, cache = decoder.prefill(ids, reserve=len(QUESTION))
     assert expanded == [len(ids)] * len(decoder.layers)
     logits = decoder.extend(QUESTION, cache)

@@ -18,6 +18,7 @@ from kvtool.core.model.prompt import chunk_tokens, lead_in_passage, message_toke
 from kvtool.core.model.tokens import count_tokens, encode, encode_batch, encode_control, holds_control
 from kvtool.core.options.option import options_of
 from tests.families import tiny_tokenizer
+from tests.spying import calls_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -214,9 +215,7 @@ def test_a_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is started for it: a server that is sent instructions must not start one for each."""
     from kvtool.core.model import template
 
-    begun: list[object] = []
-    run = template.output_of
-    monkeypatch.setattr(template, "output_of", lambda *given: begun.append(given) or run(*given))
+    begun = calls_of(monkeypatch, template, "output_of")
     tokenizer = with_template(CHATML + "{# of this test alone #}")
     assert len({prompt_parts(tokenizer, f"Be {word}.").prefix for word in ("brief", "kind", "exact")}) == 3
     assert len(begun) == 1

@@ -10,7 +10,7 @@ import torch
 from kvtool.core.model.decode.program import decoding_weights
 from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from tests.families import tiny_model
-from tests.fusion.making import Case, case, decoder_of, distance, lossless, plain_logits
+from tests.fusion.making import LOSSLESS, Case, case, decoder_of, distance, plain_logits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,9 +114,7 @@ def test_a_norm_that_nobody_knows_needs_no_file() -> None:
     tried = Case("llama", "float32", decoder_of(model))
     assert not any(norm.is_rms for layer in tried.decoder.spec.layers for norm in layer.norms)
     plan = tried.plan()
-    selector = lossless("union")
-    assert selector is not None
-    fused = tried.fuse(plan, selector, reserve=8)
+    fused = tried.fuse(plan, LOSSLESS["union"], reserve=8)
     assert tried.decoder.unfused == ""
     with torch.inference_mode():
         plain = untouched(input_ids=torch.tensor([list(plan.ids)]), use_cache=False).logits[0, -1]

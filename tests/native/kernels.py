@@ -11,6 +11,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kvtool.core.codec import transform_kernels
+from kvtool.core.codec.rans import kernels_ir
+from kvtool.core.kernels import decode_ir
+from kvtool.core.kernels.attention.flash_ir import Tiling, attention_module
+from kvtool.core.kernels.decode_ir import Code, Heads
+from kvtool.core.kernels.layer.cpu import layer_module
+from kvtool.core.kernels.linear.gemm_ir import product as multiply
+from kvtool.core.kernels.linear.gemm_ir import share, small_gemm, unpack
+from kvtool.core.kernels.linear.qtensor import LAYOUTS
+from kvtool.core.kernels.rope import rotation_module
+from kvtool.core.kernels.shift import offsets_module
+from kvtool.core.native.builder import STORED, module
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, ISAS, SCALAR
+from kvtool.core.native.simd import ACTIVATIONS
+from kvtool.core.native.threads import pool_module
+
 TABLE = Path(__file__).with_name("kernels.json")
 Kernels = Iterator[tuple[str, Callable[[], str]]]
 
@@ -24,8 +40,6 @@ def kernels() -> dict[str, Callable[[], str]]:
 
 def hashes() -> dict[str, str]:
     """Hash every kernel's texts for all instruction sets; of what is made for any CPU, that of an x86 one."""
-    from kvtool.core.native.isa import ISAS
-
     found: dict[str, Any] = {}
     with mock.patch("platform.machine", return_value="x86_64"):
         for name, make in kernels().items():
@@ -36,9 +50,6 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    from kvtool.core.codec.rans import kernels_ir
-    from kvtool.core.native.isa import ISAS
-
     kinds = {form: kernels_ir.Decode(form) for form in (*kernels_ir.FORMS, kernels_ir.REFINE)}
     kinds |= {"encode": kernels_ir.Encode(False), "encode with contexts": kernels_ir.Encode(True)}
     kinds |= {name: getattr(kernels_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
@@ -47,10 +58,6 @@ def _entropy() -> Kernels:
 
 
 def _transforms() -> Kernels:
-    from kvtool.core.codec import transform_kernels
-    from kvtool.core.native.builder import STORED
-    from kvtool.core.native.isa import AVX512, ISAS
-
     for name, form in product(ISAS, STORED):
         kinds = {"errors": transform_kernels.Errors(form)}
         for depth in (64, 192):
@@ -64,22 +71,12 @@ def _transforms() -> Kernels:
 
 
 def _flash() -> Kernels:
-    from kvtool.core.kernels.attention.flash_ir import Tiling, attention_module
-    from kvtool.core.native.builder import STORED
-    from kvtool.core.native.isa import AVX512_BF16, ISAS
-
     for name, stored in product(ISAS, STORED):
         yield f"flash/{stored}/{name}", lambda name=name, stored=stored: attention_module(Tiling(ISAS[name], stored))
     yield "flash/bfloat16/avx512bf16", lambda: attention_module(Tiling(AVX512_BF16, "bfloat16", pairs=True))
 
 
 def _quantised() -> Kernels:
-    from kvtool.core.kernels.linear.gemm_ir import product as multiply
-    from kvtool.core.kernels.linear.gemm_ir import share, small_gemm, unpack
-    from kvtool.core.kernels.linear.qtensor import LAYOUTS
-    from kvtool.core.native.builder import module
-    from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
-
     for (name, isa), (kind, layout) in product(ISAS.items(), LAYOUTS.items()):
         for height in (1, 3, 4):
             yield f"product/{kind}/{height}/{name}", lambda i=isa, k=kind, h=height: module(multiply(i, k, h))
@@ -95,18 +92,11 @@ def _quantised() -> Kernels:
 
 
 def _layer() -> Kernels:
-    from kvtool.core.kernels.layer.cpu import layer_module
-    from kvtool.core.native.isa import ISAS
-    from kvtool.core.native.simd import ACTIVATIONS
-
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
         yield f"layer/{element}/{act}/{name}", lambda n=name, e=element, a=act: layer_module(ISAS[n], e, a)
 
 
 def _decoding() -> Kernels:
-    from kvtool.core.kernels.decode_ir import Code, Heads, module, products
-    from kvtool.core.native.isa import ISAS
-
     codes = {
         "plain": Code(Heads(64, 7, False, "float32"), frozenset({"float32", "q4_0"}), frozenset({64}), "silu"),
         "normed": Code(Heads(128, 2, True, "bfloat16"), frozenset({"bfloat16"}), frozenset({128}), "silu"),
@@ -114,17 +104,12 @@ def _decoding() -> Kernels:
         "unrotated": Code(Heads(24, 5, True, "float32"), frozenset({"q4_k"}), frozenset({0}), "gelu_tanh"),
     }
     for name, (what, code) in product(ISAS, codes.items()):
-        yield f"decoding/{what}/{name}", lambda name=name, code=code: module(ISAS[name], code)
+        yield f"decoding/{what}/{name}", lambda name=name, code=code: decode_ir.module(ISAS[name], code)
     for name, kind in product(ISAS, ("bfloat16", "q4_k")):
-        yield f"decoding/products {kind}/{name}", lambda name=name, kind=kind: products(ISAS[name], kind, 3)
+        yield f"decoding/products {kind}/{name}", lambda name=name, kind=kind: decode_ir.products(ISAS[name], kind, 3)
 
 
 def _rows() -> Kernels:
-    from kvtool.core.kernels.rope import rotation_module
-    from kvtool.core.kernels.shift import offsets_module
-    from kvtool.core.native.builder import STORED
-    from kvtool.core.native.isa import AVX2
-
     for stored in STORED:
         for kept in dict.fromkeys((stored, "float32")):
             yield f"rotation/{stored}/{kept}", lambda stored=stored, kept=kept: rotation_module(stored, kept, AVX2)
@@ -136,9 +121,6 @@ def _rows() -> Kernels:
 
 
 def _threads() -> Kernels:
-    from kvtool.core.native.isa import SCALAR
-    from kvtool.core.native.threads import pool_module
-
     yield "threads", lambda: pool_module(SCALAR)
 
 

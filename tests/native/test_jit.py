@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +13,7 @@ from kvtool.core.common.files import cache_dir
 from kvtool.core.native import jit
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled, keep_code, kept_code, key_of
+from tests.spying import calls_of
 
 KEY = key_of("a", "b")
 
@@ -29,14 +30,7 @@ def answer(number: int) -> int:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    keys: list[str] = []
-
-    def noted(key: str, code: bytes) -> None:
-        keys.append(key)
-        keep_code(key, code)
-
-    monkeypatch.setattr(jit, "keep_code", noted)
-    return keys
+    return calls_of(monkeypatch, jit, "keep_code", lambda key, code: key)
 
 
 def files() -> list[Path]:
@@ -119,10 +113,7 @@ def test_only_the_user_can_read_it() -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(28, "no space left")
-
-    monkeypatch.setattr(jit.tempfile, "mkstemp", full)
+    monkeypatch.setattr(jit.tempfile, "mkstemp", Mock(side_effect=OSError(28, "no space left")))
     keep_code(KEY, b"code")
     assert kept_code(KEY) is None
 

@@ -80,7 +80,6 @@ def golden_sample() -> tuple[Any, Any]:
 
 
 def test_golden(machine: str) -> None:
-    """The format does not change: neither what is written nor how it is read."""
     symbols, ids = golden_sample()
     golden = Stream.of(
         np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
@@ -93,12 +92,7 @@ def test_golden(machine: str) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.integers(0, 9),
-    groups=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
-    contexts=st.booleans(),
-)
+@given(rows=st.integers(0, 9), groups=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), contexts=st.booleans())
 def test_encoding_any_symbols(machine: str, rows: int, groups: int, seed: int, contexts: bool) -> None:
     random, tables = np.random.default_rng(seed), table_set(seed)
     ids = random.integers(0, len(tables) - 2, 64 * groups).astype(np.uint16)

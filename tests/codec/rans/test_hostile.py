@@ -28,7 +28,6 @@ MARGIN, CANARY = 96, 4321
 
 
 def mutated(stream: Stream, dice: random.Random) -> Stream:
-    """One to three changes of words, states, or length."""
     words, states = stream.words.copy(), stream.states.copy()
     for _ in range(dice.randint(1, 3)):
         match dice.randrange(6):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from kvtool.core.codec.rans import triton as coder
 from kvtool.core.codec.rans.tables import Columns, Stream, TableSet, quantised
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.errors import DamagedError, KvtoolError
-from tests.codec.processes import needs_triton, triton_process
+from tests.codec.processes import compile_for_cuda, needs_triton
 from tests.codec.rans.reference import decode, encode
 
 GAP = -77
@@ -32,16 +30,8 @@ def decoded(jobs: list[CudaDecoding]) -> list[torch.Tensor]:
 
 def compiled(capability: int, refine: bool, ballot: bool) -> tuple[str, str, int]:
     """TTGIR, PTX and size of the machine code for a GPU that need not be here; runs in a process that compiles."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = coder._kernel()
-    constants = coder.constants(refine, ballot)
-    signature = {"descriptors": "*i64", "ends": "*i32"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): at for name, at in constants.items()})
-    options = {"num_warps": 1}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    types, constants = {"descriptors": "*i64", "ends": "*i32"}, coder.constants(refine, ballot)
+    built = compile_for_cuda(coder._kernel(), capability, types, constants, num_warps=1)
     return built.asm["ttgir"], built.asm["ptx"], len(built.asm["cubin"])
 
 
@@ -180,16 +170,13 @@ def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @needs_triton
-def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
-    if importlib.util.find_spec("triton.backends.nvidia") is None:
-        pytest.skip("this triton has no PTX backend")
-    with triton_process(tmp_path, "0") as process:
-        for capability in (80, 90):
-            for refine, ballot in ((False, True), (True, True), (False, False)):
-                ttgir, ptx, size = process.submit(compiled, capability, refine, ballot).result()
-                assert f".target sm_{capability}" in ptx
-                assert size > 0
-                assert ("vote.sync.ballot" in ptx) == ballot
-                # A lane a thread: what the ballots count on.
-                layouts = set(re.findall(r"#ttg\.blocked<\{(.*?)\}>", ttgir))
-                assert layouts == {"sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]"}
+def test_it_compiles_for_sm_80_and_sm_90(compiler: ProcessPoolExecutor) -> None:
+    for capability in (80, 90):
+        for refine, ballot in ((False, True), (True, True), (False, False)):
+            ttgir, ptx, size = compiler.submit(compiled, capability, refine, ballot).result()
+            assert f".target sm_{capability}" in ptx
+            assert size > 0
+            assert ("vote.sync.ballot" in ptx) == ballot
+            # A lane a thread: what the ballots count on.
+            layouts = set(re.findall(r"#ttg\.blocked<\{(.*?)\}>", ttgir))
+            assert layouts == {"sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]"}

@@ -36,8 +36,10 @@ def random(tiling: Tiling, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, tiling.stored))
 
 
-def scattered(positions: list[int]) -> Spans:
-    return Spans([(0, len(positions), 0)], torch.tensor(positions))
+def scattered(positions: list[int], window: int | None = None) -> Spans:
+    places = torch.tensor(positions)
+    begins = None if window is None else (places - window + 1).clamp_min(0)
+    return Spans([(0, len(positions), 0)], places, begins)
 
 
 def by_formula(
@@ -70,8 +72,6 @@ POSITIONS = {
     "every third": list(range(1, 200, 3)),
     "the end": list(range(150, 200)),
 }
-
-
 SHAPED = {
     "window": AttentionParams(0.3, window=37),
     "window of one": AttentionParams(0.3, window=1),
@@ -82,45 +82,33 @@ SHAPED = {
 }
 
 
-def windowed(positions: list[int], window: int | None) -> Spans:
-    places = torch.tensor(positions)
-    begins = None if window is None else (places - window + 1).clamp_min(0)
-    return Spans([(0, len(positions), 0)], places, begins)
-
-
-@pytest.mark.some(18)
-@every_tiling
-@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-@pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
-def test_windows_caps_and_sinks(tiling: Tiling, scoring: AttentionParams, positions: list[int]) -> None:
-    query = random(tiling, 14, len(positions), 32)
-    key, value = random(tiling, 2, 200, 32, seed=1), random(tiling, 2, 200, 32, seed=2)
-    out = kernel(tiling)(query, key, value, scoring, windowed(positions, scoring.window))
-    assert close(tiling, out, by_formula(query, key, value, torch.tensor(positions), scoring))
-
-
 @every_tiling
 def test_a_key_out_of_the_window_is_not_looked_at(tiling: Tiling) -> None:
     """What is hidden may be any number, as what was never loaded is."""
     scoring, places = AttentionParams(0.3, window=40), list(range(160, 200, 3))
     query = random(tiling, 4, len(places), 32)
     key, value = random(tiling, 2, 200, 32, seed=1), random(tiling, 2, 200, 32, seed=2)
-    out = kernel(tiling)(query, key, value, scoring, windowed(places, 40))
+    out = kernel(tiling)(query, key, value, scoring, scattered(places, 40))
     key[:, :96] = torch.nan
     value[:, :96] = torch.nan
-    assert torch.equal(kernel(tiling)(query, key, value, scoring, windowed(places, 40)), out)
+    assert torch.equal(kernel(tiling)(query, key, value, scoring, scattered(places, 40)), out)
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(27)
 @every_tiling
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-@pytest.mark.parametrize("heads", [(2, 2), (14, 2), (60, 1)], ids=str)
-def test_a_row_sees_the_keys_up_to_its_own(tiling: Tiling, heads: tuple[int, int], positions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("scoring", "heads"),
+    [*((one, (14, 2)) for one in SHAPED.values()), *((PLAIN, n) for n in ((2, 2), (14, 2), (60, 1)))],
+)
+def test_a_row_sees_the_keys_of_its_window_up_to_its_own(
+    tiling: Tiling, scoring: AttentionParams, heads: tuple[int, int], positions: list[int]
+) -> None:
     query = random(tiling, heads[0], len(positions), 32)
     key, value = random(tiling, heads[1], 200, 32, seed=1), random(tiling, heads[1], 200, 32, seed=2)
-    out = kernel(tiling)(query, key, value, PLAIN, scattered(positions))
+    out = kernel(tiling)(query, key, value, scoring, scattered(positions, scoring.window))
     assert out.dtype == query.dtype
-    assert close(tiling, out, by_formula(query, key, value, torch.tensor(positions)))
+    assert close(tiling, out, by_formula(query, key, value, torch.tensor(positions), scoring))
 
 
 @every_tiling

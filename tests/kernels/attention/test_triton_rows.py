@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +13,10 @@ from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows import Tile, attend, splits_for, tile_for
 from kvtool.core.model.attention import QueryRows
-from tests.codec.processes import needs_triton, triton_process
+from tests.codec.processes import compile_for_cuda, needs_triton
 
 HALF = Tile(16, 16, 4, 2)
+PLAIN = AttentionParams(0.3)
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,6 @@ class Shape:
     keys: int
     rows: int
     dtype: torch.dtype = torch.float32
-
-
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    with triton_process(tmp_path_factory.mktemp("triton"), "1") as process:
-        yield process
 
 
 def made(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,10 +51,10 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def attended(shape: Shape, tile: Tile | None, splits: int | None) -> torch.Tensor:
+def attended(shape: Shape, tile: Tile | None, splits: int | None, params: AttentionParams = PLAIN) -> torch.Tensor:
     """Runs in the interpreter's process."""
     query, key, value, at = made(shape)
-    return attend(query, key, value, AttentionParams(0.3), KeyRanges(at.tolist(), at), tile, splits)
+    return attend(query, key, value, params, QueryRows.of(at, "cpu").seen(params.window), tile, splits)
 
 
 @pytest.mark.some(3)
@@ -99,56 +91,36 @@ SHAPED = {
 }
 
 
-def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) -> torch.Tensor:
-    query, key, value, at = made(shape)
-    return attend(query, key, value, SHAPED[name], QueryRows.of(at, "cpu").seen(SHAPED[name].window), tile, splits)
-
-
 @pytest.mark.some(3)
 @needs_triton
-@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("params", SHAPED.values(), ids=SHAPED)
 @pytest.mark.parametrize(
     ("shape", "tile", "splits"),
-    [
-        (Shape(4, 2, 16, 50, 7), HALF, 3),
-        (Shape(4, 2, 16, 90, 90), HALF, 1),
-        (Shape(4, 2, 16, 129, 1), HALF, 5),
-    ],
+    [(Shape(4, 2, 16, 50, 7), HALF, 3), (Shape(4, 2, 16, 90, 90), HALF, 1), (Shape(4, 2, 16, 129, 1), HALF, 5)],
 )
 def test_windows_caps_and_sinks(
-    interpreter: ProcessPoolExecutor, shape: Shape, name: str, tile: Tile | None, splits: int | None
+    interpreter: ProcessPoolExecutor, shape: Shape, params: AttentionParams, tile: Tile | None, splits: int | None
 ) -> None:
-    out = interpreter.submit(attended_so, shape, name, tile, splits).result()
-    query, key, value, at = made(shape)
-    wide = (side.double()[0] for side in (query, key, value))
-    seen = QueryRows.of(at, "cpu").seen(SHAPED[name].window)
-    query, key, value = wide
-    weights = attention_weights(query, key, seen, SHAPED[name]).double()
+    out = interpreter.submit(attended, shape, tile, splits, params).result()
+    *sides, at = made(shape)
+    query, key, value = (side.double()[0] for side in sides)
+    weights = attention_weights(query, key, QueryRows.of(at, "cpu").seen(params.window), params).double()
     exact = weights @ value.repeat_interleave(2, 0)
     assert error(out[0], exact) < 1e-5
 
 
-def wrong(*changes: int) -> list[str]:
-    """What each changed argument is refused with; 4 is the positions."""
-    said = []
-    for change in changes:
-        query, key, value, at = made(Shape(4, 2, 16, 50, 7))
-        cases = {
-            0: (query[:, :3], key, value, at),
-            1: (query, key.double(), value, at),
-            2: (query, key, value[:, :, :5], at),
-            3: (query, key.transpose(2, 3).contiguous().transpose(2, 3), value, at),
-            4: (query, key, value, at[:3]),
-            5: (query, key, value, at.int()),
-        }
-        with pytest.raises(ValueError) as refused:
-            attend(*cases[change][:3], AttentionParams(0.3), KeyRanges([], cases[change][3]))
-        said.append(str(refused.value))
-    return said
-
-
 def test_arrays_that_do_not_fit_are_refused_before_anything_runs() -> None:
-    assert len(wrong(0, 1, 2, 3, 4, 5)) == 6
+    query, key, value, at = made(Shape(4, 2, 16, 50, 7))
+    for *sides, places in (
+        (query[:, :3], key, value, at),
+        (query, key.double(), value, at),
+        (query, key, value[:, :, :5], at),
+        (query, key.transpose(2, 3).contiguous().transpose(2, 3), value, at),
+        (query, key, value, at[:3]),
+        (query, key, value, at.int()),
+    ):
+        with pytest.raises(ValueError):
+            attend(*sides, PLAIN, KeyRanges([], places))
 
 
 def test_few_blocks_split_the_keys_and_many_do_not() -> None:
@@ -162,39 +134,27 @@ def compiled(
     dtype: torch.dtype, head_dim: int, rows: int, capability: int, memory: int = 100 * 1024, shaped: bool = False
 ) -> tuple[str, int]:
     """PTX and bytes of shared memory; runs in a process that compiles."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel, tile = triton_rows.kernel(), tile_for(rows, head_dim, dtype, memory)
     params = AttentionParams(1.0, 30, 50.0, torch.zeros(1)) if shaped else AttentionParams(1.0)
     constants = triton_rows.constants(4, head_dim, tile, 4, dtype, params, windowed=shaped)
     of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
     known = {"query": of, "key": of, "value": of, "out": "*fp32", "sums": "*fp32", "at": "*i64"}
     known |= {"begins": "*i64", "sinks": of, "cap": "fp32"}
-    known |= {"scale": "fp32", "rows": "i32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: known.get(name, "i64") for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name, kind in signature.items() if kind[0] == "*" or kind == "i64"]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    known |= {"scale": "fp32", "rows": "i32"}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    source = ASTSource(kernel, signature, values, attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    built = compile_for_cuda(kernel, capability, known, constants, "i64", ("*", "i64"), **options)
     return built.asm["ptx"], built.metadata.shared
 
 
 @pytest.mark.slow
 @needs_triton
-def test_it_compiles_for_the_gpus_it_is_meant_for(tmp_path: Path) -> None:
-    if importlib.util.find_spec("triton.backends.nvidia") is None:
-        pytest.skip("this triton has no PTX backend")
-    with triton_process(tmp_path, "0") as process:
-        many = process.submit(compiled, torch.bfloat16, 128, 512, 90).result()
-        few = process.submit(compiled, torch.bfloat16, 64, 4, 80).result()
-        wide = process.submit(compiled, torch.float32, 96, 512, 90).result()
-        shaped = process.submit(compiled, torch.bfloat16, 64, 512, 90, shaped=True).result()
-        large = [process.submit(compiled, torch.bfloat16, 128, 512, sm, kb * 1024) for sm, kb in ((80, 163), (90, 227))]
-        assert [one.result()[1] < kb * 1024 for one, kb in zip(large, (163, 227), strict=True)] == [True, True]
+def test_it_compiles_for_the_gpus_it_is_meant_for(compiler: ProcessPoolExecutor) -> None:
+    many = compiler.submit(compiled, torch.bfloat16, 128, 512, 90).result()
+    few = compiler.submit(compiled, torch.bfloat16, 64, 4, 80).result()
+    wide = compiler.submit(compiled, torch.float32, 96, 512, 90).result()
+    shaped = compiler.submit(compiled, torch.bfloat16, 64, 512, 90, shaped=True).result()
+    for sm, kb in ((80, 163), (90, 227)):
+        assert compiler.submit(compiled, torch.bfloat16, 128, 512, sm, kb * 1024).result()[1] < kb * 1024
     assert "wgmma.mma_async" in many[0]  # Hopper's own products
     assert "mma.sync" in few[0]
     assert few[1] < 100 * 1024

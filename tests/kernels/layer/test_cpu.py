@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kvtool.core.kernels.layer import cpu
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.native.isa import ISAS, Isa, runnable
+from tests.spying import calls_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -91,14 +92,7 @@ def test_threads_share_rows_and_change_nothing(code: LayerKernels, monkeypatch: 
     x, more = (random(11, 48, dtype=code.dtype, seed=seed) for seed in range(2))
     weight = torch.ones(48)
     alone = code.norm(x, weight, 1e-6, more)
-    threads: list[int] = []
-    run = cpu.launch
-
-    def counted(function: int, job: int, count: int) -> None:
-        threads.append(count)
-        run(function, job, count)
-
-    monkeypatch.setattr(cpu, "launch", counted)
+    threads = calls_of(monkeypatch, cpu, "launch", lambda function, job, count: count)
     monkeypatch.setattr(cpu, "_ONE_THREAD", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for ours, expected in zip(code.norm(x, weight, 1e-6, more), alone, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear import quantized as native
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
@@ -12,6 +13,7 @@ from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
 from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.linear.matrices import random_matrix
 from tests.kernels.linear.reference import dequantize
+from tests.spying import calls_of
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a result, by the sum of what it is the sum of
 SIZES = [(4, 256, 4), (20, 768, 7), (36, 512, 33), (8, 288, 6), (12, 32, 5)]  # of W, and rows of X
@@ -60,14 +62,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(
     matrix, x = random_matrix("q4_1", 40, 576), random(23, 576, dtype=dtype)
     whole = small_batch_gemm(matrix, x, isa=isa)
     assert torch.equal(small_batch_gemm(matrix, x[5:12].contiguous(), isa=isa), whole[5:12])
-    blocks: list[int] = []
-    run = native._multiply_block
-
-    def counted(function: int, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
-        blocks.append(len(x))
-        run(function, matrix, x, out, bias)
-
-    monkeypatch.setattr(native, "_multiply_block", counted)
+    blocks = calls_of(monkeypatch, native, "_multiply_block", lambda function, matrix, x, *rest: len(x))
     monkeypatch.setattr(native, "_FEW", 9)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(small_batch_gemm(matrix, x, isa=isa), whole)
@@ -79,14 +74,8 @@ def test_a_linear_layer_takes_it_for_as_many_rows_as_it_pays(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrix, bias = random_matrix("q4_k", 12, 256), random(12, dtype=dtype)
-    layer, taken = PackedLinear(matrix, bias, dtype), []
-    few = small_batch_gemm
-
-    def counted(matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        taken.append(len(x))
-        return few(matrix, x, bias)
-
-    monkeypatch.setattr("kvtool.core.kernels.linear.modules.small_batch_gemm", counted)
+    layer = PackedLinear(matrix, bias, dtype)
+    taken = calls_of(monkeypatch, modules, "small_batch_gemm", lambda matrix, x, *rest: len(x))
     for rows in (1, 8, 257):
         x = random(1, rows, 256, dtype=dtype)
         found = layer.rows_product(x)
@@ -120,16 +109,10 @@ def test_no_block_has_fewer_rows_than_the_code_takes(monkeypatch: pytest.MonkeyP
     """Blocks of as many rows as fit would leave one row over, and the code reads whole tiles."""
     monkeypatch.setattr(native, "_FEW", 8)
     matrix, x = random_matrix("q8_0", 40, 576), random(count, 576, dtype=torch.float32)
-    least, sizes = least_rows(matrix, x.dtype), []
+    least = least_rows(matrix, x.dtype)
     if least is None:
         pytest.skip("no code here")
-    run = native._multiply_block
-
-    def noted(function: int, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
-        sizes.append(len(x))
-        assert len(x) >= least
-        run(function, matrix, x, out, bias)
-
-    monkeypatch.setattr(native, "_multiply_block", noted)
+    sizes = calls_of(monkeypatch, native, "_multiply_block", lambda function, matrix, x, *rest: len(x))
     close(small_batch_gemm(matrix, x), x, matrix)
+    assert min(sizes) >= least
     assert sum(sizes) == count

@@ -23,12 +23,17 @@ def steps(backend: DecodeBackend, ids: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([backend.step(token) for token in ids])
 
 
+def trusted(decoder: Decoder, isa: Isa) -> CompiledModel:
+    compiled = CompiledModel(decoder, isa)
+    compiled.self_check_error = ""
+    return compiled
+
+
 def both(decoder: Decoder, isa: Isa, prompt: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids, more = tokens(prompt, 3), tokens(count, 9)
     own, other = decoder.prefill(ids)[1], decoder.prefill(ids)[1]
-    compiled = CompiledModel(decoder, isa)
-    compiled.self_check_error = ""
-    return steps(TorchBackend(decoder, own), more), steps(NativeBackend(decoder, compiled, other), more)
+    native = NativeBackend(decoder, trusted(decoder, isa), other)
+    return steps(TorchBackend(decoder, own), more), steps(native, more)
 
 
 @pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
@@ -56,19 +61,15 @@ def test_a_hundred_tokens_stay_near() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_number_of_threads_changes_no_bit(count: int, threads: None) -> None:
-    decoder, ids, more = case("qwen3").decoder, tokens(300, 3), tokens(6, 9)
-    compiled = CompiledModel(decoder, ISAS[runnable()[0]])
-    compiled.self_check_error = ""
+    decoder, isa, more, logits = case("qwen3").decoder, ISAS[runnable()[0]], tokens(6, 9), []
     torch.set_num_threads(1)
-    caches = [decoder.prefill(ids)[1] for _ in range(2)]
-    alone = steps(NativeBackend(decoder, compiled, caches[0]), more)
-    torch.set_num_threads(count)
-    compiled = CompiledModel(decoder, ISAS[runnable()[0]])
-    compiled.self_check_error = ""
-    assert torch.equal(alone, steps(NativeBackend(decoder, compiled, caches[1]), more))
+    caches = [decoder.prefill(tokens(300, 3))[1] for _ in range(2)]
+    for cache, threads_ in zip(caches, (1, count), strict=True):
+        torch.set_num_threads(threads_)
+        logits.append(steps(NativeBackend(decoder, trusted(decoder, isa), cache), more))
+    assert torch.equal(*logits)
     for one, other in zip(caches[0].buffers, caches[1].buffers, strict=True):
-        assert torch.equal(one.view()[0], other.view()[0])
-        assert torch.equal(one.view()[1], other.view()[1])
+        assert all(map(torch.equal, one.view(), other.view()))
 
 
 def test_two_caches_take_turns() -> None:

@@ -12,7 +12,7 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model
 from kvtool.core.model.decode import DecodeBackend, decode_backend, step_along, step_together
 from kvtool.core.model.decode import native as native_steps
-from kvtool.core.model.decode.native import CompiledModel, NativeBackend
+from kvtool.core.model.decode.native import NativeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.native.isa import ISAS, Isa, best_isa, multiplies_int8, runnable
@@ -20,6 +20,7 @@ from tests.checkpoint.gguf_models import IN_GGUF
 from tests.checkpoint.gguf_writing import written
 from tests.families import NATIVE
 from tests.fusion.making import case, new_case, tokens
+from tests.model.decode.test_native import trusted
 
 LENGTHS = (140, 1, 127, 300, 36)
 
@@ -31,8 +32,7 @@ def caches(decoder: Decoder, count: int) -> list[PromptCache]:
 
 
 def backends(decoder: Decoder, count: int, isa: Isa | None = None) -> list[NativeBackend]:
-    compiled = CompiledModel(decoder, isa or ISAS[runnable()[0]])
-    compiled.self_check_error = ""
+    compiled = trusted(decoder, isa or ISAS[runnable()[0]])
     return [NativeBackend(decoder, compiled, cache) for cache in caches(decoder, count)]
 
 
@@ -41,7 +41,6 @@ def given(step: int, count: int) -> list[int]:
 
 
 def same(one: Sequence[NativeBackend], other: Sequence[NativeBackend]) -> bool:
-    """Whether two lots of caches hold the same rows."""
     sides = [[side for each in lot for layer in each._cache.buffers for side in layer.view()] for lot in (one, other)]
     return all(torch.equal(*pair) for pair in zip(*sides, strict=True))
 
