@@ -177,8 +177,8 @@ async function confirmRemoval(document) {
     const reply = await request(`v1/documents?${new URLSearchParams({ source: document.source, exact: true })}`, {
       method: "DELETE",
     });
-    const { forgotten } = await reply.json();
-    documents = documents.filter(({ source }) => !forgotten.includes(source));
+    const { deleted } = await reply.json();
+    documents = documents.filter(({ source }) => !deleted.includes(source));
     draw();
     say(t("{0} is removed.", name));
   } catch (error) {
