@@ -150,9 +150,6 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
         store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
 
 
-# ---- stores ------------------------------------------------------------------------------------------------------
-
-
 def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTOOL_HOME", str(folder / "home"))

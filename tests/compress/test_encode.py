@@ -50,9 +50,6 @@ def profiles_in(path: Path, *chunks: str) -> set[str]:
     return {profile for chunk, profile in every if not chunks or chunk in chunks}
 
 
-# ---- several levels ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_several_levels_at_once_are_nested(fitted: Path) -> None:
     assert [bases_in(fitted, level) for level in NESTED] == [{2}, {3}, {4}, {0}]
@@ -84,9 +81,7 @@ def test_one_after_the_other_is_as_at_once(fitted: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", [False, True])
-def test_running_again_encodes_nothing(
-    profile: bool, plain: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_run(profile: bool, plain: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fitted if profile else plain
     run(path, *NESTED, "lossless")
     before = files_below(path)
@@ -108,9 +103,6 @@ def test_a_new_chunk_alone_is_encoded(fitted: Path, tmp_path: Path) -> None:
     check_sound(fitted)
 
 
-# ---- interruptions -----------------------------------------------------------------------------------------------
-
-
 def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int, error: BaseException) -> None:
     works, calls = getattr(place, name), [0]
 
@@ -126,9 +118,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int,
 @pytest.mark.some(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("keep_raw", [True, False])
-def test_an_interrupted_run_is_taken_up_again(
-    error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run(error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk has either what it had or what it shall have; the rest is done by the next run."""
     monkeypatch.setattr(level_writer, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
@@ -179,9 +169,6 @@ def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pyte
     refit(fitted, "1", "2")
     check_sound(fitted)
     assert profiles_in(fitted) == {state_of(fitted)["profile"]} != {old}
-
-
-# ---- records that are there but will not do ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -249,9 +236,6 @@ def test_damage_deep_inside_says_what_to_do(fitted: Path) -> None:
     kvtool("store", "verify", "--repair", "--store", fitted).fine()
     assert run(fitted, "1").encoded == 2
     check_sound(fitted)
-
-
-# ---- giving up what is exact -------------------------------------------------------------------------------------
 
 
 def test_exact_records_go(fitted: Path) -> None:
@@ -345,9 +329,7 @@ BROKEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("level", ["1", "lossless"])
-def test_exact_records_stay_where_the_others_do_not_come_back(
-    how: str, level: str, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_decoder(how: str, level: str, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     kind = TransformCodec if level == "1" else Lossless
     with monkeypatch.context() as patch:

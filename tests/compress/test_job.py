@@ -85,9 +85,6 @@ def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -
         assert all(error_of(plain, chunk, level) < 0.9 for level in levels)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [("1",), ("4", "2"), NESTED, ("lossless", "3")], ids=" ".join)
 @pytest.mark.parametrize("profile", [False, True], ids=["no profile", "profile"])
@@ -185,9 +182,7 @@ def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
-    fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_belong_to_a_profile(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new profile, for one chunk only, says nothing of the records that an older one made."""
     asked = fixed_losses(monkeypatch)
     run(fitted, "1", "2", questions=1)
@@ -206,9 +201,6 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
     } == {"2": LOSSES["2"]}
 
 
-# ---- profiles ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     untransformed = run(plain, *(f"cachegen-{level}" for level in NESTED), questions=2)
@@ -219,7 +211,6 @@ def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     with Store.open(plain) as store:
         data = store.profile(digest)
         assert store.stats()["profiles"]["count"] == 1
-    assert data is not None
     assert report.profile["bytes"] == len(data)
     assert state_of(plain)["profile"] == digest.hex()
     for level in NESTED:
@@ -293,17 +284,12 @@ def test_fitting_again_changes_nothing(fitted: Path) -> None:
     assert files_below(fitted) == before
 
 
-# ---- which level -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("bound", "chosen"),
     [(None, "2"), (0.0005, "lossless"), (0.001, "1"), (0.0039, "1"), (0.004, "2"), (0.03, "3"), (1.0, "4")],
 )
-def test_auto_takes_the_smallest_that_is_allowed(
-    bound: float | None, chosen: str, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto(bound: float | None, chosen: str, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     asked = ("auto",) if bound in (None, 0.004) else ()
     report = run(plain, *asked, max_loss=bound, questions=1, chunks=tuple(chunks_in(plain)[:1]))
@@ -340,9 +326,6 @@ def test_levels_that_there_are_not(levels: tuple[str, ...]) -> None:
 def test_auto_needs_questions(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="measured loss"):
         check_levels(CompressOptions(questions=0, **options))  # type: ignore[arg-type]
-
-
-# ---- which chunks ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -78,11 +78,7 @@ def rows_in(path: Path, chunk: str, level: str) -> set[tuple[int, ...]]:
 def tokens_of(path: Path, chunk: str) -> int:
     with Store.open(path) as store:
         info = store.chunk_info(bytes.fromhex(chunk))
-        assert info is not None
         return len(info.token_ids)
-
-
-# ---- what is made ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -157,9 +153,6 @@ def test_auto_takes_the_smallest_that_loses_little(sparse: Path, monkeypatch: py
     assert [level.level for level in report.levels] == ["keep75-2"]
 
 
-# ---- which rows --------------------------------------------------------------------------------------------------
-
-
 def test_the_heaviest_stay_and_the_first() -> None:
     worth = torch.tensor([0.0, 0, 0, 0, 3, 1, 2, 5, 0, 4])
     assert heaviest(worth, 50) == (0, 1, 2, 3, 7)
@@ -201,9 +194,6 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
         seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))
 
     decoder.fill_cache(text, replace(rows_of_text, watch=watch), cache)
-
-
-# ---- what is read ------------------------------------------------------------------------------------------------
 
 
 def ask(path: object, *more: object) -> dict[str, object]:
@@ -294,16 +284,12 @@ def test_other_rows_than_the_first_layers_are_refused(sparse: Path) -> None:
     assert "other rows" in found[chunk]["reason"]
 
 
-# ---- where else they go ------------------------------------------------------------------------------------------
-
-
 def test_pushed_pulled_and_asked_from_there(sparse: Path, tmp_path: Path) -> None:
     url, before = f"file://{tmp_path / 'tier'}", rows(sparse, HALF)
     expected = [ask(sparse, "--level", HALF, "--fusion", mode)["tokens"] for mode in ("union", "reuse")]
     with Store.open(sparse) as store, closing(open_blobs(url)) as blobs:
         assert push(store, blobs).damaged == []
         _, catalogue = read_head(blobs)
-        assert catalogue is not None
         assert any(HALF in chunk.levels for chunk in catalogue.chunks.values())
         assert all(is_own(name) for name in catalogue.blobs())
         pull(tmp_path / "other", blobs)

@@ -122,9 +122,6 @@ def test_latex_stays_as_it_is_but_for_accents_and_sections(text: str, read: str)
     assert document.text == read
 
 
-# ---- commands ----
-
-
 def _python(program: str) -> str:
     return f"{sys.executable} -c '{program}' {{}}"
 

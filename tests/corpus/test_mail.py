@@ -55,9 +55,6 @@ def place(document: Document, words: str) -> int | str:
     return next(mark.place for mark in reversed(document.marks) if mark.start <= start)
 
 
-# ---- forms of one text ----
-
-
 @pytest.mark.parametrize(
     "stub",
     [
@@ -107,9 +104,6 @@ def test_the_html_form_within_related_parts_is_read() -> None:
     assert document.notes == ()
 
 
-# ---- messages in messages ----
-
-
 def test_a_forwarded_message_has_its_headers_and_lines() -> None:
     inner = "From: Bruno Falk <b@x>\nDate: Mon, 3 Mar 2031 10:00:00 +0000\nSubject: Crane\n\nIt lifts nine tons.\n"
     document = mail(HEAD + multipart("mixed", plain("See below."), f"Content-Type: message/rfc822\n\n{inner}"))
@@ -139,9 +133,6 @@ def test_a_delivery_report_is_read() -> None:
 
 def test_a_multipart_message_without_its_boundary_is_read() -> None:
     assert "Nine tons." in mail(f"{HEAD}Content-Type: multipart/mixed; boundary=B\n\nNine tons.\n").text
-
-
-# ---- attachments ----
 
 
 def test_attachments_are_documents_with_their_own_places() -> None:
@@ -229,9 +220,6 @@ def test_a_part_of_a_text_type_that_is_no_text_does_not_lose_the_message() -> No
     assert document.notes == ("attachments: 1 not read",)
 
 
-# ---- encodings ----
-
-
 @pytest.mark.parametrize("codec", ["utf-16", "utf-16-be", "utf-8-sig"])
 def test_saved_mail_in_unicode_with_a_bom_is_read(codec: str) -> None:
     bom = "\ufeff" if codec == "utf-16-be" else ""
@@ -265,9 +253,6 @@ def test_a_header_that_fails_the_parser_does_not_lose_the_message() -> None:
     assert "Nine tons." in mail(f"{HEAD}Content-Type: text/plain; charset*\n\nNine tons.\n").text
 
 
-# ---- other files ----
-
-
 def test_emlx_is_read_without_its_count_and_its_list() -> None:
     message = f"{HEAD}\nNine tons.\n"
     document = mail(f"{len(message)}      \n{message}<?xml version='1.0'?>\n<plist><dict/></plist>\n", "1.emlx")
@@ -281,8 +266,6 @@ def test_a_mailbox_message_without_headers_does_not_lose_the_others() -> None:
     assert [document.text.splitlines()[-1] for document in found] == ["No headers.", "Nine tons."]
     assert found[0].notes == ("messages: 1 not read",)
 
-
-# ---- Outlook ----
 
 Tree = dict[str, "bytes | Tree"]
 

@@ -37,9 +37,6 @@ def places(made: Document) -> list[int | str]:
     return [mark.place for mark in made.marks]
 
 
-# ---- texts ----
-
-
 def test_notes_comments_and_text_boxes_follow_their_paragraph() -> None:
     note = (
         "<text:note><text:note-citation>{0}</text:note-citation><text:note-body><text:p>{1}</text:p>"
@@ -190,8 +187,6 @@ def test_form_fields_are_counted() -> None:
     assert made.notes == ("form fields: 1 not read",)
 
 
-# ---- parts of a packed file ----
-
 _FORMULA = (
     f"<math:math {SPACES}><math:semantics><math:mrow><math:mi>F</math:mi><math:mo>=</math:mo><math:mfrac><math:mrow>"
     "<math:mi>a</math:mi><math:mo>+</math:mo><math:mi>b</math:mi></math:mrow><math:msup><math:mi>v</math:mi>"
@@ -236,9 +231,6 @@ def test_an_encrypted_file_is_refused() -> None:
 def test_a_flat_file_that_is_damaged_is_refused() -> None:
     with pytest.raises(UnreadableFile, match="damaged"):
         read("/in/a.fodt", b"<office:document>")
-
-
-# ---- spreadsheets ----
 
 
 def cells(*texts: str) -> str:
@@ -311,9 +303,6 @@ def test_deleted_cells_are_left_out_and_charts_of_a_sheet_give_their_title() -> 
     row = f"<table:table-row>{cells('May', '9.1')}</table:table-row>"
     made = flat("spreadsheet", f'{gone}<table:table table:name="S">{shapes}{row}</table:table>')
     assert lines(made) == ["# S", "May | 9.1", "Landings"]
-
-
-# ---- presentations ----
 
 
 def frame(text: str, kind: str) -> str:

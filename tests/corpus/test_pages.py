@@ -32,9 +32,6 @@ def place(document: Document, words: str) -> str:
     return place_of(document.text, document.marks, start, start + len(words)).cite("a")
 
 
-# Embedded data
-
-
 def test_attributes_of_any_length_are_not_text() -> None:
     for attribute in (f'src="data:image/png;base64,{PICTURE}"', f"data-page='{'<b>{x: 1} ' * 2000}'"):
         assert read(f"<p>Before.</p><img {attribute}><p>After.").text == "Before.\n\nAfter.\n"
@@ -108,9 +105,6 @@ def test_style_sheets_lose_their_fonts() -> None:
     assert read(f"a {{src: url(data:font/woff;base64,{FONT})}}", "a.css").text == "a {src: url([data])}"
 
 
-# Tables
-
-
 def test_empty_cells_keep_their_column() -> None:
     assert lines("<table><tr><td><th>Mon<th>Tue<tr><td>Red<td>&nbsp;<td>4<tr><td>Blue<td>2<td></table>") == [
         " | Mon | Tue",
@@ -173,9 +167,6 @@ def test_alternatives_of_areas_and_buttons_are_read() -> None:
     ]
 
 
-# Notation
-
-
 @pytest.mark.parametrize(
     ("before", "text", "shown"),
     [
@@ -234,9 +225,6 @@ def test_formulas() -> None:
     assert read(page).text == "\\pi . m c\n"
 
 
-# Attributes that are shown
-
-
 def test_descriptions_of_images() -> None:
     page = (
         '<p>Plan: <img alt="Fire exit &amp; stairs"><img alt=""><img alt="IMG_7.jpg"><img alt="t" width="1" height="1">'
@@ -266,9 +254,6 @@ def test_pages_that_are_empty_without_scripts() -> None:
 def test_scripts_and_comments_with_markup() -> None:
     page = "<script>if (a<b) x='</p>', c='it</script>one <!-- <a title='--> two<script src='x'/><p>three"
     assert lines(page) == ["one two", "three"]
-
-
-# Escapes and encodings
 
 
 def test_escapes_of_json_are_letters() -> None:
@@ -334,9 +319,6 @@ def test_business_cards() -> None:
     document = read(f"FN:Jörg\n  Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")
     assert document.text == "FN:Jörg Ek\nPHOTO;ENCODING=b:[data]\nEND:VCARD\n"
     assert document.notes == ("embedded data: 1 not read",)
-
-
-# Notebooks
 
 
 def notebook(*outputs: object, **cell: object) -> Document:

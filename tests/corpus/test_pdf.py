@@ -181,7 +181,7 @@ def test_form_values_are_behind_their_labels() -> None:
         _field("Tx", "remark", "/V (Fragile)", bottom=400),
     ]
     assert _read(drawing([labels], fields)).text.splitlines() == [
-        *("Name: Ase Lund", "Port: Tromso Insured: yes", "Night Day: no", "remark: Fragile"),
+        *("Name: Ase Lund", "Port: Tromso Insured: yes", "Night Day: no", "remark: Fragile")
     ]
 
 

@@ -279,9 +279,7 @@ def test_jsonl_an_endless_id_names_nothing() -> None:
     assert document.source == "/c/a.jsonl#1"
 
 
-def test_a_reader_of_bytes_is_a_function_and_takes_files_that_hold_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_of_bytes_takes_binary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(source: str, data: bytes) -> list[Document]:
         return [Document(source, data.hex(), "text")]
 

@@ -99,9 +99,6 @@ def test_a_code_page_of_the_file_is_used_without_a_font() -> None:
     assert made.text == "šlechta řeka\n"
 
 
-# ---- tables ----
-
-
 def test_rows_keep_empty_cells() -> None:
     table = (
         r"\trowd\cellx1\cellx2\cellx3\intbl Alder\cell\cell 7\cell\row\trowd\intbl\cell b\cell\cell\row\pard end\par"
@@ -116,9 +113,6 @@ def test_paragraphs_in_a_cell_are_one_cell() -> None:
 def test_a_nested_table_stays_in_its_cell() -> None:
     inner = r"\itap2 a\nestcell b\nestcell{\*\nesttableprops\trowd\cellx1\cellx2\nestrow}{\nonesttables\par}"
     assert lines(r"\trowd\cellx1\cellx2\intbl " + inner + r"\itap1 x\cell y\cell\row\pard") == ["a, b, ; x | y"]
-
-
-# ---- damaged files ----
 
 
 @pytest.mark.parametrize(

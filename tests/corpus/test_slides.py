@@ -104,7 +104,7 @@ def test_merged_cells_of_a_table_repeat_their_text_and_empty_ones_their_column()
     made = deck()
     table = made.slides[0].shapes.add_table(3, 3, *_BOX).table
     for row, column, text in [
-        *((0, 0, "Place"), (0, 1, "Rain"), (1, 1, "Jan"), (1, 2, "Feb"), (2, 0, "Oslo"), (2, 2, "7")),
+        *((0, 0, "Place"), (0, 1, "Rain"), (1, 1, "Jan"), (1, 2, "Feb"), (2, 0, "Oslo"), (2, 2, "7"))
     ]:
         table.cell(row, column).text = text
     table.cell(0, 1).merge(table.cell(0, 2))

@@ -110,9 +110,6 @@ def text_of(body: str, parts: Mapping[str, str] = {}) -> str:
     return read(docx(body, parts)).text.rstrip("\n")
 
 
-# ---- text outside plain runs ----
-
-
 def test_tracked_changes_are_read_as_accepted() -> None:
     moved = "".join(f"<w:{side}>{run('Pay by noon. ')}</w:{side}>" for side in ("moveFrom", "moveTo"))
     gone = '<w:del w:author="A"><w:r><w:delText>sixty</w:delText></w:r></w:del>'
@@ -332,9 +329,6 @@ def test_a_file_of_embedded_files_says_so() -> None:
         read(docx(p("<w:r><w:object><o:OLEObject/></w:object></w:r>")))
 
 
-# ---- automatic numbers ----
-
-
 def test_clauses_count_on_several_levels() -> None:
     lists = numbering(levels(("decimal", "%1."), ("decimal", "%1.%2"), ("lowerLetter", "(%3)"), ("bullet", "·")))
     body = "".join(p(run(name), numbered(level)) for name, level in zip("abcdefg", (0, 1, 2, 2, 1, 0, 1), strict=True))
@@ -402,9 +396,6 @@ def test_styles_of_numbers(number: int, style: str, shown: str) -> None:
     assert counter(number, style) == shown
 
 
-# ---- tables ----
-
-
 def test_cells_keep_their_columns() -> None:
     before = '<w:trPr><w:gridBefore w:val="1"/></w:trPr>'
     body = table(
@@ -455,9 +446,6 @@ def test_an_odd_grid_does_not_lose_the_file() -> None:
     text = text_of(p(run("before")) + body + p(run("after")))
     assert text.startswith("before\n\na | a")
     assert text.endswith("a | b\n\nc\n\nafter")
-
-
-# ---- variants, and damage ----
 
 
 @pytest.mark.parametrize("ending", [".docx", ".docm", ".dotx", ".dotm", ".doc"])
@@ -514,9 +502,6 @@ def test_locked_files_are_refused(ending: str) -> None:
         read(data, ending)
 
 
-# ---- the format before 2007 ----
-
-
 def doc(text: str, flags: int = 0) -> bytes:
     """A Word 97 file of one piece: a header, the text, and a table that says where it is, in a compound file."""
     main = bytearray(8192)
@@ -554,9 +539,6 @@ def test_old_documents_are_read(ending: str) -> None:
 def test_locked_old_documents_are_refused() -> None:
     with pytest.raises(UnreadableFile, match="password"):
         read(doc("secret\r", flags=0x100), ".doc")
-
-
-# ---- the tree of office_oxide ----
 
 
 def _said(text: str, position: str = "") -> dict[str, object]:

@@ -39,11 +39,7 @@ class Head:
         self._log = folder / "started.log"
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                env=os.environ | self.variables | here,
-                start_new_session=True,
+                command, stdout=log, stderr=log, env=os.environ | self.variables | here, start_new_session=True
             )
         self._wait()
 

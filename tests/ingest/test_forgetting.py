@@ -64,9 +64,7 @@ def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path
     fresh(other, folder).failed(2, "no such file or folder")
 
 
-def test_what_a_killed_run_did_not_come_to_drop_goes_with_the_next(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_run_collects(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(self: Writer, **given: object) -> int:
         raise KeyboardInterrupt
 
@@ -118,9 +116,7 @@ def test_a_folder_reached_by_a_link(fresh: Any, folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_disk_that_fails_is_no_reason_to_forget(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_disk(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mill0.md").unlink()
     (folder / "new.txt").write_text("A new mill.")
     real = Path.stat

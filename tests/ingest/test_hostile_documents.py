@@ -133,9 +133,7 @@ def test_ten_thousand_pages(reading: Reading) -> None:
         ("os.kill(os.getpid(), 11)", "has crashed"),
     ],
 )
-def test_what_a_reader_is_made_to_do_ends_with_its_process(
-    deed: str, why: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]
-) -> None:
+def test_bounds(deed: str, why: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]) -> None:
     program = (
         f"import os, time\nfrom kvtool.core.corpus import reading\nreading.read_documents = lambda *given: {deed}\n"
     )
@@ -147,9 +145,7 @@ def test_what_a_reader_is_made_to_do_ends_with_its_process(
         assert reading.documents(Path("/in/a.odt"), sound["odt"])  # by another process
 
 
-def test_whom_a_reader_has_started_does_not_hold_up_its_end(
-    monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_forked_reader(monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes], tmp_path: Path) -> None:
     """A copy of the process that holds its pipes, in a session of its own where no signal to the group finds it."""
     seen, given_up = tmp_path / "seen", tmp_path / "given up"
     program = (
@@ -173,9 +169,7 @@ def test_whom_a_reader_has_started_does_not_hold_up_its_end(
 
 
 @pytest.mark.parametrize("deed", ["os.kill(os.getpid(), 11)", "raise_memory()"])
-def test_a_file_is_not_blamed_for_what_others_left_behind(
-    deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]
-) -> None:
+def test_reader_retries(deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]) -> None:
     """A reader that fails at the second file, whatever that is."""
     program = (
         "import os\nfrom kvtool.core.corpus import reading\nreal, given = reading.read_documents, []\n"
@@ -208,9 +202,6 @@ def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPat
     assert told == [7, 0, "answer"]
 
 
-# ---- in a folder ----
-
-
 @pytest.mark.slow
 def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: dict[str, bytes]) -> None:
     folder = tmp_path / "in"
@@ -231,9 +222,7 @@ def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: d
 
 
 @pytest.mark.slow
-def test_a_missing_package_is_named_once(
-    fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package(fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for name in ("a.pptx", "b.pptx", "c.pdf", "d.docx"):

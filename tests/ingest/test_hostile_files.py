@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     "error", [RecursionError("too deep"), MemoryError(), UnicodeEncodeError("gbk", "x", 0, 1, "no"), KeyError("x")]
 )
 @pytest.mark.parametrize(("room", "step"), [(reading, "read_documents"), (stream, "prepare")])
-def test_any_exception_of_one_file(
+def test_exceptions(
     error: Exception, room: Any, step: str, folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = getattr(room, step)

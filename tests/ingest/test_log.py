@@ -70,9 +70,7 @@ def test_a_log_that_nobody_reads_is_not_waited_for(fresh: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), MemoryError(), ValueError("odd")])
-def test_a_run_that_breaks_off_says_so_last(
-    raised: BaseException, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aborted_run(raised: BaseException, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, log = write_corpus(tmp_path / "in", 1, 1), tmp_path / "log.jsonl"
 
     def breaking(*args: Any) -> None:

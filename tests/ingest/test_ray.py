@@ -122,9 +122,7 @@ def test_workers_make_what_one_process_makes(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_what_ends_in_the_middle_is_resumed(
-    alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_workers_resume(alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = backwards(monkeypatch, most=15)
     kvtool(*alone, tmp_path / "far", *WORKERS).failed(130)
     assert damages(tmp_path / "far") == []
@@ -151,9 +149,7 @@ def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
-    number: signal.Signals, word: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_sigint_and_sigterm(number: signal.Signals, word: str, tiny: Path, tmp_path: Path) -> None:
     """The one reaches all processes of the run at once, the other only the first: none is left, what was committed
     stays, the next run continues."""
     corpus, store, mark = write_corpus(tmp_path / "corpus", documents=200), tmp_path / "store", str(tmp_path)
@@ -180,7 +176,7 @@ def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
     assert damages(store) == []
 
 
-def test_what_computed_a_chunk_is_noted_where_it_was_computed(
+def test_noted_arithmetic(
     alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the store keeps; and where two workers compute in different formats it is said."""

@@ -81,9 +81,7 @@ def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, re
 
 
 @pytest.mark.slow
-def test_a_file_that_has_just_changed_is_not_trusted(
-    fresh: Any, folder: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recent_change(fresh: Any, folder: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "_RACY_SECONDS", 1e9)
     counts(fresh, folder, reads)
     assert counts(fresh, folder, reads) == (3, 3, 0)
@@ -92,9 +90,7 @@ def test_a_file_that_has_just_changed_is_not_trusted(
 @pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1, "marks": "%%"}'])
-def test_without_marks_files_are_read(
-    content: bytes, fresh: Any, folder: Path, reads: Counter[str], tmp_path: Path
-) -> None:
+def test_lost_marks(content: bytes, fresh: Any, folder: Path, reads: Counter[str], tmp_path: Path) -> None:
     counts(fresh, folder, reads)
     (tmp_path / "fresh" / "seen" / "files.json").write_bytes(content)
     assert counts(fresh, folder, reads) == (3, 3, 0)
@@ -128,9 +124,7 @@ def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_file(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an answer would call it changed although it is what was ingested."""
 
     def grow(path: Path) -> None:
@@ -141,7 +135,6 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
     fresh(folder).fine()
     with Store.open(tmp_path / "fresh") as store:
         entry = store.file(str(folder / "one.txt"))
-    assert entry is not None
     assert entry.size == (folder / "one.txt").stat().st_size
 
 
@@ -165,7 +158,7 @@ class TestFailures:
         return path
 
     @pytest.mark.usefixtures("settled")
-    def test_they_are_told_once_and_not_parsed_again(
+    def test_told_and_parsed_once(
         self, fresh: Any, folder: Path, broken: Path, parsed: list[str], reads: Counter[str]
     ) -> None:
         first = fresh(folder).fine(3).json
@@ -202,17 +195,13 @@ class TestFailures:
         assert "2 documents are still unreadable" in kvtool(*again).fine().out
 
     @pytest.mark.usefixtures("broken")
-    def test_a_file_that_is_new_is_tried_again_and_not_told_again(
-        self, fresh: Any, folder: Path, parsed: list[str]
-    ) -> None:
+    def test_recent_file_is_tried_again(self, fresh: Any, folder: Path, parsed: list[str]) -> None:
         fresh(folder).fine(3)
         assert fresh(folder).fine().json["not_retried"] == 0
         assert parsed.count("broken.docx") == 2
 
     @pytest.mark.usefixtures("settled")
-    def test_what_hangs_on_no_bytes_is_tried_again_and_not_told_again(
-        self, fresh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_read_errors_are_tried_again(self, fresh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         errors = ["no permission", "no permission", "no such disk"]
 
         def fail(path: Path) -> None:
@@ -247,16 +236,14 @@ class TestFailures:
         assert remembered() == set()
 
     @pytest.mark.usefixtures("settled", "broken")
-    def test_they_are_told_again_where_nothing_else_is_there(
-        self, fresh: Any, folder: Path, broken: Path, parsed: list[str]
-    ) -> None:
+    def test_nothing_else_is_there(self, fresh: Any, folder: Path, broken: Path, parsed: list[str]) -> None:
         fresh(folder / "one.txt").fine()
         for _ in range(2):
             fresh(broken).failed(2, "damaged")
         assert parsed.count("broken.docx") == 1
 
     @pytest.mark.usefixtures("settled", "broken")
-    def test_what_reads_them_now_tries_them(
+    def test_another_reader(
         self, fresh: Any, folder: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fresh(folder).fine(3)
@@ -269,9 +256,7 @@ class TestFailures:
         assert parsed.count("broken.docx") == 4
 
     @pytest.mark.usefixtures("settled")
-    def test_a_script_that_reads_them_and_is_mended_tries_them(
-        self, fresh: Any, folder: Path, tmp_path: Path, parsed: list[str]
-    ) -> None:
+    def test_mended_script_tries_them(self, fresh: Any, folder: Path, tmp_path: Path, parsed: list[str]) -> None:
         (folder / "notes.odd").write_text("The fourth mill stands on the hill.")
         script = tmp_path / "read.sh"
         script.write_text("exit 3\n")
@@ -285,9 +270,7 @@ class TestFailures:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("settled")
-def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_files_are_skipped(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: Counter[str] = Counter()
     real = Store.has_chunk
 
@@ -314,9 +297,7 @@ def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("settled")
-def test_a_run_that_broke_off_vouches_for_nothing(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aborted_run(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hole that it found, and did not fill, is found again."""
     fresh(folder).fine()
     drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))

@@ -43,7 +43,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_a_file_is_committed_as_soon_as_its_batch_is_full(
+def test_full_batch_is_committed(
     folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
@@ -91,9 +91,7 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
 
 
-def test_an_interrupted_run_keeps_what_it_committed(
-    folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run(folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh(folder, store=tmp_path / "whole").fine()
     monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     survey = stream.survey

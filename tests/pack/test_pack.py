@@ -183,9 +183,6 @@ def test_the_budget_holds(pack: Path, tmp_path: Path) -> None:
     assert damages(tmp_path / "new") == []
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------
-
-
 def change(pack: Path, name: str, edit: Callable[[bytes], bytes], **facts: Any) -> None:
     with zipfile.ZipFile(pack) as old:
         members = {one.filename: old.read(one) for one in old.infolist()}

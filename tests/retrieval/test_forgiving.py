@@ -48,9 +48,6 @@ def best(texts: dict[str, str], question: str) -> str:
     return search_in(index_of_texts(texts), texts).best(question, 1)[0].passage.source
 
 
-# ---- numbers ----
-
-
 @pytest.mark.parametrize("written", SAME)
 def test_a_number_is_found_however_its_digits_are_grouped(written: str) -> None:
     texts = {**OTHERS, "sum": f"The dredging cost {written} crowns."}
@@ -109,8 +106,6 @@ def test_long_rows_of_digits_take_linear_time() -> None:
     for row in ("1", "100,", "100 ", "1,22,", "1_", "100 200,5,6 "):
         assert terms(row * 20_000)[0]
 
-
-# ---- typos ----
 
 LIGHT = {"light": "The lighthouse of Kellhaven was built in 1874.", "mill": "The mill grinds corn for lightermen."}
 

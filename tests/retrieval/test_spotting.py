@@ -143,9 +143,7 @@ def test_a_text_that_repeats_itself_is_found_all_along() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 2, 30])
-def test_the_tokens_compared_grow_with_the_text_and_not_with_its_square(
-    period: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compared_tokens_grow_linearly(period: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compared, common = [0], spotting._common
 
     def counting(one: spotting.Tokens, other: spotting.Tokens) -> int:

@@ -116,9 +116,7 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
         gone.rename(static_model)
 
 
-def test_what_is_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static_model: Path, sentence_model: Path
-) -> None:
+def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static_model: Path, sentence_model: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         Embedder(str(tmp_path))
     (tmp_path / "config.json").write_text("[")
@@ -142,9 +140,7 @@ def test_what_is_no_model(
         assert "kvtool[embed]" in caught.value.hint
 
 
-def test_one_of_a_hub_is_looked_for_in_its_cache(
-    static_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_cache(static_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     repo = tmp_path / "models--org--vectors"
@@ -157,9 +153,7 @@ def test_one_of_a_hub_is_looked_for_in_its_cache(
     assert np.array_equal(cached.encode(["mill"]), local.encode(["mill"]))
 
 
-def test_a_damaged_document_fails_no_question(
-    store: Store, static_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_document(store: Store, static_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = store.document
 
     def document(source: str) -> object:
