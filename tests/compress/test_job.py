@@ -16,10 +16,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.common.types import Events
 from kvtool.core.compress import loss
-from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.loss import Toll, tolls
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, StoreNotFoundError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
@@ -254,14 +252,6 @@ def test_a_profile_of_another_model_is_refused(fitted: Path, tmp_path: Path) -> 
     assert (state_of(other), levels_in(other)) == before
 
 
-def test_a_store_that_has_no_profile_gives_none(fitted: Path, plain: Path) -> None:
-    with pytest.raises(KvtoolError, match="has no profile") as raised:
-        run(fitted, "1", profile=plain)
-    assert "kvtool compress" in raised.value.hint
-    with pytest.raises(StoreNotFoundError):
-        run(fitted, "1", profile=fitted / "nowhere")
-
-
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
 def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path], None], fitted: Path) -> None:
     other = Path(shutil.copytree(fitted, fitted.with_name("other")))
@@ -313,19 +303,6 @@ def test_auto_with_nothing_to_measure_on(fitted: Path) -> None:
     assert report.skipped == len(chunks_in(fitted))
     assert levels_in(fitted) == before
     assert any("no exact record is left to measure" in text for text in report.warnings)
-
-
-@pytest.mark.parametrize("levels", [("raw",), ("5",), ("0",), ("",), ("1", "5"), ("auto", "raw"), ("-1",), ("Auto",)])
-def test_levels_that_there_are_not(levels: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError) as raised:
-        check_levels(CompressOptions(levels=levels))
-    assert raised.value.hint
-
-
-@pytest.mark.parametrize("options", [{"levels": ("auto",)}, {"max_loss": 0.1}])
-def test_auto_needs_questions(options: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="measured loss"):
-        check_levels(CompressOptions(questions=0, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_pages_without_text_are_told(reading: Reading) -> None:
     page = ["The mill stands by the river."]
     (document,) = reading.documents(Path("/a.pdf"), pdf([page, [], page]))
     assert document.notes == ()  # an empty page needs no note
-    with pytest.raises(UnreadableFile, match="scanned"):
+    with pytest.raises(UnreadableFile, match="which are scanned"):
         reading.documents(Path("/a.pdf"), scanned(3))
 
 

@@ -13,7 +13,7 @@ import pytest
 from openpyxl import Workbook
 from openpyxl.chart import BarChart
 from openpyxl.comments import Comment
-from openpyxl.utils.datetime import CALENDAR_MAC_1904
+from openpyxl.utils.datetime import CALENDAR_MAC_1904, CALENDAR_WINDOWS_1900
 
 from kvtool.core.corpus.readers import READERS
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
@@ -108,16 +108,10 @@ def test_cells_show_dates_shares_flags_and_errors() -> None:
     assert read(saved(book)).text == "# Costs\nMarch 4, 2031 | 25% | TRUE | #N/A | 14\n"
 
 
-def test_dates_in_the_order_of_a_country_are_written_in_that_of_the_standard() -> None:
+@pytest.mark.parametrize(("code", "epoch"), [("mm-dd-yy", CALENDAR_WINDOWS_1900), ("yyyy-mm-dd", CALENDAR_MAC_1904)])
+def test_dates_are_written_in_the_order_of_the_standard(code: str, epoch: datetime) -> None:
     book = rows(("A1", datetime(2031, 3, 4)))
-    book["Costs"]["A1"].number_format = "mm-dd-yy"  # what openpyxl calls format 14
-    assert "2031-03-04" in read(saved(book)).text
-
-
-def test_dates_of_old_macs_count_from_1904() -> None:
-    book = rows(("A1", datetime(2031, 3, 4)))
-    book.epoch = CALENDAR_MAC_1904
-    book["Costs"]["A1"].number_format = "yyyy-mm-dd"
+    book.epoch, book["Costs"]["A1"].number_format = epoch, code  # the first is what openpyxl calls format 14
     assert "2031-03-04" in read(saved(book)).text
 
 

@@ -58,8 +58,16 @@ def test_lines_above_a_csv_header_are_not_repeated() -> None:
     assert sum("Report of 2031" in text for text, _ in chunks) == 1
 
 
-def test_rows_of_numbers_have_no_header() -> None:
-    text = "".join(f"{n},{n * 3},{n * 5}\n" for n in range(100))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"{n},{n * 3},{n * 5}\n" for n in range(100)),
+        "\n".join(",".join(f"{row}.{n}" if row else f"column{n}" for n in range(40)) for row in range(21)),
+        "quay,crates\nNorth,4\nSouth,7\n",
+    ],
+    ids=["rows of numbers", "a wide header", "a table that fits"],
+)
+def test_no_header_is_repeated(text: str) -> None:
     document = _read("a.csv", text)
     assert split_document(document, SplitSettings(max_tokens=_MOST), _count)[0] is document
 
@@ -113,13 +121,6 @@ def test_headings_of_years_are_told_from_numbers() -> None:
     assert all(text.startswith("Quay | 2021 | 2022\n") for text, _ in _chunks(_read("a.html", page)))
 
 
-def test_a_wide_header_is_not_repeated() -> None:
-    names = ",".join(f"column{n}" for n in range(40))
-    rows = "".join(",".join(f"{n}.{m}" for m in range(40)) + "\n" for n in range(20))
-    document = _read("a.csv", f"{names}\n{rows}")
-    assert split_document(document, SplitSettings(max_tokens=_MOST), _count)[0] is document
-
-
 def test_a_header_without_end_is_never_counted() -> None:
     rows = "".join(f"{n},{n}\n" for n in range(90))
     document = Document("/a", ",".join(f"column{n}" for n in range(1000)) + f"\n{rows}", "table")
@@ -132,13 +133,6 @@ def test_a_header_without_end_is_never_counted() -> None:
 
     split_document(document, SplitSettings(max_tokens=_MOST), count)
     assert longest <= 4100
-
-
-def test_a_table_that_fits_is_left_as_it_is() -> None:
-    document = _read("a.csv", "quay,crates\nNorth,4\nSouth,7\n")
-    made, spans = split_document(document, SplitSettings(max_tokens=_MOST), _count)
-    assert made is document
-    assert len(spans) == 1
 
 
 def test_prose_beside_a_table_keeps_its_chunks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
+from tests.corpus.test_slides import edited
 from tests.support.office.facts import facts
 from tests.support.office.portable import pdf
 from tests.support.office.writers import WRITERS
@@ -50,14 +50,6 @@ def refused(reading: Reading, name: str, data: bytes) -> str:
     with pytest.raises(UnreadableFile) as raised:
         reading.documents(Path("/in") / name, data)
     return raised.value.message
-
-
-def replaced(data: bytes, name: str, content: str) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
-        for each in old.namelist():
-            new.writestr(each, content if each == name else old.read(each))
-    return made.getvalue()
 
 
 def claiming(data: bytes, size: int) -> bytes:
@@ -98,7 +90,7 @@ def test_zip_bombs(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
     ],
 )
 def test_entities_that_expand(ending: str, name: str, body: str, reading: Reading, sound: dict[str, bytes]) -> None:
-    assert refused(reading, f"a.{ending}", replaced(sound[ending], name, _LAUGHS + body))
+    assert refused(reading, f"a.{ending}", edited(sound[ending], name, lambda text: _LAUGHS + body))
 
 
 @pytest.mark.parametrize("ending", ["docx", "pptx", "xlsx"])

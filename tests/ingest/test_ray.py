@@ -176,9 +176,7 @@ def test_sigint_and_sigterm(number: signal.Signals, word: str, tiny: Path, tmp_p
     assert damages(store) == []
 
 
-def test_noted_arithmetic(
-    alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noted_arithmetic(alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the store keeps; and where two workers compute in different formats it is said."""
     command = (*alone[:-1], "--store-dtype", "float32", "--dtype", "bfloat16", "--store")
     kvtool(*command, tmp_path / "own").fine()

@@ -43,9 +43,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_full_batch_is_committed(
-    folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_batch_is_committed(folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     assert fresh(folder).fine().json["chunks"]["computed"] == FILES
     for number in range(FILES - 2):
@@ -67,14 +65,6 @@ def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: lis
     assert fresh(folder).fine().json["chunks"] == {"computed": FILES - 2, "reused": 2, "removed": 0}
     assert steps[:2] == ["read 0.md", "commit 0.md"]
     assert steps.index("commit 2.md") < steps.index("read 3.txt") < steps.index("commit 1.txt")
-
-
-def test_two_files_wait_for_one_chunk(folder: Path, fresh: Any, tmp_path: Path) -> None:
-    (folder / "1.txt").write_text((folder / "0.txt").read_text())
-    report = fresh(folder).fine().json
-    assert report["documents"]["added"] == FILES
-    assert report["chunks"] == {"computed": FILES - 1, "reused": 0, "removed": 0}
-    assert len(listing(tmp_path / "fresh")) == FILES
 
 
 @pytest.mark.slow

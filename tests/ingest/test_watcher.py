@@ -140,9 +140,7 @@ def test_vanished_folder_keeps_its_documents(watcher: Watcher, folder: Path, tol
 
 
 @pytest.mark.slow
-def test_emptied_folder(
-    tiny: Path, watcher: Watcher, folder: Path, place: Path, told: Told
-) -> None:
+def test_emptied_folder(tiny: Path, watcher: Watcher, folder: Path, place: Path, told: Told) -> None:
     """As a mount point is without its disk; also for a watch that begins then."""
     moved = folder.rename(folder.with_name("elsewhere"))
     folder.mkdir()
@@ -213,9 +211,7 @@ def test_a_change_that_keeps_size_and_time_is_one(watcher: Watcher, folder: Path
     assert told.taken() == [("changed", "a.md")]
 
 
-def test_locked_removal(
-    tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_removal(tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "b.md").write_text("The second mill grinds corn.")
     kvtool("ingest", folder, "--store", place, "--model", tiny, "--lead-in", "prefix").fine()
     (folder / "a.md").unlink()

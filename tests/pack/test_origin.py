@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.entries import DocumentEntry, FileEntry
-from kvtool.core.cache.identity import HERE
+from kvtool.core.cache import tables
+from kvtool.core.cache.identity import HERE, Origin, seal_origin
 from kvtool.core.cache.store import Store
 from kvtool.core.compress import job
-from kvtool.core.errors import DamagedError, UntrustedError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, UntrustedError, UsageError
 from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import PackBlobs, take
 from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.remote import pull
 from kvtool.core.remote.catalogue import Catalogue
@@ -27,7 +27,18 @@ from kvtool.core.remote.signing import Trust, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
-from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
+from tests.pack.hostile import (
+    FALSE,
+    TRUE,
+    Scene,
+    claim,
+    ids_of,
+    make_scene,
+    of_file,
+    poison,
+    rewrite,
+    with_foreign_tokens,
+)
 
 WAYS = ("import", "merge", "pull")
 
@@ -163,13 +174,12 @@ def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, 
 
 
 def test_verify_says_that_texts_could_not_be_compared(scene: Scene, tiny: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "transferred"
-    tiny_copy = tmp_path / "model"
-    subprocess.run(["cp", "-r", tiny, tiny_copy], check=True)
+    moved, tiny_copy = tmp_path / "transferred", tmp_path / "model"
+    shutil.copytree(tiny, tiny_copy)
     kvtool("ingest", scene.own, "--store", moved, "--model", tiny_copy, *PREFIX).fine()
     said = kvtool("store", "verify", "--store", moved, "--json").fine().json
     assert said["texts_checked"] == 1
-    subprocess.run(["rm", "-r", tiny_copy], check=True)
+    shutil.rmtree(tiny_copy)
     without = kvtool("store", "verify", "--store", moved, "--json").fine()
     assert without.json["texts_checked"] is None
     assert "texts were not compared" in without.err
@@ -226,23 +236,6 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
     assert levels_of(new, chunk) == ["2"]
     scene.ingest(store=new)
     assert levels_of(new, chunk) == ["raw"]
-
-
-def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = scene.theirs.parent / "other.md"
-    other.write_text(FALSE * 20 + "\n")
-    kvtool("ingest", other, "--store", scene.theirs).fine()
-    bring(scene, "import")
-    seen: list[list[tuple[bytes, str]]] = []
-    own_prompts = job.own_prompts
-
-    def spy(session: Session, sample: list[tuple[bytes, str]], questions: int) -> object:
-        seen.append(sample)
-        return own_prompts(session, sample, questions)
-
-    monkeypatch.setattr(job, "own_prompts", spy)
-    kvtool("compress", "--level", "2", "--store", scene.mine).fine()
-    assert [[chunk for chunk, _ in sample] for sample in seen] == [ids_of(scene.mine, scene.own)]
 
 
 def test_a_chunk_whose_description_was_lost_is_own_all_the_same(scene: Scene) -> None:
@@ -319,9 +312,6 @@ def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scen
 
 
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:
-    from kvtool.core.cache import tables
-    from kvtool.core.cache.identity import Origin, seal_origin
-
     new = tmp_path / "new"
     bring(scene, "import", store=new)
     (chunk,) = ids_of(new, scene.own)
@@ -336,23 +326,28 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
     assert levels_of(new, chunk) == []  # not own KV all of a sudden
 
 
-def test_profile_is_fitted_on_own_records(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_and_loss_are_of_own_records(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         other = scene.theirs.parent / "more" / f"{number}.md"
         other.parent.mkdir(exist_ok=True)
-        other.write_text(f"{FALSE} {number}\n")
+        other.write_text(f"{FALSE * 20} {number}\n")
     kvtool("ingest", scene.theirs.parent / "more", "--store", scene.theirs).fine()
     bring(scene, "import")
-    fitted: list[bytes] = []
-    fit = job.fit
+    samples: dict[str, list[bytes]] = {}
 
-    def spy(session: object, sample: list[tuple[bytes, str]], *more: object) -> object:
-        fitted.extend(chunk for chunk, _ in sample)
-        return fit(session, sample, *more)  # type: ignore[arg-type]
+    def watch(name: str) -> None:
+        plain = getattr(job, name)
 
-    monkeypatch.setattr(job, "fit", spy)
+        def spy(session: Session, sample: list[tuple[bytes, str]], *more: object) -> object:
+            samples[name] = [chunk for chunk, _ in sample]
+            return plain(session, sample, *more)
+
+        monkeypatch.setattr(job, name, spy)
+
+    watch("fit")
+    watch("own_prompts")
     kvtool("compress", "--fit", "--level", "2", "--store", scene.mine).fine()
-    assert fitted == ids_of(scene.mine, scene.own)
+    assert samples == dict.fromkeys(("fit", "own_prompts"), ids_of(scene.mine, scene.own))
 
 
 def test_a_foreign_instruction_does_not_stand_before_own_documents(scene: Scene, tmp_path: Path, tiny: Path) -> None:
@@ -379,14 +374,11 @@ def test_model_of_a_foreign_pack_is_not_fetched(scene: Scene, tmp_path: Path, mo
 
     def hub(ref: str, *, offline: bool, once: object) -> Path:
         fetched.append(offline)
-        from kvtool.core.errors import ModelError
-
         raise ModelError("not here", "name another")
 
     monkeypatch.setattr("kvtool.core.checkpoint.hub.fetched", hub)
     new = tmp_path / "new"
-    said = kvtool("store", "import", scene.pack(), "--store", new)
-    assert "mallory/model" in said.err
+    assert "mallory/model" in kvtool("store", "import", scene.pack(), "--store", new).err
     kvtool("query", "Who built the clock?", "--store", new).failed(
         12, "mallory/model", "theirs.kvpack", "--model mallory/model"
     )
@@ -408,7 +400,6 @@ def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path)
 
 def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
     """The whole text, thousands of times over: the index would copy and read each."""
-
     rewrite(scene, lambda entry, document: (entry, replace(document, chunks=document.chunks * 3000)))
     said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
     assert said.code == 13
@@ -417,33 +408,17 @@ def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
 
 def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene) -> None:
     """Equal chunks come once: one that is equal only by its id is another passage."""
-
-    def claim(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        (ref,) = document.chunks
-        path, text = "/docs/false.md", "Who built the harbour clock? " + FALSE
-        refs = (replace(ref, start=0, end=len(text)),)
-        entry = replace(entry, path=path, documents=(path,))
-        return entry, replace(document, source=path, text=text, chunks=refs)
-
-    rewrite(scene, claim)
+    claim(scene, "/docs/false.md", "Who built the harbour clock? " + FALSE)
     bring(scene, "import")
     found = {chunk["source"]: chunk for chunk in scene.ask()["chunks"]}  # type: ignore[attr-defined]
-    assert found[str(scene.own)]["status"] == "hit" or found[str(scene.own)]["status"] == "exact"
+    assert found[str(scene.own)]["status"] in ("hit", "exact")
     assert found["/docs/false.md"]["status"] == "miss"
 
 
 def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
     """It has the chunk id of an own document's, and says what the question asks for a thousand times."""
-
-    def swell(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        text = "Who built the harbour clock? " * 5000
-        (ref,) = document.chunks
-        path = "/docs/long.md"
-        refs = (replace(ref, start=0, end=len(text)),)
-        return (replace(entry, path=path, documents=(path,)), replace(document, source=path, text=text, chunks=refs))
-
     before = scene.ask()
-    rewrite(scene, swell)
+    claim(scene, "/docs/long.md", "Who built the harbour clock? " * 5000)
     bring(scene, "import")
     said = kvtool("query", "Who built the harbour clock?", "--documents", scene.own, "--store", scene.mine, "--json")
     assert said.fine().json["tokens"]["prompt"] == before["tokens"]["prompt"]  # type: ignore[index]
@@ -466,8 +441,7 @@ def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, m
     for number in range(12):
         with Store.open(scene.theirs) as store, store.writer() as writer:
             entry, document = of_file(store, scene.own)
-            path = f"/docs/{number}.md"
-            text = document.text + " " * 2**11
+            path, text = f"/docs/{number}.md", document.text + " " * 2**11
             writer.commit_file(
                 replace(entry, path=path, documents=(path,)), [replace(document, source=path, text=text)]
             )
@@ -733,12 +707,8 @@ def test_keys_of_ssh_keygen_and_of_openssl(tmp_path: Path) -> None:
     public.write_bytes(key.private.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo))
     assert public_keys(public) == [key.public]
     both = tmp_path / "trusted"
-    both.write_text(
-        "# ours\n"
-        + (tmp_path / "ada.pub").read_text()
-        + "\n"
-        + make_key(tmp_path, "bob").with_name("bob.pub").read_text()
-    )
+    keys = (path.with_suffix(".pub").read_text() for path in (ssh, make_key(tmp_path, "bob")))
+    both.write_text("\n".join(("# ours", *keys)))
     assert len(public_keys(both)) == 2
     locked = tmp_path / "locked"
     locked.write_bytes(
@@ -758,8 +728,6 @@ def test_trust_decides() -> None:
 
 
 def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.query.prompt import lay_out
-
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)
     kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()
     read: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,16 +77,11 @@ def test_only_what_changed_is_read(store: Store, built: list[int]) -> None:
 
 def test_a_file_that_was_only_touched_is_not_indexed_again(store: Store, built: list[int]) -> None:
     index_of(store)
-    entry = store.file("a")
-    document = store.document("a")
+    entry, document = store.file("a"), store.document("a")
     with store.writer() as writer:
-        writer.commit_file(type(entry)(**{**_fields(entry), "mtime_ns": 77}), [document])
+        writer.commit_file(replace(entry, mtime_ns=77), [document])
     assert index_of(store).revision == store.revision()
     assert built == [6]
-
-
-def _fields(entry: object) -> dict[str, object]:
-    return {name: getattr(entry, name) for name in entry.__slots__}  # type: ignore[attr-defined]
 
 
 def test_of_a_file_of_many_documents_only_the_changed_are_read(tmp_path: Path, built: list[int]) -> None:
@@ -170,9 +166,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
         assert len(index_of(store)) == 0
 
 
-def test_index_of_another_stemmer(
-    tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_of_another_stemmer(tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"a": "The packages cost 30 euros."}
     with store_of(tmp_path / "store", texts) as store:
         with monkeypatch.context() as patch:

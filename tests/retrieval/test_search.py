@@ -57,11 +57,6 @@ def test_ties_in_the_order_of_the_documents_and_equal_chunks_once() -> None:
     assert [source for source, _ in found(many, "lamp", 2)] == ["000", "999"]
 
 
-def test_top_k() -> None:
-    everything = found(TEXTS, "river mill built 1874")
-    assert found(TEXTS, "river mill built 1874", 2) == everything[:2]
-
-
 def test_what_the_best_chunk_names_comes_along() -> None:
     question = "What did the builder of the river mill keep?"
     assert ("0-corve", 0) not in found(HOPS, question, 3, hop=False)
