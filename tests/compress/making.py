@@ -49,7 +49,6 @@ def prefix_of(path: Path) -> str:
 
 
 def levels_in(path: Path) -> dict[str, list[str]]:
-    """Levels of every chunk, the prompt's own beginning included."""
     with Store.open(path) as store:
         return {chunk.hex(): store.levels(chunk) for chunk in store.chunk_ids()}
 

@@ -45,7 +45,6 @@ def bases_in(path: Path, level: str) -> set[int]:
 
 
 def profiles_in(path: Path, *chunks: str) -> set[str]:
-    """Profiles that the lossy records of chunks name; of all where none is named."""
     every = {(chunk, coded.profile.hex()) for level in NESTED for (chunk, _), coded in coded_in(path, level).items()}
     return {profile for chunk, profile in every if not chunks or chunk in chunks}
 
@@ -60,7 +59,6 @@ def test_several_levels_at_once_are_nested(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_one_after_the_other_is_as_at_once(fitted: Path) -> None:
-    """The coarser ones first; in any other order they refine no other level and come back the same."""
     expected = {level: rows(fitted, level) for level in NESTED}
     chunk = chunks_in(fitted)[0]
     whole = {level: decoded(fitted, chunk, level) for level in NESTED}
@@ -119,7 +117,6 @@ def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int,
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("keep_raw", [True, False])
 def test_interrupted_run(error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk has either what it had or what it shall have; the rest is done by the next run."""
     monkeypatch.setattr(level_writer, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     with monkeypatch.context() as patch:
@@ -204,8 +201,7 @@ def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path) -> No
 
 def test_lossless_records_leave_other_profiles_alone(fitted: Path) -> None:
     before = {level: rows(fitted, level) for level in NESTED}
-    report = refit(fitted, "lossless")
-    assert report.encoded == len(chunks_in(fitted))
+    assert refit(fitted, "lossless").encoded == len(chunks_in(fitted))
     assert {level: rows(fitted, level) for level in NESTED} == before
 
 
@@ -239,7 +235,6 @@ def test_damage_deep_inside_says_what_to_do(fitted: Path) -> None:
 
 
 def test_exact_records_go(fitted: Path) -> None:
-    """But for the prompt's own beginning."""
     chunks = chunks_in(fitted)
     run(fitted, "lossless", chunks=tuple(chunks[:2]))
     report = run(fitted, "2", keep_raw=False)

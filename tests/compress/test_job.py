@@ -66,8 +66,7 @@ def test_the_first_time_a_profile_is_fitted(plain: Path) -> None:
     assert {coded.profile.hex() for coded in found.values()} == {digest}
     assert levels_in(plain) == {chunk: [DEFAULT_LOSSY, "raw"] for chunk in chunks} | {prefix_of(plain): ["raw"]}
     assert damages(plain) == []
-    again = run(plain, "3")
-    assert (again.fitted, state_of(plain)["profile"]) == (False, digest)
+    assert (run(plain, "3").fitted, state_of(plain)["profile"]) == (False, digest)
 
 
 @pytest.mark.slow
@@ -295,7 +294,6 @@ def test_auto_beside_others(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_auto_with_nothing_to_measure_on(fitted: Path) -> None:
-    """Nothing is exact any more: nothing is known, nothing is lost."""
     drop(fitted, "raw")
     before = levels_in(fitted)
     report = run(fitted, "auto", questions=1)

@@ -265,7 +265,6 @@ def test_a_damaged_record_is_computed_whole(layer: int, sparse: Path) -> None:
 
 @pytest.mark.slow
 def test_other_rows_than_the_first_layers_are_refused(sparse: Path) -> None:
-    """They would get the positions of other rows."""
     chunk = ask(sparse, "--level", HALF)["chunks"][0]["id"]
 
     def change(data: bytearray) -> None:

@@ -162,7 +162,6 @@ def test_an_archive_without_a_document_is_refused() -> None:
 
 
 def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are read once it is there: the settings of the archive are others then."""
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     (document,) = read(packed({"a.md": b"A text.\n", "b.pdf": b"%PDF-1.4\n"}))
     assert document.notes == ("b.pdf: pypdfium2 is not installed (pip install 'kvtool[documents]')",)

@@ -83,7 +83,6 @@ def test_pages_without_text_are_told(reading: Reading) -> None:
 
 
 def test_of_running_heads_of_a_pdf_only_the_first_is_kept(reading: Reading) -> None:
-    """Not lines that differ in more than the page's number, nor a page that would be left empty."""
     pages = [
         ["The annual report", f"Question {n}", f"The mill ground {n} sacks.", "11/28/26, 12:19 AM", f"a.html {n}/4"]
         for n in range(1, 5)

@@ -77,8 +77,7 @@ def test_hidden_names_lock_files_and_secrets(root: Path) -> None:
         **dict.fromkeys(("package-lock.json", "Cargo.lock", "~$a.docx"), Skip.LOCK),
         **dict.fromkeys((".env", "prod.env", "server.pem", "id_rsa", "Credentials.json", "link.txt"), Skip.SECRET),
     }
-    named = find_files([root / ".env", root / ".hidden"])
-    assert names(root, named) == [".env", ".hidden/b.md"]
+    assert names(root, find_files([root / ".env", root / ".hidden"])) == [".env", ".hidden/b.md"]
     assert "package-lock.json" in names(root, find_files([root], ignore=False))
     assert "server.pem" not in names(root, find_files([root], include=["*.pem"], ignore=False))
 
@@ -112,7 +111,6 @@ def shared(root: Path) -> Path:
 
 @pytest.mark.parametrize("named", [".", "sub", "sub/deep", "sub/a.md", "sub/draft.md", "sub/made", "sub/made/c.md"])
 def test_a_root_speaks_for_each_folder_and_file_in_it(shared: Path, named: str) -> None:
-    """Also outside of a repository, and against one that is named."""
     shown = {"sub/a.md", "sub/deep/b.md"}
     found = find_files([shared / named], roots=[shared])
     below = {name for name in shown if (shared / name).is_relative_to((shared / named).resolve())}

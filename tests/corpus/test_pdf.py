@@ -22,7 +22,6 @@ def _shown(*texts: tuple[float, float, str], size: float = 12) -> str:
 
 
 def _rows(*rows: str) -> str:
-    """Draw rows of a table; a dot is an empty cell."""
     cells = [(72 + 90 * n, 700 - 20 * at, text) for at, row in enumerate(rows) for n, text in enumerate(row.split())]
     return _shown(*(cell for cell in cells if cell[2] != "."))
 
@@ -209,8 +208,7 @@ def test_comments_are_marked(kind: str) -> None:
 def test_embedded_files_are_counted() -> None:
     names = "/Names << /EmbeddedFiles << /Names [(a.txt) << /Type /Filespec /F (a.txt) >>] >> >>"
     note = "/Subtype /FileAttachment /Rect [50 50 90 90]"
-    document = _read(drawing([_shown((72, 704, "Plan"))], [note], names))
-    assert document.notes == ("embedded files: 2 not read",)
+    assert _read(drawing([_shown((72, 704, "Plan"))], [note], names)).notes == ("embedded files: 2 not read",)
 
 
 def test_a_form_that_is_only_xfa_is_noted() -> None:

@@ -87,8 +87,7 @@ def rows(*cells: tuple[str, Any], title: str = "Costs") -> Workbook:
     ],
 )
 def test_values_are_written_as_excel_shows_them(value: float | str, code: str, text: str) -> None:
-    written = shown(value if isinstance(value, str) else float(value), code)
-    assert " ".join(written.split()) == text
+    assert " ".join(shown(value if isinstance(value, str) else float(value), code).split()) == text
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,6 @@ def test_discussions_are_read_once_with_their_authors() -> None:
 
 
 def _linked(data: bytes, rels: str, kind: str, part: str, content: str) -> bytes:
-    """Add a part to a file, and a reference to it."""
     row = f'<Relationship Id="x{kind}" Type="http://r/{kind}" Target="{part}"/></Relationships>'
     data = edited(data, rels, lambda text: text.replace("</Relationships>", row))
     buffer = io.BytesIO(data)

@@ -33,7 +33,6 @@ def edited(data: bytes, name: str, change: Callable[[str], str], renamed: str = 
 
 
 def made_strict(text: str) -> str:
-    """Write the names of a part as the strict kind of Open XML does."""
     names = r"http://schemas.openxmlformats.org/(\w+)/2006/(main|relationships)"
     return re.sub(names, r"http://purl.oclc.org/ooxml/\1/\2", text)
 

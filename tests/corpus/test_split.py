@@ -87,7 +87,6 @@ def test_spans_adjoin(method: str, counter: CountTokens) -> None:
 
 
 def prose(rng: random.Random, count: int) -> list[str]:
-    """Paragraphs of two to six sentences of made-up words."""
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 9))) for _ in range(1500)]
 
     def sentence() -> str:

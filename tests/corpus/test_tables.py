@@ -141,8 +141,7 @@ def test_prose_beside_a_table_keeps_its_chunks() -> None:
     text = f"# Keepers\n\n{prose}# Quays\n\n{table}\n# More\n\n{prose}"
     plain = [text[span.start : span.end] for span in split(text, SplitSettings(max_tokens=_MOST), _count, "markdown")]
     chunks = [text for text, _ in _chunks(_read("a.md", text))]
-    apart = {each.strip() for each in plain if "Quay" not in each}
-    assert apart <= set(chunks)
+    assert {each.strip() for each in plain if "Quay" not in each} <= set(chunks)
 
 
 @given(

@@ -54,7 +54,6 @@ def test_a_named_file_that_its_name_calls_no_text_is_not_read(corpus: Path) -> N
 
 
 def test_an_image_is_refused_by_what_it_is(corpus: Path) -> None:
-    """Found in a folder or named: also a model that could see reads text only here."""
     for given in (corpus, corpus / "picture.png"):
         (skipped,) = [one for one in find_files([given]).skipped if one.path.endswith(".png")]
         assert skipped.reason == "images are not read, with any model: text only"
@@ -68,7 +67,6 @@ def test_include_and_exclude(corpus: Path) -> None:
 
 
 def test_what_no_reader_takes_is_named(corpus: Path) -> None:
-    """What `--exclude` or `--include` leaves out is meant to be passed over."""
     assert kinds(find_files([corpus])) == {"picture.png": Skip.UNSUPPORTED}
     assert kinds(find_files([corpus], exclude=["*.png"])) == {}
     assert kinds(find_files([corpus], include=["*.txt"])) == {}

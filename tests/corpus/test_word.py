@@ -74,7 +74,6 @@ def levels(*each: tuple[str, str], start: int = 1) -> str:
 
 
 def numbering(*plans: str) -> str:
-    """The part that defines lists 1, 2, … of these levels."""
     body = "".join(f'<w:abstractNum w:abstractNumId="{n}">{plan}</w:abstractNum>' for n, plan in enumerate(plans))
     body += "".join(f'<w:num w:numId="{n + 1}"><w:abstractNumId w:val="{n}"/></w:num>' for n in range(len(plans)))
     return f"<w:numbering {_SPACES}>{body}</w:numbering>"

@@ -85,7 +85,6 @@ def running(mark: str, called: str = "") -> list[str]:
 
 
 def left_of(mark: str, called: str = "") -> list[str]:
-    """What still runs of them after a while for all to end."""
     deadline = time.monotonic() + 30
     while (found := running(mark, called)) and time.monotonic() < deadline:
         time.sleep(0.05)

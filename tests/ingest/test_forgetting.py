@@ -92,16 +92,14 @@ def test_a_folder_without_documents_is_forgotten(fresh: Any, folder: Path, tmp_p
 
 def test_what_is_gone_is_not_forgotten_unasked(fresh: Any, folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
-    done = fresh(folder).failed(2, "the store holds 2 document(s) of it")
-    assert "kvtool store rm" in done.err
+    assert "kvtool store rm" in fresh(folder).failed(2, "the store holds 2 document(s) of it").err
     assert len(names(tmp_path)) == 2
 
 
 @pytest.mark.slow
 def test_a_name_with_the_same_beginning_is_another_folder(fresh: Any, folder: Path, tmp_path: Path) -> None:
     fresh(tmp_path / "i", "--sync").failed(2, "no such file or folder")
-    other = write_corpus(tmp_path / "in2", 1, 1)
-    fresh(other).fine()
+    fresh(write_corpus(tmp_path / "in2", 1, 1)).fine()
     shutil.rmtree(folder)
     (folder / "empty").mkdir(parents=True)
     assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2

@@ -162,7 +162,6 @@ def test_forked_reader(monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes],
 
 @pytest.mark.parametrize("deed", ["os.kill(os.getpid(), 11)", "raise_memory()"])
 def test_reader_retries(deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]) -> None:
-    """A reader that fails at the second file, whatever that is."""
     program = (
         "import os\nfrom kvtool.core.corpus import reading\nreal, given = reading.read_documents, []\n"
         "def raise_memory(): raise MemoryError\n"

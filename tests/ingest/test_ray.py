@@ -129,15 +129,13 @@ def test_interrupted_workers_resume(alone: tuple[object, ...], tmp_path: Path, m
     there = len(listing(tmp_path / "far"))
     assert 0 < there < 6
     later = backwards(monkeypatch, most=99)
-    done = kvtool(*alone, tmp_path / "far", *WORKERS).fine().json
-    assert done["documents"]["unchanged"] == there
+    assert kvtool(*alone, tmp_path / "far", *WORKERS).fine().json["documents"]["unchanged"] == there
     assert [run.is_closed for run in runs + later] == [True, True]
     assert state(tmp_path / "far") == state(tmp_path / "alone")
 
 
 @pytest.mark.slow
 def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp_path: Path) -> None:
-    """By its address and its token; it runs on afterwards, and has no worker left."""
     at = ("--ray", head.address, "--ray-workers", "2")
     done = process(*alone, tmp_path / "far", *at, **head.variables).fine().json
     assert (done["resolved"]["workers"], done["warnings"]) == (2, [])
@@ -177,7 +175,6 @@ def test_sigint_and_sigterm(number: signal.Signals, word: str, tiny: Path, tmp_p
 
 
 def test_noted_arithmetic(alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the store keeps; and where two workers compute in different formats it is said."""
     command = (*alone[:-1], "--store-dtype", "float32", "--dtype", "bfloat16", "--store")
     kvtool(*command, tmp_path / "own").fine()
     backwards(monkeypatch, most=99)

@@ -20,7 +20,6 @@ from tests.remote.serving import wreck
 
 
 def before_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]) -> None:
-    """Let something happen before each file is read."""
     real = survey.read_regular
 
     def read(path: str, most: int) -> bytes:
@@ -279,7 +278,6 @@ def test_whole_files_are_skipped(fresh: Any, folder: Path, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_aborted_run(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hole that it found, and did not fill, is found again."""
     fresh(folder).fine()
     drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))
     with monkeypatch.context() as broken:
@@ -290,7 +288,6 @@ def test_aborted_run(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_file_that_came_back_without_its_kv_is_computed_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
-    """Whole, forgotten, and pulled from a shared store that has lost the KV of it."""
     fresh(folder).fine()
     fresh(folder).fine()
     (chunk,) = chunks_of(tmp_path / "fresh", "two.txt")

@@ -86,8 +86,7 @@ def own_state(scene: Scene) -> tuple[object, ...]:
 def test_own_documents_are_never_replaced(way: str, scene: Scene, tiny: Path) -> None:
     with_foreign_tokens(scene, tiny)
     before, answered = own_state(scene), scene.ask()
-    said = bring(scene, way)
-    assert said["conflicting_files"] == [str(scene.own)]
+    assert bring(scene, way)["conflicting_files"] == [str(scene.own)]
     assert own_state(scene) == before
     assert scene.ask()["answer"] == answered["answer"]
 
@@ -177,8 +176,7 @@ def test_verify_says_that_texts_could_not_be_compared(scene: Scene, tiny: Path, 
     moved, tiny_copy = tmp_path / "transferred", tmp_path / "model"
     shutil.copytree(tiny, tiny_copy)
     kvtool("ingest", scene.own, "--store", moved, "--model", tiny_copy, *PREFIX).fine()
-    said = kvtool("store", "verify", "--store", moved, "--json").fine().json
-    assert said["texts_checked"] == 1
+    assert kvtool("store", "verify", "--store", moved, "--json").fine().json["texts_checked"] == 1
     shutil.rmtree(tiny_copy)
     without = kvtool("store", "verify", "--store", moved, "--json").fine()
     assert without.json["texts_checked"] is None
@@ -295,7 +293,6 @@ def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_p
 
 
 def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scene, tmp_path: Path) -> None:
-    """The very same passage, which an ingest has computed meanwhile."""
     new, question = tmp_path / "new", Request("Who?", documents=(str(scene.own),))
     bring(scene, "import", store=new)
     with Store.open(new) as store:
@@ -407,7 +404,6 @@ def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene) -> None:
-    """Equal chunks come once: one that is equal only by its id is another passage."""
     claim(scene, "/docs/false.md", "Who built the harbour clock? " + FALSE)
     bring(scene, "import")
     found = {chunk["source"]: chunk for chunk in scene.ask()["chunks"]}  # type: ignore[attr-defined]
@@ -416,7 +412,6 @@ def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene)
 
 
 def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
-    """It has the chunk id of an own document's, and says what the question asks for a thousand times."""
     before = scene.ask()
     claim(scene, "/docs/long.md", "Who built the harbour clock? " * 5000)
     bring(scene, "import")
@@ -453,8 +448,7 @@ def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, m
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_mine_replaces_and_serves(way: str, scene: Scene, tiny: Path) -> None:
     rewrite(scene, lambda entry, document: (replace(entry, mtime_ns=entry.mtime_ns + 1, notes=("later",)), document))
-    said = bring(scene, way, "--mine")
-    assert said["conflicting_files"] == []
+    assert bring(scene, way, "--mine")["conflicting_files"] == []
     with Store.open(scene.mine) as store:
         entry, _ = of_file(store, scene.own)
         assert (entry.notes, entry.origin) == (("later",), HERE)

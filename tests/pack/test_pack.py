@@ -77,8 +77,7 @@ def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path
     assert (tmp_path / "back.kvpack").read_bytes() == pack.read_bytes()
     assert contents(tmp_path / "new") == contents(fitted)
     assert damages(tmp_path / "new") == []
-    chunk = chunks_of(fitted, "mill0.md")[0]
-    assert losses_of(tmp_path / "new", chunk) == {"2": 0.004}
+    assert losses_of(tmp_path / "new", chunks_of(fitted, "mill0.md")[0]) == {"2": 0.004}
     again = take(tmp_path / "new", pack)
     assert (again.files.transferred, again.chunks.transferred, again.damaged) == (0, 0, [])
     assert again.files.unchanged == 2
@@ -207,7 +206,6 @@ def test_a_pack_that_is_cut_off(cut: float, pack: Path, tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
-    """Of the file's bytes: all that is imported is sound, and the rest is named."""
     data, pack = packed.read_bytes(), tmp_path / "x.kvpack"
     take(tmp_path / "whole", packed, trust=MINE)
     whole = contents(tmp_path / "whole")
@@ -273,10 +271,8 @@ def test_what_stands_before_a_member_is_part_of_it(pack: Path) -> None:
 
 
 def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
-    """Members of a pack are not compressed: a compressed one is refused."""
     change(pack, "kv/", lambda data: bytes(2**26), compress_type=zipfile.ZIP_DEFLATED)
-    report = take(tmp_path / "new", pack)
-    assert len(report.damaged) == 1
+    assert len(take(tmp_path / "new", pack).damaged) == 1
 
 
 def test_names_are_never_paths(pack: Path, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ def by_formula(question: str, texts: dict[str, str]) -> list[float]:
 
 
 def split(texts: dict[str, str], *sizes: int) -> Index:
-    """The same documents in several segments."""
     index, items = Index.empty(), list(texts.items())
     for size in sizes:
         some, items = dict(items[:size]), items[size:]

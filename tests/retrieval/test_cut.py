@@ -69,7 +69,6 @@ def test_likeness_alone_cuts_nothing(tmp_path: Path, static_model: Path) -> None
 
 
 def test_a_compound_that_most_chunks_have_tells_them_no_further_apart_than_a_word(tmp_path: Path) -> None:
-    """A chunk has several of its forms: the parts and the whole."""
     for mail, follow in (("e-mail", "follow-up"), ("email", "followup")):
         texts = {
             name: f"the {mail} of {name} is written on the {follow} card number {number} of the office"

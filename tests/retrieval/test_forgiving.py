@@ -44,7 +44,6 @@ def first(found: Found) -> str:
 
 
 def best(texts: dict[str, str], question: str) -> str:
-    """The source that a question finds first, without a store."""
     return search_in(index_of_texts(texts), texts).best(question, 1)[0].passage.source
 
 
@@ -193,6 +192,5 @@ def test_few_words_of_a_long_text_are_corrected(ask: Ask, monkeypatch: pytest.Mo
 
 
 def test_words_near_a_word() -> None:
-    near = near_words("Tower", ("english",))
-    assert {"ower", "otwer", "towers", "bower", "towter"} <= {*near.values()}
+    assert {"ower", "otwer", "towers", "bower", "towter"} <= {*near_words("Tower", ("english",)).values()}
     assert typed_words(["light-houses", "x86_64", "mill", "등대지기가"]) == ["light", "houses"]

@@ -31,7 +31,6 @@ def answers(index: Index, texts: dict[str, str]) -> Answers:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many documents each new segment was made of."""
     counts: list[int] = []
     real = IndexSegment.build.__func__  # type: ignore[attr-defined]
 

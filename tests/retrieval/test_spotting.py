@@ -33,7 +33,6 @@ def spotter_of(chunks: Sequence[Ids]) -> Spotter:
 
 
 def assert_true(spans: Sequence[Span], chunks: Sequence[Ids], prompt: Ids) -> None:
-    """Every id that a span claims is the chunk's, and no token of the prompt is claimed twice."""
     for span in spans:
         own = chunks[int.from_bytes(span.chunk_id, "big")]
         assert own[span.skipped : span.skipped + len(span)] == prompt[span.start : span.stop]
@@ -119,7 +118,6 @@ def test_memory() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 4))
 def test_texts_of_few_words(seed: int, vocabulary: int) -> None:
-    """Chunks that repeat and overlap each other: whatever is claimed is true."""
     chosen = random.Random(seed)
     chunks = [words(chosen.randrange(20, 90), seed + number, vocabulary) for number in range(6)]
     prompt = list[int]()
@@ -128,8 +126,7 @@ def test_texts_of_few_words(seed: int, vocabulary: int) -> None:
         prompt += chunk[chosen.randrange(10) :][: chosen.randrange(20, 90)] + words(
             chosen.randrange(4), seed + 9, vocabulary
         )
-    spans = spotter_of(chunks).spot(prompt)
-    assert_true(spans, chunks, prompt)
+    assert_true(spotter_of(chunks).spot(prompt), chunks, prompt)
     assert spotter_of([chunks[0]]).spot(chunks[0]) or len(chunks[0]) < FEWEST
 
 

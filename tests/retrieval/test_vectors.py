@@ -22,7 +22,6 @@ TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something el
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What was embedded."""
     calls: list[list[str]] = []
     real = Embedder.encode
 

@@ -69,7 +69,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def change(path: Path) -> None:
-    """Another row in the place of one of a file, as an ingest commits it."""
     with Store.open(path) as store, store.writer() as pen:
         old = store.file("/in/1.jsonl")
         rows = [store.document(source) for source in old.documents]

@@ -93,14 +93,12 @@ def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
 def test_what_is_asked_often_outlasts_what_was_asked_lately() -> None:
     often, late = held("often", ("raw", "2"), used=5), held("late", ("raw", "2"), used=9)
     stock = inventory(replace(often, warmth=20.0), replace(late, warmth=9.0), documents={"one": ["often", "late"]})
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert steps(plan) == [("exact", ["late"])]
+    assert steps(plan_prune(stock, PruneRequest(goal=stock.used - 1))) == [("exact", ["late"])]
 
 
 def test_in_front_of_a_tier_a_chunk_goes_whole() -> None:
     stock = inventory(*(held(name, ("raw", "2", "4"), used=used) for name, used in (("new", 9), ("old", 1))))
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1, fetched=True))
-    assert steps(plan) == [("kv", ["old"])]
+    assert steps(plan_prune(stock, PruneRequest(goal=stock.used - 1, fetched=True))) == [("kv", ["old"])]
 
 
 def test_what_was_not_measured_stands_for_nothing() -> None:
@@ -113,8 +111,7 @@ def test_what_was_not_measured_stands_for_nothing() -> None:
 
 def test_of_two_exact_records_the_larger_goes() -> None:
     stock = inventory(held("a", ("raw", "lossless")))
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert left(stock, plan) == {"a": ["lossless"]}
+    assert left(stock, plan_prune(stock, PruneRequest(goal=stock.used - 1))) == {"a": ["lossless"]}
 
 
 def test_the_profile_goes_once_nothing_is_left_that_needs_it() -> None:
