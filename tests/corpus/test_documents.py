@@ -219,7 +219,7 @@ def test_a_line_is_cited_where_it_stands_in_its_file(name: str, data: bytes) -> 
     assert place_of(document.text, document.marks, start, len(document.text)).line == last
 
 
-def test_a_place_names_its_sheet(tmp_path: Path) -> None:
+def test_a_place_names_its_chunks(tmp_path: Path) -> None:
     sheets = (Mark(0, "Costs row 1"), Mark(10, "Costs row 2"), Mark(20, "Two words row 1"), Mark(30, "Two words row 2"))
     chunks = tuple(ChunkRef(bytes([number]) * 16, 10 * number, 10 * number + 10, 3) for number in range(4))
     source = str(tmp_path / "my costs.xlsx")
@@ -229,10 +229,6 @@ def test_a_place_names_its_sheet(tmp_path: Path) -> None:
         assert indices(places, f"{source} {mark.place}") == [number]
     with pytest.raises(UsageError):
         places.of_chunks(f"{source} Other row 1")
-
-
-def test_a_place_names_all_chunks_that_hold_something_of_it(tmp_path: Path) -> None:
-    """Pages of 20 characters, chunks of 8: the third holds the end of page 1 and the beginning of page 2."""
     pages = tuple(Mark(20 * number, f"p. {number + 1}") for number in range(3))
     chunks = tuple(ChunkRef(bytes([number]) * 16, 8 * number, min(60, 8 * number + 8), 3) for number in range(8))
     source = str(tmp_path / "a.pdf")

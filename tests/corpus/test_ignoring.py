@@ -52,18 +52,15 @@ def test_kvtools_own_ignore_file_has_the_last_word(root: Path) -> None:
     assert names(root, find_files([root])) == ["b.md", "docs/a.md"]
 
 
-def test_a_repository_speaks_for_its_folders_but_not_against_one_that_is_named(root: Path) -> None:
+def test_repositories_speak_for_their_folders(root: Path) -> None:
+    put(root, "docs/a.md", "docs/draft.md")
+    (root / ".gitignore").write_text("draft.md\n")
+    assert names(root, find_files([root / "docs"])) == ["docs/a.md", "docs/draft.md"]
     put(root, "docs/a.md", "docs/draft.md", "build/a.md", ".git/config")
     (root / ".gitignore").write_text("draft.md\nbuild/\n")
     assert names(root, find_files([root / "docs"])) == ["docs/a.md"]
     assert names(root, find_files([root / "build"])) == ["build/a.md"]
     assert names(root, find_files([root / "docs" / "draft.md"])) == ["docs/draft.md"]
-
-
-def test_outside_a_repository_what_stands_above_is_not_asked(root: Path) -> None:
-    put(root, "docs/a.md", "docs/draft.md")
-    (root / ".gitignore").write_text("draft.md\n")
-    assert names(root, find_files([root / "docs"])) == ["docs/a.md", "docs/draft.md"]
 
 
 def test_hidden_names_lock_files_and_secrets(root: Path) -> None:
@@ -128,19 +125,12 @@ def test_a_link_shows_nothing_that_its_root_does_not(shared: Path, target: str) 
         assert "sub/link.md" in skipped(shared, found)
 
 
-def test_a_link_to_what_is_shown_is_read(shared: Path) -> None:
+def test_links_and_folders_that_a_root_shows(shared: Path, tmp_path: Path) -> None:
     (shared / "sub" / "link.md").symlink_to(shared / "sub" / "a.md")
     assert names(shared, find_files([shared / "sub" / "link.md"], roots=[shared])) == ["sub/link.md"]
-
-
-def test_a_root_in_a_root_shows_what_it_has(shared: Path) -> None:
-    """A user who names a hidden folder wants it to be read."""
     inner = shared / ".hidden"
     assert names(shared, find_files([inner], roots=[shared, inner])) == [".hidden/d.md"]
     assert ".hidden/d.md" not in names(shared, find_files([shared], roots=[shared, inner]))
-
-
-def test_a_path_outside_of_every_root_is_not_read(shared: Path, tmp_path: Path) -> None:
     put(tmp_path, "outside.md")
     (found,) = find_files([tmp_path / "outside.md"], roots=[shared]).skipped
     assert found.path == str(tmp_path / "outside.md")

@@ -70,9 +70,15 @@ def test_a_stub_gives_way_to_the_html_form(stub: str) -> None:
     assert stub == "" or stub[:17] not in text
 
 
-def test_a_plain_form_that_ends_early_gives_way_to_the_html_form() -> None:
+def test_the_html_form_is_read_where_the_plain_one_says_less() -> None:
     text = mail(HEAD + multipart("alternative", plain(REPORT[:110]), page(REPORT))).text
     assert text.count("opens at seven") == text.count("costs forty crowns") == 1
+    picture = "Content-Type: image/png\nContent-Transfer-Encoding: base64\n\niVBORw0KGgo="
+    related = multipart("related", page(REPORT), picture, boundary="R")
+    document = mail(HEAD + multipart("alternative", plain("Please use an HTML mail reader."), related))
+    assert "fuel dock only takes cash" in document.text
+    assert "part" not in document.text
+    assert document.notes == ()
 
 
 def test_the_plain_form_is_read_if_both_say_the_same() -> None:
@@ -93,15 +99,6 @@ def test_two_forms_that_say_different_things_are_both_read() -> None:
     text = mail(HEAD + multipart("alternative", plain(other), page(REPORT))).text
     assert "painted in white" in text
     assert "costs forty crowns" in text
-
-
-def test_the_html_form_within_related_parts_is_read() -> None:
-    picture = "Content-Type: image/png\nContent-Transfer-Encoding: base64\n\niVBORw0KGgo="
-    related = multipart("related", page(REPORT), picture, boundary="R")
-    document = mail(HEAD + multipart("alternative", plain("Please use an HTML mail reader."), related))
-    assert "fuel dock only takes cash" in document.text
-    assert "part" not in document.text
-    assert document.notes == ()
 
 
 def test_a_forwarded_message_has_its_headers_and_lines() -> None:
@@ -210,12 +207,9 @@ def test_a_calendar_beside_a_text_is_read_once() -> None:
     assert "Pier 4" in found[1].text
 
 
-def test_a_named_text_in_the_message_is_not_listed_as_unread() -> None:
+def test_parts_of_text_types() -> None:
     inline = 'Content-Type: text/plain\nContent-Disposition: inline; filename="a.txt"\n\nNine tons.'
     assert mail(HEAD + multipart("mixed", plain("See."), inline)).text.endswith("See.\n\nNine tons.\n")
-
-
-def test_a_part_of_a_text_type_that_is_no_text_does_not_lose_the_message() -> None:
     document = mail((HEAD + multipart("mixed", plain("See."), plain("PK\3\4 \0\1"))).encode())
     assert "See." in document.text
     assert document.notes == ("attachments: 1 not read",)
@@ -236,12 +230,9 @@ def test_charsets_of_seven_bits_are_decoded(charset: str, words: str) -> None:
     assert words in mail(head.encode() + words.encode(charset)).text
 
 
-def test_headers_in_bytes_are_decoded() -> None:
+def test_encoded_headers_and_names_are_decoded() -> None:
     text = mail("Subject: Grüße aus Łódź\nFrom: =?utf-8?q?J=C3=B6rg?= <j@x>\n\nx\n".encode()).text
     assert text.startswith("Subject: Grüße aus Łódź\nFrom: Jörg <j@x>\n")
-
-
-def test_encoded_names_of_attachments_are_decoded() -> None:
     plain_name = "filename*0=prü; filename*1=fung.txt"
     for name in ("filename*=utf-8''pr%C3%BCfung.txt", 'filename="=?utf-8?B?cHLDvGZ1bmcudHh0?="', plain_name):
         part = f"Content-Type: text/plain\nContent-Disposition: attachment; {name}\n\nNine tons."
@@ -346,14 +337,16 @@ def test_outlook_transport_headers_come_first() -> None:
     )
 
 
-def test_outlook_strings_of_a_code_page_are_decoded() -> None:
+def test_outlook_texts_are_read() -> None:
     words = "Маяк стоит на северном берегу, ключ хранит Инес."
     assert words in mail(compound(item(code_page=1251, t0037="Маяк", t1000=words)), "a.msg").text
-
-
-def test_outlook_html_is_read_where_there_is_no_text() -> None:
     html = f"<html><meta charset=windows-1252><p>Crêpes at the pier</p>{'<br>' * 1024}".encode("cp1252")
     assert "Crêpes at the pier" in mail(compound(item({"__substg1.0_10130102": html}, **NOTE)), "a.msg").text
+    inner = EmailMessage()
+    inner["Subject"] = "Crane"
+    inner.set_content("Nine tons.")
+    tree: Tree = {"__attach_version1.0_#00000000": attachment("a.eml", inner.as_bytes())}
+    assert "Subject: Crane\n\nNine tons." in mail(compound(item(tree, **NOTE)), "a.msg").text
 
 
 def test_outlook_rich_text_that_is_not_read_is_counted() -> None:
@@ -385,11 +378,3 @@ def test_a_damaged_outlook_file_is_refused() -> None:
     for data in (b"no compound file", whole[:600], whole[:512] + b"\xff" * (len(whole) - 512)):
         with pytest.raises(UnreadableFile):
             read(data, "a.msg")
-
-
-def test_a_mail_in_an_outlook_attachment_is_read() -> None:
-    inner = EmailMessage()
-    inner["Subject"] = "Crane"
-    inner.set_content("Nine tons.")
-    tree: Tree = {"__attach_version1.0_#00000000": attachment("a.eml", inner.as_bytes())}
-    assert "Subject: Crane\n\nNine tons." in mail(compound(item(tree, **NOTE)), "a.msg").text

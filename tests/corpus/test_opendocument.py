@@ -167,22 +167,16 @@ def test_merged_and_empty_cells_keep_their_columns() -> None:
     )
     table += "".join(f"<table:table-row>{row}</table:table-row>" for row in rows[1:]) + "</table:table>"
     assert lines(flat("text", table)) == ["Pier | Depth | Depth", "Pier | low | high", "East |  | 4"]
-
-
-def test_an_empty_merged_cell_keeps_its_columns() -> None:
     wide = '<table:table-cell table:number-columns-spanned="2"/><table:covered-table-cell/>'
     row = f"<table:table-row>{wide}<table:table-cell><text:p>May</text:p></table:table-cell></table:table-row>"
     assert lines(flat("text", f"<table:table>{row}</table:table>")) == [" |  | May"]
 
 
-def test_hidden_sections_are_read_and_named() -> None:
+def test_hidden_sections_and_form_fields_are_noted() -> None:
     section = "<text:section text:name='{}' text:display='{}'><text:p>The mill is {}.</text:p></text:section>"
     made = flat("text", section.format("A", "true", "old") + section.format("B&#10;error: no", "none", "new"))
     assert lines(made) == ["The mill is old.", "The mill is new."]
     assert made.notes == ("hidden section 'B\\nerror: no': read like those that are shown",)
-
-
-def test_form_fields_are_counted() -> None:
     made = flat("text", '<text:p>Sign here: <draw:control draw:control="c1"/></text:p>')
     assert made.notes == ("form fields: 1 not read",)
 
@@ -210,25 +204,16 @@ def test_formulas_and_charts_are_read_and_other_objects_counted() -> None:
     (made,) = read("/in/a.odt", packed(members))
     assert lines(made) == ["Drag F=(a+b)/(v^2) newtons", "Landings", "May | 9.1"]
     assert made.notes == ("embedded objects: 2 not read",)
-
-
-def test_a_formula_file_is_read() -> None:
     assert lines(read("/in/a.odf", packed({"content.xml": _FORMULA}))[0]) == ["F=(a+b)/(v^2)"]
 
 
-def test_styles_that_are_damaged_lose_nothing_else() -> None:
+def test_damaged_and_encrypted_files() -> None:
     (made,) = read("/in/a.odt", packed({"content.xml": whole("text", "<text:p>Body</text:p>"), "styles.xml": "<a"}))
     assert made.text == "Body\n"
     assert made.notes == ("damaged parts: 1 not read",)
-
-
-def test_an_encrypted_file_is_refused() -> None:
     manifest = '<manifest:manifest xmlns:manifest="m"><manifest:encryption-data/></manifest:manifest>'
     with pytest.raises(UnreadableFile, match="protected by a password"):
         read("/in/a.ods", packed({"content.xml": "\x8f\x01", "META-INF/manifest.xml": manifest}))
-
-
-def test_a_flat_file_that_is_damaged_is_refused() -> None:
     with pytest.raises(UnreadableFile, match="damaged"):
         read("/in/a.fodt", b"<office:document>")
 
@@ -282,13 +267,10 @@ def test_values_without_a_text_and_comments_of_cells_are_read() -> None:
     assert lines(flat("spreadsheet", sheet("S", row))) == ["# S", "4.5 | 2031-05-04 | 9 [comment by Bo: since May]"]
 
 
-def test_hidden_sheets_of_opendocument_are_named() -> None:
+def test_hidden_sheets_and_rows_are_named() -> None:
     style = '<style:style style:name="ta2"><style:table-properties table:display="false"/></style:style>'
     made = flat("spreadsheet", sheet("Shown", cells("a")) + sheet("Pay", cells("b"), style="ta2"), style)
     assert made.notes == ("hidden sheet 'Pay': read like those that are shown",)
-
-
-def test_hidden_rows_are_named() -> None:
     book = sheet("Pay", cells("a"), cells("b"))
     book = book.replace("<table:table-row>", '<table:table-row table:visibility="filter">').replace(
         "filter", "visible", 1

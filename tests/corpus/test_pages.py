@@ -51,9 +51,13 @@ def test_markdown_images_are_replaced_and_lines_stay() -> None:
     assert document.notes == ("embedded data: 1 not read",)
 
 
-def test_data_uris_over_several_lines_keep_their_newlines() -> None:
+def test_wrapped_data_uris_keep_their_lines() -> None:
     wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
     assert without_data_uris(f"(data:image/png;base64,{wrapped}\niV=)\nnext") == f"([image]{chr(10) * 10})\nnext"
+    wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
+    document = read(f"Subject: Plan\n\n(data:image/png;base64,{wrapped}\niV=)\nnext\n", "a.eml")
+    assert document.text.split() == ["Subject:", "Plan", "([image]", ")", "next"]
+    assert place(document, "next") == "a:14"
 
 
 @pytest.mark.parametrize(
@@ -82,26 +86,16 @@ def test_data_uris_are_cut_from_all_texts(name: str, written: str, shown: str, k
     assert document.notes == (("embedded data: 1 not read",) if mark == "[data]" else ())
 
 
-def test_wrapped_data_of_mail_keeps_its_lines() -> None:
-    wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
-    document = read(f"Subject: Plan\n\n(data:image/png;base64,{wrapped}\niV=)\nnext\n", "a.eml")
-    assert document.text.split() == ["Subject:", "Plan", "([image]", ")", "next"]
-    assert place(document, "next") == "a:14"
-
-
 def test_columns_of_numbers_called_data_stay() -> None:
     for line in ("data:," + "1.5," * 100, "Metadata:;3;" + "1,5;" * 100):
         assert read(line + "\n", "a.csv").text == line + "\n"
 
 
-def test_json_strings_of_base64_are_counted() -> None:
+def test_data_in_json_and_style_sheets() -> None:
     page = {"a": f"data:image/png;base64,{PICTURE}", "b": FONT, "c": PICTURE, "d": "acgt" * 500}
     document = read(json.dumps(page), "a.json")
     assert json.loads(document.text) == {"a": "[image]", "b": "[data]", "c": "[image]", "d": "acgt" * 500}
     assert document.notes == ("embedded data: 1 not read",)
-
-
-def test_style_sheets_lose_their_fonts() -> None:
     assert read(f"a {{src: url(data:font/woff;base64,{FONT})}}", "a.css").text == "a {src: url([data])}"
 
 
@@ -232,11 +226,13 @@ def test_text_of_a_page(page: str, text: str) -> None:
     assert read(page).text == text
 
 
-def test_escapes_of_json_are_letters() -> None:
+def test_escapes_and_references_are_letters() -> None:
     text = '{"a": "\\u041c\\u0430\\ud83d\\ude00 \\u0022 \\u005c \\u000a \\\\u0041 \\ud800 \\u003cb\\n"}\r\n'
     expected = '{"a": "Ма😀 \\u0022 \\u005c \\u000a \\\\u0041 \\ud800 <b\\n"}\r\n'
     assert read(text, "a.json").text == expected
     assert read('a: "\\xe9 \\u2019"', "a.yaml").text == 'a: "é ’"'
+    text = "<a b='&#38;&quot;'>&#1052;&#x430;&eacute;&#8212;&lt;&amp;&#10;&unknown;</a>"
+    assert read(text, "a.xml").text == "<a b='&#38;&quot;'>Маé—&lt;&amp;&#10;&unknown;</a>"
 
 
 @pytest.mark.parametrize(
@@ -249,11 +245,6 @@ def test_escapes_of_json_are_letters() -> None:
 )
 def test_declared_encodings(name: str, text: str, encoding: str) -> None:
     assert read(text.encode(encoding), name).text == text
-
-
-def test_references_of_xml_are_letters() -> None:
-    text = "<a b='&#38;&quot;'>&#1052;&#x430;&eacute;&#8212;&lt;&amp;&#10;&unknown;</a>"
-    assert read(text, "a.xml").text == "<a b='&#38;&quot;'>Маé—&lt;&amp;&#10;&unknown;</a>"
 
 
 def test_saved_pages() -> None:
@@ -302,26 +293,20 @@ def notebook(*outputs: object, **cell: object) -> Document:
     return read(json.dumps({"cells": [code]}), "a.ipynb")
 
 
-def test_failures_of_cells() -> None:
+def test_outputs_of_notebooks() -> None:
     trace = ["\x1b[31mTraceback\x1b[0m", "line 1"]
     long = {"output_type": "stream", "text": "\x1b[1mx" * 3000}
     document = notebook(long, {"output_type": "error", "ename": "KeyError", "evalue": "'tide'", "traceback": trace})
     assert "KeyError: 'tide'\nTraceback\nline 1\nxxx" in document.text
     assert document.notes == ("ends of long outputs: 1 not read",)
-
-
-def test_outputs_that_are_not_plain_text() -> None:
     shown = {"data": {"text/html": "<b>41</b> boats", "text/plain": "<IPython.core.display.HTML object>"}}
     assert "\n\n41 boats\n# 7" in notebook(shown, {"data": {"text/markdown": ["# 7"]}}).text
     assert "\n\n3\n4\n" in notebook({"data": {"text/plain": "3"}}, {"data": {"text/plain": "4"}}).text
 
 
-def test_all_worksheets_and_headings() -> None:
+def test_cells_of_notebooks() -> None:
     sheets = [{"cells": [{"cell_type": "heading", "level": 2, "source": word}]} for word in ("North", "South")]
     assert read(json.dumps({"worksheets": sheets}), "a.ipynb").text == "## North\n\n## South\n"
-
-
-def test_pictures_in_notebooks_are_not_text() -> None:
     cell = {"cell_type": "markdown", "source": f"![a](data:image/png;base64,{PICTURE})"}
     assert read(json.dumps({"cells": [cell]}), "a.ipynb").text == "![a]([image])\n"
 

@@ -79,9 +79,6 @@ def test_wrapped_cells_of_a_drawn_table_stay_in_their_row(drop: int) -> None:
 
 def test_columns_drawn_row_by_row_are_read_one_after_another() -> None:
     assert _read(drawing([_columns(_LEFT, _RIGHT)])).text == "\n".join([*_LEFT, *_RIGHT]) + "\n"
-
-
-def test_columns_whose_lines_begin_in_upper_case_are_read_one_after_another() -> None:
     left = [
         "1. Fees",
         "Ships pay a fee of 40 crowns for",
@@ -186,11 +183,8 @@ def test_form_values_are_behind_their_labels() -> None:
     ]
 
 
-def test_a_form_without_labels_is_no_scan() -> None:
+def test_fields_without_labels_and_hidden_ones_are_read() -> None:
     assert _read(drawing([""], [_field("Tx", "name", "/V (Ase Lund)")])).text == "name: Ase Lund\n"
-
-
-def test_hidden_fields_are_read_and_named() -> None:
     field = _field("Tx", "total", "/V (440)").replace("/F 4", "/F 2")
     document = _read(drawing([_shown((72, 704, "Total"))], [field]))
     assert document.text == "Total\ntotal: 440\n"
@@ -205,28 +199,19 @@ def test_comments_are_marked(kind: str) -> None:
     assert [mark.place for mark in document.marks] == ["p. 1", "p. 2"]
 
 
-def test_embedded_files_are_counted() -> None:
+def test_what_is_not_read_is_noted() -> None:
     names = "/Names << /EmbeddedFiles << /Names [(a.txt) << /Type /Filespec /F (a.txt) >>] >> >>"
     note = "/Subtype /FileAttachment /Rect [50 50 90 90]"
     assert _read(drawing([_shown((72, 704, "Plan"))], [note], names)).notes == ("embedded files: 2 not read",)
-
-
-def test_a_form_that_is_only_xfa_is_noted() -> None:
     form = "/AcroForm << /Fields [] /XFA [(datasets) 5 0 R] >>"
     data = drawing([_shown((72, 704, "Please wait"))]).replace(b"/AcroForm << /Fields [] >>", form.encode())
     assert _read(data).notes == ("XFA forms: 1 not read",)
-
-
-def test_a_page_that_cannot_be_opened_is_noted() -> None:
     data = drawing([_shown((72, 704, "Plan")), _shown((72, 704, "End"))])
     damaged = data.replace(b"/Kids [4 0 R 6 0 R]", b"/Kids [4 0 R 3 0 R]")
     assert _read(damaged).notes == ("page 2: damaged, not read",)
 
 
-def test_text_outside_the_page_is_left_out() -> None:
+def test_text_outside_the_page_and_turned_lines() -> None:
     assert _read(drawing([_shown((72, 704, "Plan"), (72, 900, "Printers mark"))])).text == "Plan\n"
-
-
-def test_turned_lines_stay_lines() -> None:
     lines = "\n".join(f"BT /F1 12 Tf 0 1 -1 0 {100 + 14 * at} 100 Tm ({text}) Tj ET" for at, text in enumerate(_LEFT))
     assert _read(drawing([lines])).text == "\n".join(_LEFT) + "\n"

@@ -141,6 +141,10 @@ def test_html_deep_and_broken() -> None:
     assert read(b"<title>T</title><p>x", "a.htm").text == "# T\n\nx\n"
     assert read(b"<nav><a>menu</a><p>text", "a.html").text == "menu\n\ntext\n"
     assert read(b"<p>1 < 2 <![if a]>&lt;b<![endif]> <a", "a.html").text == "1 < 2 <b <a\n"
+    page = b"<ul><li>item " * 6_000
+    text = read(page, "a.html").text
+    assert text.startswith("- item\n  - item\n    - item\n")
+    assert len(text) < 4 * len(page)
 
 
 def jsonl(*lines: str) -> list[Document]:
@@ -173,24 +177,19 @@ def test_jsonl_broken_lines_are_noted_and_the_others_read() -> None:
     assert len(jsonl('{"text": "x"}', *["bad"] * 100)[0].notes) == 21
 
 
-def test_jsonl_lone_surrogates_are_replaced() -> None:
+def test_jsonl_strange_ids_and_texts() -> None:
     (document,) = jsonl('{"text": "a\\ud800b \\ud83d\\ude00", "id": "\\udfff"}')
     assert document.text == "a\ufffdb 😀"
     assert document.notes
     document.source.encode()
+    (document,) = jsonl(json.dumps({"text": "x", "id": "i" * 100_000}))
+    assert document.source == "/c/a.jsonl#1"
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(1, 6), st.sampled_from(["a", "line 2", "3"])), min_size=1, max_size=8))
 def test_jsonl_sources_differ(ids: list[object]) -> None:
     documents = jsonl(*(json.dumps({"id": label, "text": "x"}) for label in ids))
     assert len({document.source for document in documents}) == len(ids)
-
-
-def test_deep_lists_grow_with_their_length_only() -> None:
-    page = b"<ul><li>item " * 6_000
-    text = read(page, "a.html").text
-    assert text.startswith("- item\n  - item\n    - item\n")
-    assert len(text) < 4 * len(page)
 
 
 @pytest.mark.slow
@@ -242,11 +241,6 @@ def test_a_page_that_names_what_is_no_encoding(name: str) -> None:
     page = f'<meta charset="{name}"><p>café {"-a" * 20_000}'
     assert "café" in read(page.encode("latin-1"), "a.html").text
     assert time.process_time() - begun < 2
-
-
-def test_jsonl_an_endless_id_names_nothing() -> None:
-    (document,) = jsonl(json.dumps({"text": "x", "id": "i" * 100_000}))
-    assert document.source == "/c/a.jsonl#1"
 
 
 def test_reader_of_bytes_takes_binary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

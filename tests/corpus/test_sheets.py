@@ -141,7 +141,7 @@ def test_a_value_in_the_last_cell_of_a_sheet_stays_one_short_line() -> None:
     assert document.marks[-1].place == "Costs row 1048576"
 
 
-def test_merged_labels_stand_in_each_row_and_column() -> None:
+def test_merged_labels_stand_in_each_row_and_column_and_titles_once() -> None:
     cells = [
         *(("A1", "Place"), ("B1", "Rain"), ("B2", "Jan"), ("C2", "Feb"), ("A3", "Oslo"), ("B3", 1), ("C3", 2)),
         ("B4", 3),
@@ -150,9 +150,6 @@ def test_merged_labels_stand_in_each_row_and_column() -> None:
     for merged in ("B1:C1", "A3:A4", "A1:A2"):
         book["Costs"].merge_cells(merged)
     assert read(saved(book)).text == "# Costs\nPlace | Rain | Rain\nPlace | Jan | Feb\nOslo | 1 | 2\nOslo | 3\n"
-
-
-def test_a_merged_title_stands_once() -> None:
     book = rows(("A1", "All costs"), ("A2", "oak"), ("B2", 1), ("C2", 2))
     book["Costs"].merge_cells("A1:C1")
     assert read(saved(book)).text == "# Costs\nAll costs\noak | 1 | 2\n"
@@ -251,9 +248,6 @@ def test_charts_are_tables_with_titles_series_and_categories() -> None:
     document = read(data)
     assert document.text == expected
     assert [mark.place for mark in document.marks] == ["Costs row 1", "Plot"]
-
-
-def test_categories_in_levels_have_all_of_their_words() -> None:
     book = rows(("A1", "sea"))
     book["Costs"].add_chart(BarChart())
     data = edited(saved(book), "xl/charts/chart1.xml", lambda text: _CHART.format(a=MAIN, series=_LEVELS))
@@ -332,10 +326,15 @@ def test_a_damaged_sheet_leaves_the_others_and_its_beginning() -> None:
     assert [note.split(":")[0] for note in document.notes] == ["damaged sheet 'Costs'", "damaged sheet 'Gone'"]
 
 
-def test_a_workbook_of_damaged_sheets_is_no_empty_one() -> None:
+def test_refused_workbooks() -> None:
     data = edited(saved(rows(("A1", "sea"))), "xl/worksheets/sheet1.xml", lambda text: "<worksheet")
     with pytest.raises(UnreadableFile, match="damaged"):
         read(data)
+    with pytest.raises(UnreadableFile, match="not the ZIP container"):
+        read(b"version https://git-lfs.github.com/spec/v1\n", ".xlsx")
+    head = _record(0x409, struct.pack("<HHH", 0, 0x10, 0)) + _record(0x2F, bytes(4))
+    with pytest.raises(UnreadableFile, match="protected by a password"):
+        read(head + _record(10, b""), ".xls")
 
 
 def test_missing_styles_and_strings_leave_the_numbers() -> None:
@@ -391,14 +390,3 @@ def test_charts_text_boxes_and_files_of_old_workbooks_are_counted() -> None:
     chart = struct.pack("<HHHHHHII", 0x809, 16, 0x600, 0x20, 0, 0, 0, 0)
     document = read(_old_book() + text_box + chart + "MBD0012".encode("utf-16-le"), ".xls")
     assert document.notes == ("embedded files: 1, charts: 1, text boxes: 1 not read",)
-
-
-def test_text_under_the_name_of_a_new_workbook_is_no_workbook() -> None:
-    with pytest.raises(UnreadableFile, match="not the ZIP container"):
-        read(b"version https://git-lfs.github.com/spec/v1\n", ".xlsx")
-
-
-def test_an_encrypted_old_workbook_says_so() -> None:
-    head = _record(0x409, struct.pack("<HHH", 0, 0x10, 0)) + _record(0x2F, bytes(4))
-    with pytest.raises(UnreadableFile, match="protected by a password"):
-        read(head + _record(10, b""), ".xls")

@@ -194,20 +194,27 @@ def test_strict_presentations_are_read() -> None:
     assert read(data).text == "# Berth 1\n\n# Berth 2\n"
 
 
-def test_hidden_slides_are_read_and_named() -> None:
+def test_hidden_slides_and_embedded_files_are_noted() -> None:
     made = deck(3)
     made.slides[1].element.set("show", "0")
     document = read(saved(made))
     assert "# Berth 2\n" in document.text
     assert document.notes == ("hidden slide 2: read like those that are shown",)
+    made = deck()
+    made.slides[0].shapes.add_ole_object(io.BytesIO(b"PK"), "Package", 0, 0)
+    assert read(saved(made)).notes == ("embedded files: 1 not read",)
 
 
-def test_a_damaged_slide_leaves_the_others_their_numbers() -> None:
+def test_damaged_slides() -> None:
     data = edited(saved(deck(3)), "ppt/slides/slide2.xml", lambda text: text[: len(text) // 2])
     document = read(data)
     assert document.text == "# Berth 1\n\n# Berth 3\n"
     assert [mark.place for mark in document.marks] == ["slide 1", "slide 3"]
     assert document.notes == ("damaged slide 2: not all of it is read",)
+    with pytest.raises(UnreadableFile, match="none of its slides"):
+        read(edited(saved(deck()), "ppt/slides/slide1.xml", lambda text: "<p:sld"))
+    with pytest.raises(UnreadableFile, match="no presentation that can be opened"):
+        read(b"\xd0\xcf\x11\xe0" + bytes(600), ".ppt")
 
 
 def test_a_damaged_chart_leaves_the_rest_of_its_slide() -> None:
@@ -220,19 +227,3 @@ def test_a_damaged_chart_leaves_the_rest_of_its_slide() -> None:
     document = read(edited(saved(made), part, lambda text: text.replace('pt idx="0"', 'pt idx="?"')))
     assert document.text == "# Berth 1\n\n# Berth 2\n"
     assert document.notes == ("damaged slide 1: not all of it is read",)
-
-
-def test_a_presentation_of_damaged_slides_is_no_empty_one() -> None:
-    with pytest.raises(UnreadableFile, match="none of its slides"):
-        read(edited(saved(deck()), "ppt/slides/slide1.xml", lambda text: "<p:sld"))
-
-
-def test_embedded_files_are_counted() -> None:
-    made = deck()
-    made.slides[0].shapes.add_ole_object(io.BytesIO(b"PK"), "Package", 0, 0)
-    assert read(saved(made)).notes == ("embedded files: 1 not read",)
-
-
-def test_an_old_presentation_that_is_damaged_says_so() -> None:
-    with pytest.raises(UnreadableFile, match="no presentation that can be opened"):
-        read(b"\xd0\xcf\x11\xe0" + bytes(600), ".ppt")

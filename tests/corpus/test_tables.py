@@ -72,11 +72,15 @@ def test_no_header_is_repeated(text: str) -> None:
     assert split_document(document, SplitSettings(max_tokens=_MOST), _count)[0] is document
 
 
-def test_a_chunk_begins_with_a_row_and_not_inside_of_a_quoted_cell() -> None:
+def test_quoted_cells_are_not_cut() -> None:
     rows = "".join(f'Quay {n},"first line\nsecond line, {n}",{n}\n' for n in range(60))
     chunks = _chunks(_read("a.csv", f"quay,note,crates\n{rows}"), most=40)
     assert sum(text.startswith("quay,note,crates\nQuay") for text, _ in chunks) >= len(chunks) - 1 > 5
     assert not any("first line\nquay,note" in text for text, _ in chunks)
+    rows = "".join(f'Quay {n},"first line\nsecond {n}","third {n}\nlast"\n' for n in range(60))
+    chunks = _chunks(_read("a.csv", f"quay,note,more\n{rows}"), most=40)
+    assert len(chunks) > 5
+    assert all(text.startswith("quay,note,more\nQuay") for text, _ in chunks)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +101,13 @@ def test_a_rule_makes_a_table_of_lines_without_spaces() -> None:
     assert not any("Crates\nQuay" in text for text, _ in _chunks(_read("b.md", f"Quay|Crates\n{rows}"))[1:])
 
 
-def test_two_levels_of_headings_are_repeated_together() -> None:
+def test_headings_of_years_and_of_two_levels() -> None:
     head = "Quay | 2030 | 2030 | 2031 | 2031\nQuay | Jan | Feb | Jan | Feb\n"
     rows = "".join(f"Quay {n} | {n} | {n * 2} | {n * 3} | {n * 4}\n" for n in range(60))
     assert all(text.startswith(head) for text, _ in _chunks(_read("a.md", head + rows)))
+    rows = "".join(f"<tr><td>Quay {n}<td>{n * 13}<td>{n * 17}</tr>" for n in range(70))
+    page = f"<table><tr><th>Quay<th>2021<th>2022</tr>{rows}</table>"
+    assert all(text.startswith("Quay | 2021 | 2022\n") for text, _ in _chunks(_read("a.html", page)))
 
 
 def test_markdown_repeats_the_header_with_its_rule() -> None:
@@ -113,12 +120,6 @@ def test_markdown_repeats_the_header_with_its_rule() -> None:
     assert all(text.startswith(head) for text in inside[1:])
     lines = document.text.split("\n")
     assert all(lines[(line or 0) - 1] == text.split("\n")[2] for text, line in chunks[1:] if text.startswith(head))
-
-
-def test_headings_of_years_are_told_from_numbers() -> None:
-    rows = "".join(f"<tr><td>Quay {n}<td>{n * 13}<td>{n * 17}</tr>" for n in range(70))
-    page = f"<table><tr><th>Quay<th>2021<th>2022</tr>{rows}</table>"
-    assert all(text.startswith("Quay | 2021 | 2022\n") for text, _ in _chunks(_read("a.html", page)))
 
 
 def test_a_header_without_end_is_never_counted() -> None:
@@ -192,10 +193,3 @@ def test_a_quotation_mark_inside_of_a_cell_opens_none(stray: str) -> None:
     chunks = _chunks(_read("a.csv", "name,size,note\n" + "".join(rows)))
     assert len(chunks) > 10
     assert all(text.startswith("name,size,note\nrow") for text, _ in chunks[1:])
-
-
-def test_a_row_with_two_cells_of_several_lines_is_not_cut() -> None:
-    rows = "".join(f'Quay {n},"first line\nsecond {n}","third {n}\nlast"\n' for n in range(60))
-    chunks = _chunks(_read("a.csv", f"quay,note,more\n{rows}"), most=40)
-    assert len(chunks) > 5
-    assert all(text.startswith("quay,note,more\nQuay") for text, _ in chunks)

@@ -110,14 +110,11 @@ def text_of(body: str, parts: Mapping[str, str] = {}) -> str:
     return read(docx(body, parts)).text.rstrip("\n")
 
 
-def test_tracked_changes_are_read_as_accepted() -> None:
+def test_tracked_changes() -> None:
     moved = "".join(f"<w:{side}>{run('Pay by noon. ')}</w:{side}>" for side in ("moveFrom", "moveTo"))
     gone = '<w:del w:author="A"><w:r><w:delText>sixty</w:delText></w:r></w:del>'
     body = p(moved + run("Rent is ") + gone + f"<w:ins>{run('eighty')}</w:ins>" + run(" crowns."))
     assert text_of(body) == "Pay by noon. Rent is eighty crowns."
-
-
-def test_deleted_marks_join_paragraphs_and_deleted_rows_are_left_out() -> None:
     body = p(run("The term ends "), "<w:rPr><w:del/></w:rPr>") + p(run("in May.")) + p(run("Signed."))
     assert text_of(body) == "The term ends in May.\n\nSigned."
     assert text_of(table(cell("kept"), f"<w:trPr><w:del/></w:trPr>{cell('gone')}")) == "kept"
@@ -130,16 +127,13 @@ def test_content_controls_are_read_at_every_level() -> None:
     assert text_of(control.format(p(run("Title"))) + line + rows) == "Title\n\nBerth North pier\n\nDepth | 4 m"
 
 
-def test_text_boxes_are_read_once() -> None:
+def test_text_boxes() -> None:
     box = f"<w:txbxContent>{p(run('Beware of the tide'))}</w:txbxContent>"
     choice = f'<mc:Choice Requires="wps"><w:drawing><wps:txbx>{box}</wps:txbx></w:drawing></mc:Choice>'
     drawn = f"<mc:AlternateContent>{choice}<mc:Fallback><w:pict>{box}</w:pict></mc:Fallback></mc:AlternateContent>"
     document = read(docx(p(run("before")) + p(f"{run('Pier')}<w:r>{drawn}</w:r>") + p(run("after"))))
     assert document.text == "before\n\nPier\n\nBeware of the tide\n\nafter\n"
     assert [mark.place for mark in document.marks] == ["¶ 1", "¶ 2", "¶ 3"]
-
-
-def test_vml_text_boxes_and_word_art_are_read() -> None:
     box = f"<w:txbxContent>{p(run('Old box'))}</w:txbxContent>"
     drawn = f'<w:pict><v:shape><v:textbox>{box}</v:textbox><v:textpath string="DRAFT"/></v:shape></w:pict>'
     only_old = f'<mc:AlternateContent><mc:Choice Requires="x"/><mc:Fallback>{drawn}</mc:Fallback></mc:AlternateContent>'
@@ -147,7 +141,7 @@ def test_vml_text_boxes_and_word_art_are_read() -> None:
         assert text_of(p(f"<w:r>{each}</w:r>")) == "Old box\n\nDRAFT"
 
 
-def test_notes_follow_their_paragraph_with_their_marks() -> None:
+def test_notes_follow_their_paragraph_or_table() -> None:
     refer = '<w:r><w:{}Reference w:id="{}"/></w:r>'
     notes = {
         "footnotes": part("footnotes", f'<w:footnote w:id="7">{p(run("Not on Sundays."))}</w:footnote>'),
@@ -155,17 +149,11 @@ def test_notes_follow_their_paragraph_with_their_marks() -> None:
     }
     body = p(run("Open daily.") + refer.format("footnote", 7) + refer.format("endnote", 3)) + p(run("Next."))
     assert text_of(body, notes) == "Open daily.[1][i]\n\n[1] Not on Sundays.\n\n[i] See the log.\n\nNext."
-
-
-def test_notes_of_a_table_follow_it() -> None:
     notes = {"footnotes": part("footnotes", f'<w:footnote w:id="2">{p(run("in crowns"))}</w:footnote>')}
     head = f"<w:tc>{p(run('Fee') + _REFERENCE)}</w:tc>"
     assert text_of(table(head + cell("Pier"), cell("6") + cell("North")), notes) == (
         "Fee[1] | Pier\n6 | North\n\n[1] in crowns"
     )
-
-
-def test_a_note_that_refers_to_itself_ends() -> None:
     again = p(run("Loop") + _REFERENCE)
     notes = {"footnotes": part("footnotes", f'<w:footnote w:id="2">{again}</w:footnote>')}
     assert text_of(p(run("A") + _REFERENCE), notes) == "A[1]\n\n[1] Loop[1]"
@@ -196,16 +184,13 @@ def test_headers_and_footers_are_read_once_with_their_own_places() -> None:
     assert [mark.place for mark in document.marks] == ["header", "¶ 1", "¶ 2", "footer"]
 
 
-def test_fields_give_their_results() -> None:
+def test_fields() -> None:
     nested = field(f"IF {field('MERGEFIELD x', run('secret'))} = 1", run("granted"))
     simple = f'<w:fldSimple w:instr="DATE">{run("4 May")}</w:fldSimple>'
     link = f'<w:hyperlink r:id="none">{run("the site")}</w:hyperlink>'
     assert text_of(p(run("Leave ") + nested + run(" on ") + simple + run(", see ") + link)) == (
         "Leave granted on 4 May, see the site"
     )
-
-
-def test_a_field_that_never_ends_hides_nothing_after_it() -> None:
     begun = '<w:r><w:fldChar w:fldCharType="begin"/></w:r>'
     assert text_of(p(begun + run("lost")) + p(run("kept"))) == "kept"
 
@@ -318,9 +303,6 @@ def test_embedded_files_and_documents_are_counted() -> None:
     file = p(run("See the sheet.") + '<w:r><w:object><o:OLEObject ProgID="Excel.Sheet.12"/></w:object></w:r>')
     document = read(docx(file + '<w:altChunk r:id="aFChunk1"/>'))
     assert document.notes == ("embedded files: 1, embedded documents: 1 not read",)
-
-
-def test_a_file_of_embedded_files_says_so() -> None:
     with pytest.raises(UnreadableFile, match="no text in it; embedded files: 1 not read"):
         read(docx(p("<w:r><w:object><o:OLEObject/></w:object></w:r>")))
 
@@ -334,13 +316,10 @@ def test_clauses_count_on_several_levels() -> None:
     ]
 
 
-def test_a_skipped_level_counts() -> None:
+def test_starts_restarts_and_skipped_levels_of_lists() -> None:
     lists = numbering(levels(("decimal", "%1"), ("decimal", "%1.%2"), ("decimal", "%1.%2.%3")))
     body = "".join(p(run("x"), numbered(level)) for level in (0, 2, 1))
     assert text_of(body, {"numbering": lists}).split("\n\n") == ["1 x", "1.1.1 x", "1.2 x"]
-
-
-def test_starts_and_restarts_of_lists() -> None:
     lists = numbering(levels(("decimal", "Article %1:"), start=4), levels(("upperRoman", "%1."))).replace(
         "</w:numbering>",
         '<w:num w:numId="9"><w:abstractNumId w:val="1"/><w:lvlOverride w:ilvl="0"><w:startOverride w:val="1"/>'
@@ -350,9 +329,6 @@ def test_starts_and_restarts_of_lists() -> None:
     assert text_of(body, {"numbering": lists}).split("\n\n") == [
         *("Article 4: x", "I. x", "II. x", "Article 5: x", "I. x", "II. x")
     ]
-
-
-def test_levels_that_never_restart_and_legal_numbers() -> None:
     plan = levels(("upperRoman", "%1"), ("decimal", "%1.%2")).replace(
         '<w:lvlText w:val="%1.%2"/>', '<w:lvlRestart w:val="0"/><w:isLgl/><w:lvlText w:val="%1.%2"/>'
     )
@@ -406,7 +382,7 @@ def test_cells_keep_their_columns() -> None:
     ]
 
 
-def test_labels_of_merged_rows_are_repeated() -> None:
+def test_merged_cells() -> None:
     first, more = '<w:vMerge w:val="restart"/>', "<w:vMerge/>"
     body = table(
         cell("North", first) + cell("May") + cell("3"),
@@ -414,34 +390,25 @@ def test_labels_of_merged_rows_are_repeated() -> None:
         cell("South", first) + cell("May") + cell("5"),
     )
     assert text_of(body).split("\n") == ["North | May | 3", "North | June | 4", "South | May | 5"]
-
-
-def test_a_table_within_a_cell_stays_in_it() -> None:
-    inner = table(cell("high") + cell("3 m"), cell("low") + cell("1 m"))
-    body = table(f"<w:tc>{p(run('Tide'))}{inner}{p('')}</w:tc>" + cell("Port"))
-    assert text_of(body) == "Tide high, 3 m; low, 1 m | Port"
-
-
-def test_a_table_that_only_frames_others_is_none() -> None:
-    inner = table(cell("a") + cell("b"), cell("c") + cell("d"))
-    document = read(docx(table(cell("") + f"<w:tc>{p(run('Head'))}{inner}</w:tc>")))
-    assert document.text == "Head\n\na | b\nc | d\n"
-    assert [mark.place for mark in document.marks] == ["¶ 2", "¶ 3", "¶ 4"]
-
-
-def test_long_texts_of_merged_cells_are_not_repeated() -> None:
     long = "word " * 80
     body = table(
         cell(long, '<w:gridSpan w:val="2"/>') + cell("a"), cell(long, '<w:vMerge w:val="restart"/>') + cell("b")
     )
     assert text_of(body).split("\n") == [f"{long.strip()} |  | a", f"{long.strip()} | b"]
-
-
-def test_an_odd_grid_does_not_lose_the_file() -> None:
     body = table(cell("a", '<w:gridSpan w:val="900000000"/>') + cell("b"), cell("c", '<w:gridSpan w:val="-4"/>'))
     text = text_of(p(run("before")) + body + p(run("after")))
     assert text.startswith("before\n\na | a")
     assert text.endswith("a | b\n\nc\n\nafter")
+
+
+def test_tables_within_tables() -> None:
+    inner = table(cell("high") + cell("3 m"), cell("low") + cell("1 m"))
+    body = table(f"<w:tc>{p(run('Tide'))}{inner}{p('')}</w:tc>" + cell("Port"))
+    assert text_of(body) == "Tide high, 3 m; low, 1 m | Port"
+    inner = table(cell("a") + cell("b"), cell("c") + cell("d"))
+    document = read(docx(table(cell("") + f"<w:tc>{p(run('Head'))}{inner}</w:tc>")))
+    assert document.text == "Head\n\na | b\nc | d\n"
+    assert [mark.place for mark in document.marks] == ["¶ 2", "¶ 3", "¶ 4"]
 
 
 @pytest.mark.parametrize("ending", [".docx", ".docm", ".dotx", ".dotm", ".doc"])
@@ -470,6 +437,9 @@ def test_a_damaged_part_is_named_and_the_rest_is_read(kind: str, damage: str) ->
 def test_what_has_no_document_is_refused() -> None:
     with pytest.raises(UnreadableFile, match="damaged"):
         read(docx("").replace(b"document.xml", b"elsewhere.xm"))
+    data = b'<?xml version="1.0"?><w:wordDocument xmlns:w="http://schemas.microsoft.com/office/word/2003/wordml"/>'
+    with pytest.raises(UnreadableFile, match="XML file"):
+        read(data, ".doc")
 
 
 @pytest.mark.parametrize(
@@ -483,12 +453,6 @@ def test_what_has_no_document_is_refused() -> None:
 def test_disguised_files_are_read_by_their_content(ending: str, data: bytes, kind: str) -> None:
     document = read(data, ending)
     assert (document.text.strip(), document.kind) == ("The lamp is lit.", kind)
-
-
-def test_word_documents_as_xml_are_refused_by_name() -> None:
-    data = b'<?xml version="1.0"?><w:wordDocument xmlns:w="http://schemas.microsoft.com/office/word/2003/wordml"/>'
-    with pytest.raises(UnreadableFile, match="XML file"):
-        read(data, ".doc")
 
 
 def test_locked_files_are_refused() -> None:
@@ -528,21 +492,10 @@ def _paragraph(*content: Mapping[str, object]) -> dict[str, object]:
     return {"type": "paragraph", "content": [*content]}
 
 
-def test_lists_of_the_tree_have_dashes() -> None:
+def test_elements_of_the_tree() -> None:
     inner = {"ordered": True, "items": [{"content": [_paragraph(_said("b"))]}]}
     items = [{"content": [_paragraph(_said("a"))], "nested": inner}, {"content": [_paragraph(_said("c"))]}]
     assert [*blocks([{"type": "list", "ordered": True, "items": items}])] == ["- a", "- b", "- c"]
-
-
-def test_spans_of_the_tree_repeat_their_cells() -> None:
-    def one(text: str, columns: int = 1, rows: int = 1) -> dict[str, object]:
-        return {"content": [_paragraph(_said(text))], "col_span": columns, "row_span": rows}
-
-    rows = [{"cells": [one("a", 2), one("b", 1, 2)]}, {"cells": [one("c"), one("d")]}]
-    assert [*blocks([{"type": "table", "rows": rows}])] == ["a | a | b", "c | d | b"]
-
-
-def test_other_elements_of_the_tree() -> None:
     elements = [
         {"type": "heading", "level": 2, "content": [_said("Head")]},
         {"type": "text_box", "content": [_paragraph(_said("10"), _said("6", "superscript"))]},
@@ -554,11 +507,16 @@ def test_other_elements_of_the_tree() -> None:
     assert [*blocks(elements)] == [
         *("## Head", "10^6", "[1] Note", "[comment by Ines: Why?]", "[image: A plan of the pier]", "")
     ]
-
-
-def test_lines_of_pieces() -> None:
     pieces = [
         *(("x", ""), ("n+1", "superscript"), (" and 10", ""), ("2", "subscript"), (", Foo", "")),
         ("TM", "superscript"),
     ]
     assert line(pieces) == "x^(n+1) and 10_2, FooTM"
+
+
+def test_spans_of_the_tree_repeat_their_cells() -> None:
+    def one(text: str, columns: int = 1, rows: int = 1) -> dict[str, object]:
+        return {"content": [_paragraph(_said(text))], "col_span": columns, "row_span": rows}
+
+    rows = [{"cells": [one("a", 2), one("b", 1, 2)]}, {"cells": [one("c"), one("d")]}]
+    assert [*blocks([{"type": "table", "rows": rows}])] == ["a | a | b", "c | d | b"]

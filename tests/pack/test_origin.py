@@ -611,14 +611,6 @@ def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_signature_is_of_the_name_that_it_is_shown_with(tmp_path: Path) -> None:
-    key = signing_key(make_key(tmp_path, "ada"))
-    proof, trust = key.sign(b"digest"), Trust(frozenset({key.public}))
-    assert trust.origin(proof, "a pack").trusted
-    with pytest.raises(DamagedError, match="does not fit"):
-        trust.origin(replace(proof, name="bob@example"), "a pack")
-
-
 def test_a_signature_can_be_required(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = make_key(tmp_path, "ada")
     pack, url = scene.pack(), f"file://{tmp_path / 'shared'}"
@@ -714,11 +706,16 @@ def test_keys_of_ssh_keygen_and_of_openssl(tmp_path: Path) -> None:
         public_keys(locked)
 
 
-def test_trust_decides() -> None:
+def test_trust_decides(tmp_path: Path) -> None:
     assert Trust().origin(None, "x").is_foreign
     assert Trust(mine=True).origin(None, "x") == HERE
     with pytest.raises(UntrustedError):
         Trust(required=True, mine=True).origin(None, "x")
+    key = signing_key(make_key(tmp_path, "ada"))
+    proof, trust = key.sign(b"digest"), Trust(frozenset({key.public}))
+    assert trust.origin(proof, "a pack").trusted
+    with pytest.raises(DamagedError, match="does not fit"):
+        trust.origin(replace(proof, name="bob@example"), "a pack")
 
 
 def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

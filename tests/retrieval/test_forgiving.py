@@ -132,30 +132,24 @@ def test_typos_of_many_scripts(ask: Ask, text: str, typed: str, meant: str) -> N
     assert (first(found), found.corrections) == ("text", [{"from": typed, "to": meant}])
 
 
-def test_a_korean_word_is_found_by_its_other_syllables(ask: Ask) -> None:
+def test_parts_of_compounds_and_of_korean_words(ask: Ask) -> None:
     found = ask({"light": "국립해양등대박물관은 항구에 있다.", **OTHERS}, "국립해앙등대박물관")
     assert (first(found), [*found.corrections]) == ("light", [])
-
-
-def test_each_part_of_a_compound_is_corrected(ask: Ask) -> None:
     found = ask(LIGHT, "ligthouse-kelhaven")
     assert found.corrections == [{"from": "ligthouse", "to": "lighthouse"}, {"from": "kelhaven", "to": "kellhaven"}]
 
 
-def test_the_most_frequent_word_that_begins_alike_is_meant(ask: Ask) -> None:
+def test_meant_words(ask: Ask) -> None:
     texts = {"a": "A tower.", "b": "A tower, too.", "c": "Some power, power and more power."}
     assert ask(texts, "tgwer").corrections == [{"from": "tgwer", "to": "tower"}]
     assert ask({**texts, "d": "The timer.", "e": "A miner, a miner."}, "timur").corrections[0]["to"] == "timer"
+    texts = {"thief": "The thief saw a tier of stones.", "mill": "The mill was built in 1874."}
+    assert not ask(texts, "thier mill").corrections
 
 
 @pytest.mark.parametrize("question", ["lightermen", "mill", "ligth", "x8ghthouse lighthous3", "1875 light_hxxse_7"])
 def test_known_short_and_numbered_words_are_left_alone(ask: Ask, question: str) -> None:
     assert not ask(LIGHT, f"{question} corn").corrections
-
-
-def test_a_typo_of_a_word_that_no_question_is_about_is_left_alone(ask: Ask) -> None:
-    texts = {"thief": "The thief saw a tier of stones.", "mill": "The mill was built in 1874."}
-    assert not ask(texts, "thier mill").corrections
 
 
 def test_what_is_gone_from_the_store_corrects_nothing(tmp_path: Path) -> None:

@@ -63,20 +63,14 @@ def test_tokens_at_the_seams_may_differ(number: int) -> None:
     assert span == Span(id_of(number), 30, 30 + len(chunk) - 2 * SEAM, SEAM)
 
 
-def test_a_chunk_that_is_cut_or_changed_inside_is_found_in_parts() -> None:
+def test_cut_repeated_and_overlapping_chunks() -> None:
     chunk = CHUNKS[4]
     cut = chunk[:90] + words(3, 94) + chunk[150:330]
     assert spotter_of(CHUNKS).spot(cut) == [Span(id_of(4), 0, 90, 0), Span(id_of(4), 93, 273, 150)]
-
-
-def test_the_longest_match_wins() -> None:
     long = words(100, 95)
     chunks = [long[:40], long, long[70:] + words(60, 96)]
     prompt = [*long, *chunks[2][30:], *words(5, 97)]
     assert spotter_of(chunks).spot(prompt) == [Span(id_of(1), 0, 100, 0), Span(id_of(2), 100, 160, 30)]
-
-
-def test_a_chunk_again_and_again() -> None:
     prompt = CHUNKS[0] * 3
     assert [(span.start, span.skipped) for span in spotter_of(CHUNKS).spot(prompt)] == [(0, 0), (180, 0), (360, 0)]
 

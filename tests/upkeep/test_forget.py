@@ -101,14 +101,11 @@ def test_suffix_of_a_path(tree: Path, target: str, tmp_path: Path, monkeypatch: 
     assert len(sources(tree)) == 6
 
 
-def test_a_name_with_brackets_is_itself_first(tree: Path) -> None:
+def test_documents_of_files_and_names_with_brackets(tree: Path) -> None:
     with Store.open(tree) as store, store.writer() as pen:
         add_file(pen, "/d/n1.md", ["n1"])
         add_file(pen, "/d/n[1].md", ["n[1]"])
     assert forget(tree, ["n[1].md"]).sources == ("/d/n[1].md",)
-
-
-def test_a_document_of_a_file_goes_and_the_file_stays(tree: Path) -> None:
     forget(tree, ["/b/rows.jsonl#0"])
     with Store.open(tree) as store:
         entry = store.file("/b/rows.jsonl")

@@ -90,15 +90,17 @@ def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
     assert plan_prune(replace(stock, used=stock.used + 5, free=5), PruneRequest(goal=stock.used)).steps == ()
 
 
-def test_what_is_asked_often_outlasts_what_was_asked_lately() -> None:
+def test_order_of_removal() -> None:
     often, late = held("often", ("raw", "2"), used=5), held("late", ("raw", "2"), used=9)
     stock = inventory(replace(often, warmth=20.0), replace(late, warmth=9.0), documents={"one": ["often", "late"]})
     assert steps(plan_prune(stock, PruneRequest(goal=stock.used - 1))) == [("exact", ["late"])]
-
-
-def test_in_front_of_a_tier_a_chunk_goes_whole() -> None:
     stock = inventory(*(held(name, ("raw", "2", "4"), used=used) for name, used in (("new", 9), ("old", 1))))
     assert steps(plan_prune(stock, PruneRequest(goal=stock.used - 1, fetched=True))) == [("kv", ["old"])]
+    stock = inventory(held("a", ("raw", "lossless")))
+    assert left(stock, plan_prune(stock, PruneRequest(goal=stock.used - 1))) == {"a": ["lossless"]}
+    stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
+    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
 
 
 def test_what_was_not_measured_stands_for_nothing() -> None:
@@ -107,11 +109,6 @@ def test_what_was_not_measured_stands_for_nothing() -> None:
     assert steps(plan) == [("exact", ["b"])]
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
     assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
-
-
-def test_of_two_exact_records_the_larger_goes() -> None:
-    stock = inventory(held("a", ("raw", "lossless")))
-    assert left(stock, plan_prune(stock, PruneRequest(goal=stock.used - 1))) == {"a": ["lossless"]}
 
 
 def test_the_profile_goes_once_nothing_is_left_that_needs_it() -> None:
@@ -178,12 +175,6 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
     (step,) = plan_prune(stock, PruneRequest(unused_before=9)).steps
     assert (step.sources, step.chunks, step.size) == (["old"], 1, SIZES["raw"] + 1000)
     assert plan_prune(stock, PruneRequest(unused_before=10)).steps[0].chunks == 3
-
-
-def test_what_nobody_refers_to_goes_first() -> None:
-    stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
 
 
 @pytest.mark.parametrize("seed", range(40))
