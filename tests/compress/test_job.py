@@ -218,17 +218,24 @@ def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     assert not any(others < bits and lose < lost for bits, lost in fitted for others, lose in plains)
 
 
-def test_fit_needs_exact_records(fitted: Path) -> None:
+def test_without_exact_records(fitted: Path) -> None:
     drop(fitted, "raw")
     before = state_of(fitted)
     with pytest.raises(KvtoolError, match="no exact record") as raised:
         run(fitted, "1", fit=True)
     assert raised.value.hint
     assert state_of(fitted) == before
+    drop(fitted, "raw")
+    before = levels_in(fitted)
+    report = run(fitted, "auto", questions=1)
+    assert [level.level for level in report.levels] == ["lossless"]
+    assert report.skipped == len(chunks_in(fitted))
+    assert levels_in(fitted) == before
+    assert any("no exact record is left to measure" in text for text in report.warnings)
 
 
-def test_another_stores_profile(plain: Path, fitted: Path) -> None:
-    """The store has it for itself then: the other one may go."""
+def test_profiles_of_stores(fitted: Path, plain: Path) -> None:
+    assert run(fitted, "2", profile=fitted).encoded == 0
     digest, before = state_of(fitted)["profile"], files_below(fitted)
     report = run(plain, "2", profile=fitted)
     assert files_below(fitted) == before
@@ -237,10 +244,6 @@ def test_another_stores_profile(plain: Path, fitted: Path) -> None:
     assert report.profile["digest"] == state_of(plain)["profile"] == digest
     assert {coded.profile.hex() for coded in coded_in(plain, "2").values()} == {digest}
     assert all(error_of(plain, chunk, "2") < 0.1 for chunk in chunks_in(plain))
-
-
-def test_its_own_profile_is_another_stores_as_well(fitted: Path) -> None:
-    assert run(fitted, "2", profile=fitted).encoded == 0
 
 
 def test_a_profile_of_another_model_is_refused(fitted: Path, tmp_path: Path) -> None:
@@ -291,16 +294,6 @@ def test_auto_beside_others(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fixed_losses(monkeypatch)
     report = run(plain, "1", "auto", "2", questions=1, chunks=tuple(chunks_in(plain)[:1]))
     assert [level.level for level in report.levels] == ["1", "2"]
-
-
-def test_auto_with_nothing_to_measure_on(fitted: Path) -> None:
-    drop(fitted, "raw")
-    before = levels_in(fitted)
-    report = run(fitted, "auto", questions=1)
-    assert [level.level for level in report.levels] == ["lossless"]
-    assert report.skipped == len(chunks_in(fitted))
-    assert levels_in(fitted) == before
-    assert any("no exact record is left to measure" in text for text in report.warnings)
 
 
 @pytest.mark.slow

@@ -21,8 +21,6 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import take
 from kvtool.core.records.heavy_hitters import SINKS, heaviest, repeated
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import is_own
@@ -96,7 +94,7 @@ def test_half_of_the_rows(sparse: Path) -> None:
     assert HALF not in levels_in(sparse)[prefix_of(sparse)]
 
 
-def test_bits_are_of_the_whole_chunk(sparse: Path) -> None:
+def test_bits_and_loss_are_told(sparse: Path) -> None:
     """So that they can be compared with those of a level that stores every row."""
     report = run(sparse, "2", keep=0.5)
     (row,) = [level.to_json() for level in report.levels]
@@ -105,6 +103,11 @@ def test_bits_are_of_the_whole_chunk(sparse: Path) -> None:
     assert (report.encoded, report.kept) == (0, len(chunks_in(sparse)))
     assert row["bytes"] == stored
     assert row["bits_per_element"] == pytest.approx(8 * stored / elements, abs=1e-4)
+    report = run(sparse, "2", keep=0.5, questions=2)
+    (row,) = [level.to_json() for level in report.levels]
+    assert row["kl_answer"] > 0
+    assert row["questions"] == 2
+    assert losses_of(sparse, chunks_in(sparse)[0])[HALF] == row["kl_answer"]
 
 
 @pytest.mark.slow
@@ -137,14 +140,6 @@ def test_what_can_be_asked_for(plain: Path) -> None:
     kvtool("ingest", plain, "--store", plain, "--level", "keep50-2").failed(2)
 
 
-def test_the_loss_is_measured_and_told(sparse: Path) -> None:
-    report = run(sparse, "2", keep=0.5, questions=2)
-    (row,) = [level.to_json() for level in report.levels]
-    assert row["kl_answer"] > 0
-    assert row["questions"] == 2
-    assert losses_of(sparse, chunks_in(sparse)[0])[HALF] == row["kl_answer"]
-
-
 def test_auto_takes_the_smallest_that_loses_little(sparse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {"keep75-lossless": 0.001, "keep75-raw": 0.001, "keep75-1": 0.001, "keep75-2": 0.004, "keep75-3": 0.02}
     asked = fixed_losses(monkeypatch, losses | {"keep75-4": 0.05})
@@ -153,12 +148,17 @@ def test_auto_takes_the_smallest_that_loses_little(sparse: Path, monkeypatch: py
     assert [level.level for level in report.levels] == ["keep75-2"]
 
 
-def test_the_heaviest_stay_and_the_first() -> None:
+def test_rows_of_a_chunk() -> None:
     worth = torch.tensor([0.0, 0, 0, 0, 3, 1, 2, 5, 0, 4])
     assert heaviest(worth, 50) == (0, 1, 2, 3, 7)
     assert heaviest(worth, 75) == (0, 1, 2, 3, 4, 6, 7, 9)
     assert heaviest(worth[:3], 25) == (0, 1, 2)
     assert heaviest(torch.zeros(8), 75) == (0, 1, 2, 3, 4, 5)  # no draw
+    decoder = case("llama").decoder
+    lead_in, most = LeadIn(decoder, PREFIX), (MAX_POSITIONS - len(PREFIX)) // 2
+    assert len(repeated(decoder, lead_in, [tokens(most, 1)])[0]) == most
+    with pytest.raises(UsageError, match=f"the model takes {MAX_POSITIONS}"):
+        repeated(decoder, lead_in, [CHUNKS[0], tokens(most + 1, 1)])
 
 
 def test_what_a_row_is_worth_does_not_depend_on_its_batch() -> None:
@@ -175,14 +175,6 @@ def test_what_a_row_is_worth_does_not_depend_on_its_batch() -> None:
             most = weights[:, len(PREFIX) + len(ids) :, len(PREFIX) : len(PREFIX) + len(ids)].amax((0, 1))
             expected += most
         assert torch.allclose(worth, expected, rtol=1e-3)
-
-
-def test_a_chunk_that_cannot_be_read_twice_is_refused() -> None:
-    decoder = case("llama").decoder
-    lead_in, most = LeadIn(decoder, PREFIX), (MAX_POSITIONS - len(PREFIX)) // 2
-    assert len(repeated(decoder, lead_in, [tokens(most, 1)])[0]) == most
-    with pytest.raises(UsageError, match=f"the model takes {MAX_POSITIONS}"):
-        repeated(decoder, lead_in, [CHUNKS[0], tokens(most + 1, 1)])
 
 
 def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -> None:
@@ -295,10 +287,3 @@ def test_pushed_pulled_and_asked_from_there(sparse: Path, tmp_path: Path) -> Non
     assert rows(tmp_path / "other", HALF) == before
     assert ask(url, "--level", HALF, "--fusion", "union")["tokens"] == expected[0]
     assert ask(url, "--level", HALF, "--slo-ms", "600000", "--fusion", "reuse")["tokens"] == expected[1]
-
-
-def test_packed(sparse: Path, tmp_path: Path) -> None:
-    assert export(sparse, tmp_path / "all.kvpack").damaged == []
-    take(tmp_path / "other", tmp_path / "all.kvpack")
-    assert rows(tmp_path / "other", HALF) == rows(sparse, HALF)
-    assert damages(tmp_path / "other") == []

@@ -74,15 +74,12 @@ def test_places_of_several_pages() -> None:
     assert place_of(text, (), 4, 9).line == 3
 
 
-def test_pages_without_text_are_told(reading: Reading) -> None:
+def test_pages_of_a_pdf(reading: Reading) -> None:
     page = ["The mill stands by the river."]
     (document,) = reading.documents(Path("/a.pdf"), pdf([page, [], page]))
     assert document.notes == ()  # an empty page needs no note
     with pytest.raises(UnreadableFile, match="which are scanned"):
         reading.documents(Path("/a.pdf"), scanned(3))
-
-
-def test_of_running_heads_of_a_pdf_only_the_first_is_kept(reading: Reading) -> None:
     pages = [
         ["The annual report", f"Question {n}", f"The mill ground {n} sacks.", "11/28/26, 12:19 AM", f"a.html {n}/4"]
         for n in range(1, 5)

@@ -181,13 +181,10 @@ def test_the_given_encoding_is_used_where_utf8_fails(tmp_path: Path, ending: str
         assert "not UTF-8" in reading.documents(path, text.encode("cp1251"))[0].notes[0]
 
 
-def test_a_page_that_names_its_encoding_keeps_it_despite_the_given_one(tmp_path: Path) -> None:
+def test_a_given_encoding_yields_to_a_declared_one_and_changes_settings(tmp_path: Path) -> None:
     page = '<meta charset="iso8859-7"><p>Η Αθήνα'
     with Reading(encoding="cp1251") as reading:
         assert "Αθήνα" in reading.documents(tmp_path / "a.html", page.encode("iso8859-7"))[0].text
-
-
-def test_files_depend_on_the_given_encoding() -> None:
     path, other = Path("a.txt"), Reading(encoding="cp1251")
     assert Reading().settings(path) != other.settings(path)
     assert other.settings(path) == Reading(encoding="windows-1251").settings(path)

@@ -93,22 +93,16 @@ def test_indented_rows_one_after_another_are_read() -> None:
     assert (second.source, second.text) == ("/in/a.jsonl#7", "Nine tons.")
 
 
-def test_base64_is_left_out() -> None:
+def test_notes() -> None:
     scan = b64encode(random.Random(1).randbytes(1600)).decode()
     (document,) = read({"scan": scan, "caption": "A crane."})
     assert document.text == "Scan: [data]\nCaption: A crane."
     assert document.notes == ("embedded data: 1 not read",)
-
-
-def test_rows_without_words_are_noted() -> None:
     documents = read({"text": "good"}, {}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
     assert [document.text for document in documents] == ["good"]
     assert documents[0].notes == tuple(f"line {line} left out: no text" for line in range(2, 9))
     with pytest.raises(UnreadableFile, match="no line has a text: line 1 left out"):
         read({"n": 1})
-
-
-def test_fields_that_are_not_read_are_named() -> None:
     row = {"id": "a", "text": "The mill is old.", "owner": {"name": "Rosa"}, "url": "http://m", "pages": 3}
     row["answer"] = "Yes"
     (document,) = read(row)

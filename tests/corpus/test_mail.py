@@ -81,7 +81,7 @@ def test_the_html_form_is_read_where_the_plain_one_says_less() -> None:
     assert document.notes == ()
 
 
-def test_the_plain_form_is_read_if_both_say_the_same() -> None:
+def test_which_form_is_read() -> None:
     wrapped = REPORT.replace(". ", ".\n> ") + "Map: https://example.org/a-very-long-link/that-html-does-not-show\n"
     text = mail(HEAD + multipart("alternative", page(REPORT), plain(wrapped))).text
     assert text.endswith(wrapped)
@@ -89,9 +89,6 @@ def test_the_plain_form_is_read_if_both_say_the_same() -> None:
     chinese = "港口办公室七点开门。起重机每月第一个星期一检查。船位许可证四十克朗。" * 3
     form = plain("\n".join(chinese[at : at + 9] for at in range(0, len(chinese), 9)))
     assert mail(HEAD + multipart("alternative", form, page(chinese))).text.count("七点开门") == 3
-
-
-def test_two_forms_that_say_different_things_are_both_read() -> None:
     other = (
         "The lighthouse was painted in white and red last spring. Visitors may climb it on Sundays, if the keeper is "
         "at home; children under ten pay nothing, and dogs have to wait at the bottom of the stairs."
@@ -101,11 +98,18 @@ def test_two_forms_that_say_different_things_are_both_read() -> None:
     assert "costs forty crowns" in text
 
 
-def test_a_forwarded_message_has_its_headers_and_lines() -> None:
+def test_forwarded_and_returned_messages() -> None:
     inner = "From: Bruno Falk <b@x>\nDate: Mon, 3 Mar 2031 10:00:00 +0000\nSubject: Crane\n\nIt lifts nine tons.\n"
     document = mail(HEAD + multipart("mixed", plain("See below."), f"Content-Type: message/rfc822\n\n{inner}"))
     assert "See below.\n\nSubject: Crane\nFrom: Bruno Falk <b@x>\nDate: Mon, 03 Mar 2031" in document.text
     assert (place(document, "From: Bruno"), place(document, "It lifts")) == (12, 16)
+    status = (
+        "Content-Type: message/delivery-status\n\nReporting-MTA: dns; mx\n\nFinal-Recipient: rfc822; c@x\nStatus: 5.1.1"
+    )
+    returned = "Content-Type: text/rfc822-headers\n\nSubject: Lost letter\n"
+    text = mail(HEAD + multipart("report", plain("Not delivered."), status, returned)).text
+    assert "Final-Recipient: rfc822; c@x\nStatus: 5.1.1" in text
+    assert "Subject: Lost letter" in text
 
 
 @pytest.mark.parametrize("kind", ["message/rfc822", "application/octet-stream"])
@@ -116,16 +120,6 @@ def test_an_encoded_message_is_read(kind: str) -> None:
     found = read(HEAD + multipart("mixed", plain("See."), attached("crane.eml", inner.encode(), kind), boundary="O"))
     assert "Subject: Crane\nFrom: Bruno Falk <b@x>\n\nNine tons." in found[0].text
     assert [document.source for document in found] == ["/in/a.eml", "/in/a.eml#a.txt"]
-
-
-def test_a_delivery_report_is_read() -> None:
-    status = (
-        "Content-Type: message/delivery-status\n\nReporting-MTA: dns; mx\n\nFinal-Recipient: rfc822; c@x\nStatus: 5.1.1"
-    )
-    returned = "Content-Type: text/rfc822-headers\n\nSubject: Lost letter\n"
-    text = mail(HEAD + multipart("report", plain("Not delivered."), status, returned)).text
-    assert "Final-Recipient: rfc822; c@x\nStatus: 5.1.1" in text
-    assert "Subject: Lost letter" in text
 
 
 @pytest.mark.parametrize("kind", ["multipart/mixed; boundary=B", "text/plain; charset*"])
@@ -156,16 +150,20 @@ def test_attachments_are_documents_with_their_own_places() -> None:
     assert found[0].notes == ()
 
 
-def test_attachments_of_a_mailbox_are_named_after_their_message() -> None:
+def test_mailboxes() -> None:
     one = f"From x\n{HEAD}{multipart('mixed', plain('One.'), attached('a.txt', b'Rope'))}\n"
     found = read(one + one, "a.mbox")
     assert [document.source for document in found] == [
         f"/in/a.mbox#{name}" for name in ("1", "1/a.txt", "2", "2/a.txt")
     ]
     assert {file_of(document.source) for document in found} == {"/in/a.mbox"}
+    deep = "".join(f"Content-Type: multipart/mixed; boundary={n}\n\n--{n}\n" for n in range(60))
+    found = read(f"From a\n\nNo headers.\n\nFrom b\n{HEAD}\nNine tons.\n\nFrom c\n{deep}\nx\n", "a.mbox")
+    assert [document.text.splitlines()[-1] for document in found] == ["No headers.", "Nine tons."]
+    assert found[0].notes == ("messages: 1 not read",)
 
 
-def test_attachments_that_are_not_read_are_counted_and_named() -> None:
+def test_attachments_that_are_not_read_are_counted() -> None:
     parts = {
         "a.pdf": b"%PDF-1.4 broken",
         "b.zip": b"PK\3\4",
@@ -177,6 +175,11 @@ def test_attachments_that_are_not_read_are_counted_and_named() -> None:
     document = mail(HEAD + multipart("mixed", plain("Here."), *files, signature))
     assert document.text.endswith("Here.\n\nAttachments, not read: a.pdf, b.zip, winmail.dat, c.png, smime.p7s\n")
     assert document.notes == ("attachments: 3 not read",)
+    control = "Content-Type: application/pgp-encrypted\n\nVersion: 1\n"
+    sealed = "Content-Type: application/octet-stream\n\n-----BEGIN PGP MESSAGE-----\nVersion: 2\n\nhIwD\n"
+    document = mail(HEAD + multipart("encrypted", control, sealed))
+    assert "hIwD" not in document.text
+    assert document.notes == ("attachments: 1 not read",)
 
 
 def test_attachments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,14 +190,6 @@ def test_attachments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [document.source for document in found[1:]] == ["/in/a.eml#1.txt", "/in/a.eml#3.txt"]
     assert "Attachments, not read: 2.txt, 4.txt" in found[0].text
     assert found[0].notes == ("attachments: 2 not read",)
-
-
-def test_an_encrypted_message_is_counted() -> None:
-    control = "Content-Type: application/pgp-encrypted\n\nVersion: 1\n"
-    sealed = "Content-Type: application/octet-stream\n\n-----BEGIN PGP MESSAGE-----\nVersion: 2\n\nhIwD\n"
-    document = mail(HEAD + multipart("encrypted", control, sealed))
-    assert "hIwD" not in document.text
-    assert document.notes == ("attachments: 1 not read",)
 
 
 def test_a_calendar_beside_a_text_is_read_once() -> None:
@@ -246,13 +241,6 @@ def test_emlx_is_read_without_its_count_and_its_list() -> None:
     document = mail(f"{len(message)}      \n{message}<?xml version='1.0'?>\n<plist><dict/></plist>\n", "1.emlx")
     assert document.text.endswith("\n\nNine tons.\n")
     assert place(document, "Nine") == 5
-
-
-def test_a_mailbox_message_without_headers_does_not_lose_the_others() -> None:
-    deep = "".join(f"Content-Type: multipart/mixed; boundary={n}\n\n--{n}\n" for n in range(60))
-    found = read(f"From a\n\nNo headers.\n\nFrom b\n{HEAD}\nNine tons.\n\nFrom c\n{deep}\nx\n", "a.mbox")
-    assert [document.text.splitlines()[-1] for document in found] == ["No headers.", "Nine tons."]
-    assert found[0].notes == ("messages: 1 not read",)
 
 
 Tree = dict[str, "bytes | Tree"]
@@ -319,15 +307,12 @@ def attachment(name: str, data: bytes) -> Tree:
     }
 
 
-def test_outlook_message_is_read_with_headers_and_paragraphs() -> None:
+def test_outlook_headers() -> None:
     document = mail(compound(item(**NOTE, t1000="The crane lifts nine tons.\r\nIt is old.")), "a.msg")
     date = "Sun, 31 May 2043 11:40:44 +0000"
     head = f"Subject: Harbour\nFrom: Reyes, Alma <alma@example.org>\nTo: Bruno; Cara\nDate: {date}\n"
     assert document.text == f"{head}\nThe crane lifts nine tons.\nIt is old.\n"
     assert (place(document, "Subject"), place(document, "It is old")) == ("¶ 1", "¶ 6")
-
-
-def test_outlook_transport_headers_come_first() -> None:
     date = "Date: Mon, 3 Mar 2031 10:00:00 +0000\r\n"
     headers = f"From: =?utf-8?q?J=C3=B6rg?= <j@x>\r\nTo: Bruno <b@x>,\r\n Cara <c@x>\r\n{date}"
     text = mail(compound(item(**NOTE, t007D=headers)), "a.msg").text

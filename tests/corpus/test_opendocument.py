@@ -61,13 +61,23 @@ def test_notes_comments_and_text_boxes_follow_their_paragraph() -> None:
     assert places(made) == ["¶ 1", "¶ 2"]
 
 
-def test_deleted_text_is_left_out_and_inserted_text_stays() -> None:
+def test_changes_spaces_raised_digits_and_readings() -> None:
     body = (
         "<text:tracked-changes><text:changed-region><text:deletion><text:p>thirty</text:p></text:deletion>"
         "</text:changed-region></text:tracked-changes>"
         "<text:p>Notice is <text:change-start/>ninety<text:change-end/><text:change/> days.</text:p>"
     )
     assert lines(flat("text", body)) == ["Notice is ninety days."]
+    styles = (
+        '<style:style style:name="T1"><style:text-properties style:text-position="super 58%"/></style:style>'
+        '<style:style style:name="T2"><style:text-properties style:text-position="-33% 58%"/></style:style>'
+    )
+    body = (
+        '<text:p>a<text:s text:c="3"/>b<text:tab/>c 10<text:span text:style-name="T1">6</text:span> '
+        'H<text:span text:style-name="T2">2</text:span>O <text:ruby><text:ruby-base>灯台</text:ruby-base>'
+        "<text:ruby-text>とうだい</text:ruby-text></text:ruby>の\n   守り人</text:p><text:p>港</text:p>"
+    )
+    assert lines(flat("text", body, styles)) == ["a   b\tc 10^6 H2O 灯台の 守り人 (とうだい)", "港"]
 
 
 _LEVEL = '<text:list-level-style-number text:level="{}" style:num-format="{}" {}/>'
@@ -123,19 +133,6 @@ def test_headings_have_their_numbers() -> None:
     assert lines(flat("text", body, outline)) == [
         *("# 1 Tides", "## 1.1 Spring", "## 1.2 Neap", "# Index", "# 2 Winds", "## 2.1 Gale")
     ]
-
-
-def test_spaces_raised_digits_and_readings() -> None:
-    styles = (
-        '<style:style style:name="T1"><style:text-properties style:text-position="super 58%"/></style:style>'
-        '<style:style style:name="T2"><style:text-properties style:text-position="-33% 58%"/></style:style>'
-    )
-    body = (
-        '<text:p>a<text:s text:c="3"/>b<text:tab/>c 10<text:span text:style-name="T1">6</text:span> '
-        'H<text:span text:style-name="T2">2</text:span>O <text:ruby><text:ruby-base>灯台</text:ruby-base>'
-        "<text:ruby-text>とうだい</text:ruby-text></text:ruby>の\n   守り人</text:p><text:p>港</text:p>"
-    )
-    assert lines(flat("text", body, styles)) == ["a   b\tc 10^6 H2O 灯台の 守り人 (とうだい)", "港"]
 
 
 def test_headers_and_footers_of_used_pages_are_read_once() -> None:
@@ -250,14 +247,11 @@ def test_rows_of_sheets_have_their_numbers() -> None:
     assert places(made) == ["Costs row 1", "Costs row 42", "More rows row 1"]
 
 
-def test_repeated_cells_and_rows_are_repeated_within_bounds() -> None:
+def test_cells() -> None:
     assert lines(flat("spreadsheet", _REPEATED.format(2))) == ["# A", "7 | 7", "7 | 7"]
     made = flat("spreadsheet", _REPEATED.format(5000))
     assert made.text.count("7 | 7") == 1000
     assert made.notes == ("repeated rows: 4000 not read",)
-
-
-def test_values_without_a_text_and_comments_of_cells_are_read() -> None:
     row = (
         '<table:table-cell office:value-type="float" office:value="4.5"/>'
         '<table:table-cell office:value-type="date" office:date-value="2031-05-04"/>'

@@ -32,9 +32,15 @@ def place(document: Document, words: str) -> str:
     return place_of(document.text, document.marks, start, start + len(words)).cite("a")
 
 
-def test_attributes_of_any_length_are_not_text() -> None:
+def test_embedded_data() -> None:
     for attribute in (f'src="data:image/png;base64,{PICTURE}"', f"data-page='{'<b>{x: 1} ' * 2000}'"):
         assert read(f"<p>Before.</p><img {attribute}><p>After.").text == "Before.\n\nAfter.\n"
+    text = f"# Map\n\n![plan](data:image/png;base64,{PICTURE})\n\n[a]: data:font/woff2;base64,{FONT}\nAfter."
+    document = read(text, "a.md")
+    assert document.text == "# Map\n\n![plan]([image])\n\n[a]: [data]\nAfter."
+    assert document.notes == ("embedded data: 1 not read",)
+    for line in ("data:," + "1.5," * 100, "Metadata:;3;" + "1,5;" * 100):
+        assert read(line + "\n", "a.csv").text == line + "\n"
 
 
 @pytest.mark.parametrize(
@@ -42,13 +48,6 @@ def test_attributes_of_any_length_are_not_text() -> None:
 )
 def test_stray_quotes_do_not_make_a_tag_text(tag: str) -> None:
     assert read(f'<table><tr>{tag}A</td>{tag}B</td></tr></table><p>it\'s "C"').text == 'A | B\n\nit\'s "C"\n'
-
-
-def test_markdown_images_are_replaced_and_lines_stay() -> None:
-    text = f"# Map\n\n![plan](data:image/png;base64,{PICTURE})\n\n[a]: data:font/woff2;base64,{FONT}\nAfter."
-    document = read(text, "a.md")
-    assert document.text == "# Map\n\n![plan]([image])\n\n[a]: [data]\nAfter."
-    assert document.notes == ("embedded data: 1 not read",)
 
 
 def test_wrapped_data_uris_keep_their_lines() -> None:
@@ -86,11 +85,6 @@ def test_data_uris_are_cut_from_all_texts(name: str, written: str, shown: str, k
     assert document.notes == (("embedded data: 1 not read",) if mark == "[data]" else ())
 
 
-def test_columns_of_numbers_called_data_stay() -> None:
-    for line in ("data:," + "1.5," * 100, "Metadata:;3;" + "1,5;" * 100):
-        assert read(line + "\n", "a.csv").text == line + "\n"
-
-
 def test_data_in_json_and_style_sheets() -> None:
     page = {"a": f"data:image/png;base64,{PICTURE}", "b": FONT, "c": PICTURE, "d": "acgt" * 500}
     document = read(json.dumps(page), "a.json")
@@ -99,7 +93,7 @@ def test_data_in_json_and_style_sheets() -> None:
     assert read(f"a {{src: url(data:font/woff;base64,{FONT})}}", "a.css").text == "a {src: url([data])}"
 
 
-def test_labels_of_merged_cells_are_repeated() -> None:
+def test_spans() -> None:
     table = (
         "<tr><th rowspan=2>Depot<th colspan=2>Pallets<th>Chief<tr><th>in<th>out<th>name"
         "<tr><td rowspan='0'>North<td>4<td></td><td>Ida<tr><td>5<td>6"
@@ -111,9 +105,6 @@ def test_labels_of_merged_cells_are_repeated() -> None:
         "North | 5 | 6",
         "South | 1",
     ]
-
-
-def test_spans_out_of_all_bounds() -> None:
     page = "<table>" + "<tr><td rowspan=65534 colspan=1000>ab<td colspan=9 rowspan=99999>c" * 2000
     text = read(page).text
     assert text.startswith("ab | c")
@@ -262,7 +253,7 @@ def test_saved_pages() -> None:
         read("From: x\n\nno page", "a.mhtml")
 
 
-def test_folded_lines_of_calendars() -> None:
+def test_calendars_and_business_cards() -> None:
     text = "BEGIN:VEVENT\r\nSUMMARY:Buoy sur\r\n vey\\, west\\nbring\r\n\t rope\r\nEND:VEVENT\r\n"
     document = read(text, "a.ics")
     assert document.text == "BEGIN:VEVENT\nSUMMARY:Buoy survey, west\nbring rope\nEND:VEVENT\n"
@@ -270,6 +261,10 @@ def test_folded_lines_of_calendars() -> None:
     assert place(document, "END") == "a:5"
     plain = "BEGIN:VEVENT\r\nSUMMARY:a\r\nEND:VEVENT\r\n"
     assert read(plain, "a.ics").text == plain.replace("\r", "")
+    wrapped = "\n ".join(FONT[at : at + 72] for at in range(0, len(FONT), 72))
+    document = read(f"FN:Jörg\n  Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")
+    assert document.text == "FN:Jörg Ek\nPHOTO;ENCODING=b:[data]\nEND:VCARD\n"
+    assert document.notes == ("embedded data: 1 not read",)
 
 
 @pytest.mark.parametrize("start", [1, 2])
@@ -279,13 +274,6 @@ def test_calendar_lines_folded_within_a_character(start: int) -> None:
         b"SUMMARY:Caf" + letters[:start] + b"\r\n " + letters[start:4] + b"\r\n\t" + letters[4:] + b" meeting\r\nB\r\n"
     )
     assert read_documents(Path("/corpus/a.ics"), data)[0].text == "SUMMARY:Café€ meeting\nB\n"
-
-
-def test_business_cards() -> None:
-    wrapped = "\n ".join(FONT[at : at + 72] for at in range(0, len(FONT), 72))
-    document = read(f"FN:Jörg\n  Ek\nPHOTO;ENCODING=b:{wrapped}\nEND:VCARD\n", "a.vcf")
-    assert document.text == "FN:Jörg Ek\nPHOTO;ENCODING=b:[data]\nEND:VCARD\n"
-    assert document.notes == ("embedded data: 1 not read",)
 
 
 def notebook(*outputs: object, **cell: object) -> Document:

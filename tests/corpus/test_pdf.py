@@ -41,8 +41,8 @@ def _field(kind: str, name: str, more: str, left: float = 220, bottom: float = 7
     [
         ("Mill A B C, East 1 2 3, West 4 5 6", "Mill A B C\nEast 1 2 3\nWest 4 5 6\n"),
         (
-            "D May June July, O . 31 ., B 5 . 8, N 1 2 3",
-            "D | May | June | July\nO |  | 31\nB | 5 |  | 8\nN | 1 | 2 | 3\n",
+            "Depot May June July, Oslo . 31 ., Bergen 5 . 8, Narvik 1 2 3",
+            "Depot | May | June | July\nOslo |  | 31\nBergen | 5 |  | 8\nNarvik | 1 | 2 | 3\n",
         ),
         (
             ". Jan Feb Mar, Alder 12 . 7, Birch . 9 ., Cedar . 3 5",

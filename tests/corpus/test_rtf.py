@@ -22,7 +22,7 @@ def lines(body: str) -> list[str]:
     return [line for line in document(body).text.split("\n") if line]
 
 
-def test_footnotes_and_endnotes_follow_their_paragraph_with_their_marks() -> None:
+def test_notes_and_margins() -> None:
     body = (
         r"The toll is 4 crowns{\super\chftn}{\footnote {\super\chftn} Sundays: free.} a day"
         r"{\footnote\ftnalt Since 1904.}.\par Next{\footnote {\b Second} note}\par"
@@ -35,9 +35,6 @@ def test_footnotes_and_endnotes_follow_their_paragraph_with_their_marks() -> Non
         "[2] Second note",
     ]
     assert [mark.place for mark in document(body).marks] == ["¶ 1", "¶ 2"]
-
-
-def test_headers_and_footers_are_read_once() -> None:
     made = document(r"{\headerl Permit 88\par}{\headerr Permit 88}{\footer until May}Body\par")
     assert made.text == "Permit 88\n\nBody\n\nuntil May\n"
     assert [mark.place for mark in made.marks] == ["header", "¶ 1", "footer"]

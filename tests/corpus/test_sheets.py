@@ -114,14 +114,12 @@ def test_dates_are_written_in_the_order_of_the_standard(code: str, epoch: dateti
     assert "2031-03-04" in read(saved(book)).text
 
 
-def test_rows_keep_their_numbers_and_empty_cells_their_columns() -> None:
+def test_rows_keep_their_numbers_and_cells_their_columns() -> None:
     document = read(saved(rows(("C5", "Tree"), ("D5", "Jan"), ("E5", "Feb"), ("C9", "Alder"), ("E9", 7))))
     assert document.text == "# Costs\nTree | Jan | Feb\nAlder |  | 7\n"
     assert [mark.place for mark in document.marks] == ["Costs row 5", "Costs row 9"]
     assert document.text[document.marks[1].start :] == "Alder |  | 7\n"
 
-
-def test_rows_and_cells_without_numbers_are_counted() -> None:
     def bare(text: str) -> str:
         return f'<c t="inlineStr"><is><t>{text}</t></is></c>'
 
@@ -129,16 +127,13 @@ def test_rows_and_cells_without_numbers_are_counted() -> None:
     document = read(edited(saved(rows(("A1", 1))), "xl/worksheets/sheet1.xml", lambda text: _with_data(text, sheet)))
     assert document.text == "# Costs\noak | ash\n | elm\n"
     assert [mark.place for mark in document.marks] == ["Costs row 1", "Costs row 3"]
+    document = read(saved(rows(("A1", "first"), ("XFD1", "wide"), ("XFD1048576", "last"))))
+    assert document.text == "# Costs\nfirst |  | wide\n |  | last\n"
+    assert document.marks[-1].place == "Costs row 1048576"
 
 
 def _with_data(text: str, sheet: str) -> str:
     return text[: text.index("<sheetData>")] + sheet + text[text.index("</sheetData>") + len("</sheetData>") :]
-
-
-def test_a_value_in_the_last_cell_of_a_sheet_stays_one_short_line() -> None:
-    document = read(saved(rows(("A1", "first"), ("XFD1", "wide"), ("XFD1048576", "last"))))
-    assert document.text == "# Costs\nfirst |  | wide\n |  | last\n"
-    assert document.marks[-1].place == "Costs row 1048576"
 
 
 def test_merged_labels_stand_in_each_row_and_column_and_titles_once() -> None:
@@ -163,13 +158,11 @@ def test_overlapping_merged_cells_take_no_time() -> None:
     assert read(data).text.count("x") == 300
 
 
-def test_formulas_without_a_saved_value_are_shown_and_counted() -> None:
+def test_formulas() -> None:
     document = read(saved(rows(("A1", 2), ("A2", 3), ("A3", "=SUM(A1:A2)"))))
     assert "=SUM(A1:A2) (not calculated)" in document.text
     assert document.notes == ("formulas without a saved value: 1, read as formulas",)
 
-
-def test_saved_values_stand_for_their_formulas() -> None:
     def calculated(text: str) -> str:
         return re.sub(r"(SUM\(A1:A2\)</f>)<v(?:></v>| ?/>)", r"\1<v>5</v>", text)
 
@@ -292,7 +285,7 @@ def test_hidden_sheets_rows_and_columns_are_read_and_named() -> None:
     )
 
 
-def test_embedded_files_are_counted() -> None:
+def test_what_is_not_read_is_counted() -> None:
     data = _linked(saved(rows(("A1", "sea"))), "xl/_rels/workbook.xml.rels", "styles2", "/xl/none.xml", "<a/>")
     row = '<Relationship Id="o" Type="http://x/relationships/oleObject" Target="../e/1.bin"/>'
     rels = f'<Relationships xmlns="r">{row}</Relationships>'
@@ -300,6 +293,10 @@ def test_embedded_files_are_counted() -> None:
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.writestr("xl/worksheets/_rels/sheet1.xml.rels", rels)
     assert read(buffer.getvalue()).notes == ("embedded files: 1 not read",)
+    text_box = struct.pack("<HHHHHHH", 0x1B6, 18, 0, 0, 0, 0, 0) + struct.pack("<HHI", 5, 16, 0)
+    chart = struct.pack("<HHHHHHII", 0x809, 16, 0x600, 0x20, 0, 0, 0, 0)
+    document = read(_old_book() + text_box + chart + "MBD0012".encode("utf-16-le"), ".xls")
+    assert document.notes == ("embedded files: 1, charts: 1, text boxes: 1 not read",)
 
 
 @pytest.mark.parametrize("ending", [".xltx", ".xlsm", ".xltm", ".xls"])
@@ -315,7 +312,7 @@ def test_strict_workbooks_are_read() -> None:
     assert read(data).text == "# Costs\nsea | 2\n"
 
 
-def test_a_damaged_sheet_leaves_the_others_and_its_beginning() -> None:
+def test_damaged_and_missing_parts() -> None:
     book = rows(("A1", "sea"), ("A2", "lake"))
     book.create_sheet("Later")["A1"] = "river"
     book.create_sheet("Gone")["A1"] = "pond"
@@ -324,6 +321,10 @@ def test_a_damaged_sheet_leaves_the_others_and_its_beginning() -> None:
     document = read(data)
     assert document.text == "# Costs\nsea\n# Later\nriver\n"
     assert [note.split(":")[0] for note in document.notes] == ["damaged sheet 'Costs'", "damaged sheet 'Gone'"]
+    data = _with_strings("", '<c s="1"><v>0.5</v></c><c t="s"><v>0</v></c>')
+    document = read(edited(data, "xl/styles.xml", lambda text: text[:20]))
+    assert document.text == "# Costs\n0.5\n"
+    assert document.notes == ("damaged sheet 'Costs': not all of it is read",)
 
 
 def test_refused_workbooks() -> None:
@@ -335,13 +336,6 @@ def test_refused_workbooks() -> None:
     head = _record(0x409, struct.pack("<HHH", 0, 0x10, 0)) + _record(0x2F, bytes(4))
     with pytest.raises(UnreadableFile, match="protected by a password"):
         read(head + _record(10, b""), ".xls")
-
-
-def test_missing_styles_and_strings_leave_the_numbers() -> None:
-    data = _with_strings("", '<c s="1"><v>0.5</v></c><c t="s"><v>0</v></c>')
-    document = read(edited(data, "xl/styles.xml", lambda text: text[:20]))
-    assert document.text == "# Costs\n0.5\n"
-    assert document.notes == ("damaged sheet 'Costs': not all of it is read",)
 
 
 def _record(kind: int, body: bytes) -> bytes:
@@ -383,10 +377,3 @@ def test_old_workbooks_show_values_under_their_headings(ending: str) -> None:
 )
 def test_reports_under_the_name_of_a_workbook_are_read_as_what_they_are(data: bytes, text: str) -> None:
     assert text in read(data, ".xls").text
-
-
-def test_charts_text_boxes_and_files_of_old_workbooks_are_counted() -> None:
-    text_box = struct.pack("<HHHHHHH", 0x1B6, 18, 0, 0, 0, 0, 0) + struct.pack("<HHI", 5, 16, 0)
-    chart = struct.pack("<HHHHHHII", 0x809, 16, 0x600, 0x20, 0, 0, 0, 0)
-    document = read(_old_book() + text_box + chart + "MBD0012".encode("utf-16-le"), ".xls")
-    assert document.notes == ("embedded files: 1, charts: 1, text boxes: 1 not read",)

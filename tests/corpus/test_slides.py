@@ -111,7 +111,7 @@ def test_merged_cells_of_a_table_repeat_their_text_and_empty_ones_their_column()
     assert "Place | Rain | Rain\nPlace | Jan | Feb\nOslo |  | 7\n" in read(saved(made)).text
 
 
-def test_charts_are_tables_with_a_row_for_each_category() -> None:
+def test_charts_are_tables() -> None:
     made = deck()
     data = CategoryChartData(number_format="0.0")
     data.categories = ["spring", "late, wet autumn"]
@@ -123,9 +123,6 @@ def test_charts_are_tables_with_a_row_for_each_category() -> None:
     document = read(saved(made))
     assert "Chart: Catch\n | Herring | Cod\nspring | 311.0 | 9.0\nlate, wet autumn | 4.4\n" in document.text
     assert document.notes == ()  # the workbook behind the chart holds nothing else
-
-
-def test_points_of_a_chart_stand_beside_their_own_positions() -> None:
     made = deck()
     data = XyChartData()
     for name, points in (("north", ((1, 2), (3, 4))), ("south", ((5, 6),))):

@@ -40,6 +40,8 @@ def test_a_folder_that_is_gone_or_empty_is_kept(is_there: bool, fresh: Any, fold
     shutil.rmtree(folder)
     if is_there:
         folder.mkdir()
+    else:
+        fresh(folder).failed(2, "the store holds 2 document(s) of it", "kvtool store rm")
     for more in ((), ("--dry-run",)):
         fresh(folder, "--sync", *more).failed(2, f"nothing is at {folder} any more", "kvtool store rm")
     assert len(names(tmp_path)) == 2
@@ -88,12 +90,6 @@ def test_a_folder_without_documents_is_forgotten(fresh: Any, folder: Path, tmp_p
     fresh(folder).failed(2, "no readable file in this folder")
     assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2
     assert fresh(folder, "--sync", "--quiet").fine().err == ""
-
-
-def test_what_is_gone_is_not_forgotten_unasked(fresh: Any, folder: Path, tmp_path: Path) -> None:
-    shutil.rmtree(folder)
-    assert "kvtool store rm" in fresh(folder).failed(2, "the store holds 2 document(s) of it").err
-    assert len(names(tmp_path)) == 2
 
 
 @pytest.mark.slow

@@ -54,16 +54,12 @@ def counts(fresh: Any, folder: Path, reads: Counter[str], *more: str) -> tuple[i
 
 
 @pytest.mark.slow
-def test_an_unchanged_file_is_not_read(fresh: Any, folder: Path, reads: Counter[str]) -> None:
+def test_unchanged_and_changed_files(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     assert counts(fresh, folder, reads)[0] == 3
     assert counts(fresh, folder, reads) == (0, 3, 0)
     os.utime(folder / "one.txt", ns=(1, 1))
     assert counts(fresh, folder, reads) == (1, 3, 0)  # touched: read once
     assert counts(fresh, folder, reads) == (0, 3, 0)
-
-
-@pytest.mark.slow
-def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     counts(fresh, folder, reads)
     path = folder / "two.txt"
     status = path.stat()

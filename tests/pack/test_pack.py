@@ -128,7 +128,7 @@ def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "new") == contents(fitted)
 
 
-def test_no_file_is_replaced_unasked(fitted: Path, tmp_path: Path) -> None:
+def test_files_are_replaced_with_force_only(fitted: Path, tmp_path: Path) -> None:
     target = tmp_path / "there.kvpack"
     target.write_text("mine")
     kvtool("store", "export", target, "--store", fitted).failed(2, "is there already", "--force")
@@ -141,9 +141,6 @@ def test_no_file_is_replaced_unasked(fitted: Path, tmp_path: Path) -> None:
     kvtool("store", "export", tmp_path / "x", "--store", tmp_path / "none").failed(10)
     kvtool("store", "import", tmp_path / "none.kvpack", "--store", tmp_path / "new").failed(2, "no pack")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["there.kvpack"]
-
-
-def test_force_replaces_files_only_and_none_of_the_store(fitted: Path, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     kvtool("store", "export", fifo, "--store", fitted, "--force").failed(2, "is no file")

@@ -42,16 +42,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_kept_and_opened_again(store: Store, built: list[int]) -> None:
+def test_kept_and_made_anew(store: Store, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     first = answers(index_of(store), TEXTS)
     assert built == [6]
     assert answers(index_of(store), TEXTS) == first
     assert built == [6]  # read, not made
     assert any(first)
-
-
-def test_texts_are_read_some_at_a_time(store: Store, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much an ingest brought in, few texts are held at once; the answers are the same."""
     first = answers(index_of(store), TEXTS)
     monkeypatch.setattr(room, "_TEXT_AT_ONCE", 1)
     anew = Index.empty()

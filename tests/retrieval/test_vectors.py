@@ -98,6 +98,10 @@ def test_the_model_is_remembered(store: Store, static_model: Path) -> None:
     Finder(store).embed(str(static_model))
     assert remembered(store) == str(static_model)
     assert found(store, "grinder", Retrieval())[0] == "a"
+    assert found(store, "river mill", Retrieval("dense", str(static_model)))[:2] == ["a", "b"]
+    assert found(store, "river mill", Retrieval("dense", str(static_model), ("[bcd]",))) == ["b"]
+    with pytest.raises(UsageError, match="no document matches"):
+        found(store, "river", Retrieval(only=("*.md",)))
 
 
 def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, static_model: Path) -> None:
@@ -168,10 +172,3 @@ def test_damaged_document(store: Store, static_model: Path, monkeypatch: pytest.
     assert [text for text in warned if "names in a were not followed" in text]
     with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
         finder.find("mill", 1, Retrieval("dense", str(static_model)))
-
-
-def test_only_some_documents(store: Store, static_model: Path) -> None:
-    assert found(store, "river mill", Retrieval("dense", str(static_model)))[:2] == ["a", "b"]
-    assert found(store, "river mill", Retrieval("dense", str(static_model), ("[bcd]",))) == ["b"]
-    with pytest.raises(UsageError, match="no document matches"):
-        found(store, "river", Retrieval(only=("*.md",)))

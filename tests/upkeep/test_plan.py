@@ -68,7 +68,7 @@ def left(stock: Inventory, plan: Plan) -> dict[str, list[str]]:
 ALL = ("raw", "lossless", *NESTED)
 
 
-def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
+def test_from_exact_to_coarse_as_measured() -> None:
     stock = inventory(held("a", ALL, used=1), held("b", ALL, used=2))
     plan = plan_prune(stock, PruneRequest(goal=0))
     assert steps(plan) == [
@@ -79,6 +79,11 @@ def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
         ("kv", ["a", "b"]),
     ]
     assert plan.expected == 2000  # the text stays
+    stock = inventory(held("a", ("raw", "1", "2"), measured=()), held("b", ("raw", "1", "2"), measured=("1",)))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 10 * MB))
+    assert steps(plan) == [("exact", ["b"])]
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
+    assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
 
 
 def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
@@ -101,14 +106,6 @@ def test_order_of_removal() -> None:
     stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
     assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
-
-
-def test_what_was_not_measured_stands_for_nothing() -> None:
-    stock = inventory(held("a", ("raw", "1", "2"), measured=()), held("b", ("raw", "1", "2"), measured=("1",)))
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 10 * MB))
-    assert steps(plan) == [("exact", ["b"])]
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
-    assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
 
 
 def test_the_profile_goes_once_nothing_is_left_that_needs_it() -> None:
@@ -156,16 +153,13 @@ def test_cold_chunks_are_kept_coarse_and_hot_ones_fine() -> None:
     }
 
 
-def test_documents_go_whole_only_when_asked() -> None:
+def test_documents_and_shared_chunks() -> None:
     stock = inventory(held("a", used=1), held("b", used=6))
     assert plan_prune(stock, PruneRequest(unused_before=5)).sources == ("a",)
     assert plan_prune(stock, PruneRequest(added_before=9)).sources == ("a", "b")
     last = plan_prune(stock, PruneRequest(goal=0, unused_before=5, as_needed=True))
     assert steps(last) == [("kv", ["a", "b"]), ("documents", ["a"])]
     assert plan_prune(stock, PruneRequest(goal=stock.used, unused_before=5, as_needed=True)).steps == ()
-
-
-def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
     stock = inventory(
         held("own", used=1), held("shared", used=8), held("other", used=9),
         documents={"old": ["own", "shared"], "new": ["shared", "other"]},
