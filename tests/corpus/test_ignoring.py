@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.corpus import ignoring
 from kvtool.core.corpus.walk import Skip, Walked, find_files
 
 
@@ -137,8 +138,6 @@ def test_links_and_folders_that_a_root_shows(shared: Path, tmp_path: Path) -> No
 
 
 def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.corpus import ignoring
-
     read: list[Path] = []
     plain = ignoring._read
     monkeypatch.setattr(ignoring, "_read", lambda path: read.append(path) or plain(path))
@@ -149,8 +148,6 @@ def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pyte
 
 def test_another_case_passes_no_rule(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on file systems that take no notice of it: a folder is found as `Drafts`, and listed as `drafts`."""
-    from kvtool.core.corpus import ignoring
-
     put(root, "drafts/a.md", "Drafts/a.md", "b.md")
     (root / ".gitignore").write_text("drafts/\n")
     assert names(root, find_files([root / "Drafts"], roots=[root])) == ["Drafts/a.md"]

@@ -40,10 +40,9 @@ _STRUCTURE = (
     ),
     *("\u200b", "\x1c", "\t", "…" * 9),
 )
-_structure = st.sampled_from(_STRUCTURE)
-_texts = st.lists(st.one_of(_structure, st.text(max_size=40), st.from_regex(r"\A[a-z]{1,9} ?\Z")), max_size=60).map(
-    "".join
-)
+_texts = st.lists(
+    st.one_of(st.sampled_from(_STRUCTURE), st.text(max_size=40), st.from_regex(r"\A[a-z]{1,9} ?\Z")), max_size=60
+).map("".join)
 
 
 def chunks(text: str, setting: SplitSettings, counter: CountTokens, kind: str = "text") -> list[str]:

@@ -16,12 +16,11 @@ from kvtool.core.corpus.readers.ir import blocks, counter, line
 from tests.corpus.test_mail import compound
 from tests.corpus.test_slides import edited, made_strict
 
-_MAIN = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
 _SPACES = " ".join(
     f'xmlns:{name}="{space}"'
     for name, space in {
-        "w": _MAIN,
+        "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
         "r": f"{_OFFICE}/relationships",
         "m": f"{_OFFICE}/math",
         "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
@@ -34,7 +33,6 @@ _SPACES = " ".join(
         "o": "urn:schemas-microsoft-com:office:office",
     }.items()
 )
-_TYPES = '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>'
 _REFERENCE = '<w:r><w:footnoteReference w:id="2"/></w:r>'
 _RELS = "http://schemas.openxmlformats.org/package/2006/relationships"
 
@@ -87,7 +85,9 @@ def docx(body: str, parts: Mapping[str, str] = {}, main: str = "word/document.xm
     """A Word file; `parts` by their kind, which is the id of their relationship, too."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("[Content_Types].xml", _TYPES)
+        archive.writestr(
+            "[Content_Types].xml", '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>'
+        )
         link = f'<Relationship Id="main" Type="{_OFFICE}/relationships/officeDocument" Target="/{main}"/>'
         archive.writestr("_rels/.rels", f'<Relationships xmlns="{_RELS}">{link}</Relationships>')
         archive.writestr(main, f"<w:document {_SPACES}><w:body>{body}</w:body></w:document>")

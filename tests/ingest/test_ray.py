@@ -46,7 +46,9 @@ class Backwards:
 
     def __init__(self, recipe: Recipe, most: int) -> None:
         worker = RemotePrefillWorker(recipe, 0)
-        self._actor = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(worker, name)) for name in CALLS})
+        self._actor = SimpleNamespace(
+            **{name: SimpleNamespace(remote=getattr(worker, name)) for name in ("prefix", "chunks")}
+        )
         self.states = [worker.state() for _ in range(2)]
         self.pool, self._most, self._tasks = self, most, list[tuple[Any, Any]]()
         self.is_closed = False
@@ -68,9 +70,6 @@ class Backwards:
         self.is_closed = True
 
 
-CALLS = ("prefix", "chunks")
-
-
 def backwards(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Backwards]:
     started: list[Backwards] = []
 
@@ -80,20 +79,6 @@ def backwards(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Backwards]:
 
     monkeypatch.setattr(ray_storer, "Workers", start)
     return started
-
-
-def killing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    killed: list[int] = []
-    plain = RayStorer._take
-
-    def take(self: RayStorer) -> None:
-        if not killed:
-            killed.append(self._workers.states[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
-        plain(self)
-
-    monkeypatch.setattr(RayStorer, "_take", take)
-    return killed
 
 
 @pytest.fixture
@@ -113,7 +98,16 @@ def alone(tiny: Path, tmp_path: Path) -> tuple[object, ...]:
 def test_workers_make_what_one_process_makes(
     alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = killing(monkeypatch)
+    killed: list[int] = []
+    plain = RayStorer._take
+
+    def take(storer: RayStorer) -> None:
+        if not killed:
+            killed.append(storer._workers.states[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+        plain(storer)
+
+    monkeypatch.setattr(RayStorer, "_take", take)
     done = kvtool(*alone, tmp_path / "far", *WORKERS)  # what Ray says of the dead worker is on stderr
     assert done.code == 0
     assert len(killed) == 1

@@ -35,7 +35,7 @@ def test_unreachable_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KvtoolError, match="does not answer") as told:
             check_reachable(address)
         assert "--ray local" in told.value.hint
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(KvtoolError, match="needs the package ray") as told:
         check_reachable("local")
     assert told.value.hint == "pip install 'kvtool[ray]'"

@@ -9,7 +9,10 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.common.types import Events
 from kvtool.core.ingest import stream
+from kvtool.core.ingest.job import ingest
+from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import Outcome
 from tests.cli.working import PREFIX, kvtool, listing, payloads
 
@@ -105,10 +108,6 @@ def test_interrupted_run(folder: Path, fresh: Any, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
-    from kvtool.core.common.types import Events
-    from kvtool.core.ingest.job import ingest
-    from kvtool.core.ingest.options import IngestOptions
-
     (folder / "large.txt").write_text("The mill grinds all day. " * 400)
     (folder / "weights.dat").write_bytes(b"\0\1" * 99)  # which is looked at, and is no text
     done: dict[str, float] = {}

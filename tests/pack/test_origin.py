@@ -648,16 +648,12 @@ def test_why_a_trusted_key_did_not_help(scene: Scene, tmp_path: Path) -> None:
     said = kvtool("store", "import", pack, *trusting, tmp_path / "one").fine()
     assert said.json["signer"] == ""
     assert "is not signed\nhint: ask its owner to sign it" in said.err
-    said = kvtool("store", "pull", signed_tier(scene, key), *trusting, tmp_path / "other").fine()
+    url = f"file://{tmp_path / 'signed'}"
+    kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
+    said = kvtool("store", "pull", url, *trusting, tmp_path / "other").fine()
     assert "ada@example" in said.json["signer"]
     assert "whom you do not trust" in said.err
     assert kvtool("store", "import", pack, "--store", tmp_path / "plain", "--json").fine().json["signer"] is None
-
-
-def signed_tier(scene: Scene, key: Path) -> str:
-    url = f"file://{key.parent / 'signed'}"
-    kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
-    return url
 
 
 def test_the_wrong_file_of_a_pair_of_keys(scene: Scene, tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import space
-from kvtool.core.cache.entries import DocumentEntry, FileEntry
+import kvtool as package
+from kvtool.core.cache import space, tables
+from kvtool.core.cache.access_log import append
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
+from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import StretchInfo
@@ -42,8 +45,6 @@ def measured(path: Path) -> Path:
 
 
 def noted(path: Path, *labels: str, when: int) -> None:
-    from kvtool.core.cache.access_log import append
-
     append(path / "access.log", (f"{id_of(label).hex()} {when}" for label in labels))
 
 
@@ -384,8 +385,6 @@ def test_a_killed_compaction_is_reclaimed_by_the_next_writer(tmp_path: Path) -> 
 
 
 def test_the_same_from_python(tmp_path: Path) -> None:
-    import kvtool as package
-
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     with package.open(path) as cache:
         assert cache.rm("f0").sources == ("f0",)
@@ -401,10 +400,6 @@ def test_the_same_from_python(tmp_path: Path) -> None:
 
 
 def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
-    from kvtool.core.cache import tables
-    from kvtool.core.cache.entries import ChunkInfo
-    from kvtool.core.cache.identity import Origin
-
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
         pen.fold_access()
