@@ -147,6 +147,17 @@ def test_html_deep_and_broken() -> None:
     assert len(text) < 4 * len(page)
 
 
+@pytest.mark.some(3)
+@pytest.mark.parametrize(
+    "piece", ["<", "<a ", "</", "<!", "<?", "&", "<a b='", '<a "', "<!--", "<![", "<nav>", "</p", "<script>"]
+)
+def test_hostile_html_takes_linear_time(piece: str) -> None:
+    begun = time.process_time()  # what else runs takes none of it
+    with contextlib.suppress(UnreadableFile):
+        read_documents(Path("/corpus/a.html"), (piece * 60_000).encode())
+    assert time.process_time() - begun < 5
+
+
 def jsonl(*lines: str) -> list[Document]:
     return read_documents(Path("/c/a.jsonl"), "\n".join(lines).encode())
 
