@@ -49,7 +49,6 @@ def prefix_of(path: Path) -> str:
 
 
 def levels_in(path: Path) -> dict[str, list[str]]:
-    """Levels of every chunk, the prompt's own beginning included."""
     with Store.open(path) as store:
         return {chunk.hex(): store.levels(chunk) for chunk in store.chunk_ids()}
 
@@ -148,9 +147,6 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
     data = encode_record(bytes.fromhex(chunk), header, [changed])
     with Store.open(path) as store:
         store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
-
-
-# ---- stores ------------------------------------------------------------------------------------------------------
 
 
 def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4) -> Path:

@@ -36,7 +36,6 @@ def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> CachedPrompt:
 
 
 def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Return the same for a row in any place."""
     return logits.cos()
 
 

@@ -16,10 +16,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.common.types import Events
 from kvtool.core.compress import loss
-from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.loss import Toll, tolls
-from kvtool.core.compress.options import CompressOptions
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, StoreNotFoundError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
@@ -68,8 +66,7 @@ def test_the_first_time_a_profile_is_fitted(plain: Path) -> None:
     assert {coded.profile.hex() for coded in found.values()} == {digest}
     assert levels_in(plain) == {chunk: [DEFAULT_LOSSY, "raw"] for chunk in chunks} | {prefix_of(plain): ["raw"]}
     assert damages(plain) == []
-    again = run(plain, "3")
-    assert (again.fitted, state_of(plain)["profile"]) == (False, digest)
+    assert (run(plain, "3").fitted, state_of(plain)["profile"]) == (False, digest)
 
 
 @pytest.mark.slow
@@ -83,9 +80,6 @@ def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -
     for chunk in chunks_in(plain):
         assert {*levels, "raw"} == {*levels_in(plain)[chunk]}
         assert all(error_of(plain, chunk, level) < 0.9 for level in levels)
-
-
-# ---- numbers -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -185,9 +179,7 @@ def test_a_loss_is_that_of_the_default_mode(fitted: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
-    fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_belong_to_a_profile(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new profile, for one chunk only, says nothing of the records that an older one made."""
     asked = fixed_losses(monkeypatch)
     run(fitted, "1", "2", questions=1)
@@ -206,9 +198,6 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
     } == {"2": LOSSES["2"]}
 
 
-# ---- profiles ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     untransformed = run(plain, *(f"cachegen-{level}" for level in NESTED), questions=2)
@@ -219,7 +208,6 @@ def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     with Store.open(plain) as store:
         data = store.profile(digest)
         assert store.stats()["profiles"]["count"] == 1
-    assert data is not None
     assert report.profile["bytes"] == len(data)
     assert state_of(plain)["profile"] == digest.hex()
     for level in NESTED:
@@ -230,17 +218,24 @@ def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     assert not any(others < bits and lose < lost for bits, lost in fitted for others, lose in plains)
 
 
-def test_fit_needs_exact_records(fitted: Path) -> None:
+def test_without_exact_records(fitted: Path) -> None:
     drop(fitted, "raw")
     before = state_of(fitted)
     with pytest.raises(KvtoolError, match="no exact record") as raised:
         run(fitted, "1", fit=True)
     assert raised.value.hint
     assert state_of(fitted) == before
+    drop(fitted, "raw")
+    before = levels_in(fitted)
+    report = run(fitted, "auto", questions=1)
+    assert [level.level for level in report.levels] == ["lossless"]
+    assert report.skipped == len(chunks_in(fitted))
+    assert levels_in(fitted) == before
+    assert any("no exact record is left to measure" in text for text in report.warnings)
 
 
-def test_another_stores_profile(plain: Path, fitted: Path) -> None:
-    """The store has it for itself then: the other one may go."""
+def test_profiles_of_stores(fitted: Path, plain: Path) -> None:
+    assert run(fitted, "2", profile=fitted).encoded == 0
     digest, before = state_of(fitted)["profile"], files_below(fitted)
     report = run(plain, "2", profile=fitted)
     assert files_below(fitted) == before
@@ -251,24 +246,12 @@ def test_another_stores_profile(plain: Path, fitted: Path) -> None:
     assert all(error_of(plain, chunk, "2") < 0.1 for chunk in chunks_in(plain))
 
 
-def test_its_own_profile_is_another_stores_as_well(fitted: Path) -> None:
-    assert run(fitted, "2", profile=fitted).encoded == 0
-
-
 def test_a_profile_of_another_model_is_refused(fitted: Path, tmp_path: Path) -> None:
     other = make_plain(save_tiny("llama", tmp_path / "model", seed=1), tmp_path, 1, 1)
     before = state_of(other), levels_in(other)
     with pytest.raises(ModelError, match="another model's"):
         run(other, "1", profile=fitted)
     assert (state_of(other), levels_in(other)) == before
-
-
-def test_a_store_that_has_no_profile_gives_none(fitted: Path, plain: Path) -> None:
-    with pytest.raises(KvtoolError, match="has no profile") as raised:
-        run(fitted, "1", profile=plain)
-    assert "kvtool compress" in raised.value.hint
-    with pytest.raises(StoreNotFoundError):
-        run(fitted, "1", profile=fitted / "nowhere")
 
 
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
@@ -293,17 +276,12 @@ def test_fitting_again_changes_nothing(fitted: Path) -> None:
     assert files_below(fitted) == before
 
 
-# ---- which level -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("bound", "chosen"),
     [(None, "2"), (0.0005, "lossless"), (0.001, "1"), (0.0039, "1"), (0.004, "2"), (0.03, "3"), (1.0, "4")],
 )
-def test_auto_takes_the_smallest_that_is_allowed(
-    bound: float | None, chosen: str, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto(bound: float | None, chosen: str, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     asked = ("auto",) if bound in (None, 0.004) else ()
     report = run(plain, *asked, max_loss=bound, questions=1, chunks=tuple(chunks_in(plain)[:1]))
@@ -316,33 +294,6 @@ def test_auto_beside_others(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fixed_losses(monkeypatch)
     report = run(plain, "1", "auto", "2", questions=1, chunks=tuple(chunks_in(plain)[:1]))
     assert [level.level for level in report.levels] == ["1", "2"]
-
-
-def test_auto_with_nothing_to_measure_on(fitted: Path) -> None:
-    """Nothing is exact any more: nothing is known, nothing is lost."""
-    drop(fitted, "raw")
-    before = levels_in(fitted)
-    report = run(fitted, "auto", questions=1)
-    assert [level.level for level in report.levels] == ["lossless"]
-    assert report.skipped == len(chunks_in(fitted))
-    assert levels_in(fitted) == before
-    assert any("no exact record is left to measure" in text for text in report.warnings)
-
-
-@pytest.mark.parametrize("levels", [("raw",), ("5",), ("0",), ("",), ("1", "5"), ("auto", "raw"), ("-1",), ("Auto",)])
-def test_levels_that_there_are_not(levels: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError) as raised:
-        check_levels(CompressOptions(levels=levels))
-    assert raised.value.hint
-
-
-@pytest.mark.parametrize("options", [{"levels": ("auto",)}, {"max_loss": 0.1}])
-def test_auto_needs_questions(options: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="measured loss"):
-        check_levels(CompressOptions(questions=0, **options))  # type: ignore[arg-type]
-
-
-# ---- which chunks ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

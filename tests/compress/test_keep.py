@@ -21,8 +21,6 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
-from kvtool.core.pack.export import export
-from kvtool.core.pack.import_ import take
 from kvtool.core.records.heavy_hitters import SINKS, heaviest, repeated
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.catalogue import is_own
@@ -78,11 +76,7 @@ def rows_in(path: Path, chunk: str, level: str) -> set[tuple[int, ...]]:
 def tokens_of(path: Path, chunk: str) -> int:
     with Store.open(path) as store:
         info = store.chunk_info(bytes.fromhex(chunk))
-        assert info is not None
         return len(info.token_ids)
-
-
-# ---- what is made ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -100,7 +94,7 @@ def test_half_of_the_rows(sparse: Path) -> None:
     assert HALF not in levels_in(sparse)[prefix_of(sparse)]
 
 
-def test_bits_are_of_the_whole_chunk(sparse: Path) -> None:
+def test_bits_and_loss_are_told(sparse: Path) -> None:
     """So that they can be compared with those of a level that stores every row."""
     report = run(sparse, "2", keep=0.5)
     (row,) = [level.to_json() for level in report.levels]
@@ -109,6 +103,11 @@ def test_bits_are_of_the_whole_chunk(sparse: Path) -> None:
     assert (report.encoded, report.kept) == (0, len(chunks_in(sparse)))
     assert row["bytes"] == stored
     assert row["bits_per_element"] == pytest.approx(8 * stored / elements, abs=1e-4)
+    report = run(sparse, "2", keep=0.5, questions=2)
+    (row,) = [level.to_json() for level in report.levels]
+    assert row["kl_answer"] > 0
+    assert row["questions"] == 2
+    assert losses_of(sparse, chunks_in(sparse)[0])[HALF] == row["kl_answer"]
 
 
 @pytest.mark.slow
@@ -141,14 +140,6 @@ def test_what_can_be_asked_for(plain: Path) -> None:
     kvtool("ingest", plain, "--store", plain, "--level", "keep50-2").failed(2)
 
 
-def test_the_loss_is_measured_and_told(sparse: Path) -> None:
-    report = run(sparse, "2", keep=0.5, questions=2)
-    (row,) = [level.to_json() for level in report.levels]
-    assert row["kl_answer"] > 0
-    assert row["questions"] == 2
-    assert losses_of(sparse, chunks_in(sparse)[0])[HALF] == row["kl_answer"]
-
-
 def test_auto_takes_the_smallest_that_loses_little(sparse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {"keep75-lossless": 0.001, "keep75-raw": 0.001, "keep75-1": 0.001, "keep75-2": 0.004, "keep75-3": 0.02}
     asked = fixed_losses(monkeypatch, losses | {"keep75-4": 0.05})
@@ -157,15 +148,17 @@ def test_auto_takes_the_smallest_that_loses_little(sparse: Path, monkeypatch: py
     assert [level.level for level in report.levels] == ["keep75-2"]
 
 
-# ---- which rows --------------------------------------------------------------------------------------------------
-
-
-def test_the_heaviest_stay_and_the_first() -> None:
+def test_rows_of_a_chunk() -> None:
     worth = torch.tensor([0.0, 0, 0, 0, 3, 1, 2, 5, 0, 4])
     assert heaviest(worth, 50) == (0, 1, 2, 3, 7)
     assert heaviest(worth, 75) == (0, 1, 2, 3, 4, 6, 7, 9)
     assert heaviest(worth[:3], 25) == (0, 1, 2)
     assert heaviest(torch.zeros(8), 75) == (0, 1, 2, 3, 4, 5)  # no draw
+    decoder = case("llama").decoder
+    lead_in, most = LeadIn(decoder, PREFIX), (MAX_POSITIONS - len(PREFIX)) // 2
+    assert len(repeated(decoder, lead_in, [tokens(most, 1)])[0]) == most
+    with pytest.raises(UsageError, match=f"the model takes {MAX_POSITIONS}"):
+        repeated(decoder, lead_in, [CHUNKS[0], tokens(most + 1, 1)])
 
 
 def test_what_a_row_is_worth_does_not_depend_on_its_batch() -> None:
@@ -184,14 +177,6 @@ def test_what_a_row_is_worth_does_not_depend_on_its_batch() -> None:
         assert torch.allclose(worth, expected, rtol=1e-3)
 
 
-def test_a_chunk_that_cannot_be_read_twice_is_refused() -> None:
-    decoder = case("llama").decoder
-    lead_in, most = LeadIn(decoder, PREFIX), (MAX_POSITIONS - len(PREFIX)) // 2
-    assert len(repeated(decoder, lead_in, [tokens(most, 1)])[0]) == most
-    with pytest.raises(UsageError, match=f"the model takes {MAX_POSITIONS}"):
-        repeated(decoder, lead_in, [CHUNKS[0], tokens(most + 1, 1)])
-
-
 def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -> None:
     cache = decoder.new_cache(len(text))
     cache.set_length(len(text))
@@ -201,9 +186,6 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
         seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))
 
     decoder.fill_cache(text, replace(rows_of_text, watch=watch), cache)
-
-
-# ---- what is read ------------------------------------------------------------------------------------------------
 
 
 def ask(path: object, *more: object) -> dict[str, object]:
@@ -275,7 +257,6 @@ def test_a_damaged_record_is_computed_whole(layer: int, sparse: Path) -> None:
 
 @pytest.mark.slow
 def test_other_rows_than_the_first_layers_are_refused(sparse: Path) -> None:
-    """They would get the positions of other rows."""
     chunk = ask(sparse, "--level", HALF)["chunks"][0]["id"]
 
     def change(data: bytearray) -> None:
@@ -294,26 +275,15 @@ def test_other_rows_than_the_first_layers_are_refused(sparse: Path) -> None:
     assert "other rows" in found[chunk]["reason"]
 
 
-# ---- where else they go ------------------------------------------------------------------------------------------
-
-
 def test_pushed_pulled_and_asked_from_there(sparse: Path, tmp_path: Path) -> None:
     url, before = f"file://{tmp_path / 'tier'}", rows(sparse, HALF)
     expected = [ask(sparse, "--level", HALF, "--fusion", mode)["tokens"] for mode in ("union", "reuse")]
     with Store.open(sparse) as store, closing(open_blobs(url)) as blobs:
         assert push(store, blobs).damaged == []
         _, catalogue = read_head(blobs)
-        assert catalogue is not None
         assert any(HALF in chunk.levels for chunk in catalogue.chunks.values())
         assert all(is_own(name) for name in catalogue.blobs())
         pull(tmp_path / "other", blobs)
     assert rows(tmp_path / "other", HALF) == before
     assert ask(url, "--level", HALF, "--fusion", "union")["tokens"] == expected[0]
     assert ask(url, "--level", HALF, "--slo-ms", "600000", "--fusion", "reuse")["tokens"] == expected[1]
-
-
-def test_packed(sparse: Path, tmp_path: Path) -> None:
-    assert export(sparse, tmp_path / "all.kvpack").damaged == []
-    take(tmp_path / "other", tmp_path / "all.kvpack")
-    assert rows(tmp_path / "other", HALF) == rows(sparse, HALF)
-    assert damages(tmp_path / "other") == []

@@ -108,21 +108,15 @@ def test_a_damaged_or_protected_member_is_named_and_the_others_are_read() -> Non
     assert "locked.txt: protected by a password" in document.notes
 
 
-def test_many_failures_are_cut_off() -> None:
-    (document,) = read(packed({"a.txt": b"Fine."} | {f"{number}.pdf": b"%PDF" for number in range(30)}))
-    assert len(document.notes) == 21
-    assert document.notes[-1] == "and 10 more like these"
-
-
-def test_names_stay_below_the_archive_and_are_decoded() -> None:
+def test_names_of_members() -> None:
     data = packed({"../../up.txt": b"a", "/abs.txt": b"b", "caf\xe9.txt": b"c"})
     assert names(read(data)) == ["#up.txt", "#abs.txt", "#café.txt"]
     for encoding in ("cp437", "utf-8"):  # without the flag that says which
         raw = packed({"XXXXX.txt": b"text"}).replace(b"XXXXX", "café".encode(encoding).ljust(5, b"_"))
         assert names(read(raw)) in (["#café_.txt"], ["#café.txt"])
-
-
-def test_names_that_come_twice_are_read_once() -> None:
+    (document,) = read(packed({"a.txt": b"Fine."} | {f"{number}.pdf": b"%PDF" for number in range(30)}))
+    assert len(document.notes) == 21
+    assert document.notes[-1] == "and 10 more like these"
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as new:
         new.writestr("a.txt", "first")
@@ -162,7 +156,6 @@ def test_an_archive_without_a_document_is_refused() -> None:
 
 
 def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are read once it is there: the settings of the archive are others then."""
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     (document,) = read(packed({"a.md": b"A text.\n", "b.pdf": b"%PDF-1.4\n"}))
     assert document.notes == ("b.pdf: pypdfium2 is not installed (pip install 'kvtool[documents]')",)

@@ -49,14 +49,12 @@ def reading() -> Iterator[Reading]:
 def test_every_answer_is_read_and_its_place_told(asked: list[documents.Asked], folder: Path, reading: Reading) -> None:
     assert len(asked) >= 40
     assert len({Path(one.file).suffix for one in asked}) == len(WRITERS) >= 15
-    told = {one.source: _place(folder / one.file, one.answers[0], reading) for one in asked}
-    assert told == {source: str(folder / source) for source in told}
-
-
-def _place(path: Path, answer: str, reading: Reading) -> str:
-    (document,) = [one for one in reading.documents(path, path.read_bytes()) if answer in one.text]
-    start = document.text.index(answer)
-    return place_of(document.text, document.marks, start, start + len(answer)).cite(document.source)
+    for one in asked:
+        path, answer = folder / one.file, one.answers[0]
+        (document,) = [each for each in reading.documents(path, path.read_bytes()) if answer in each.text]
+        start = document.text.index(answer)
+        place = place_of(document.text, document.marks, start, start + len(answer))
+        assert place.cite(document.source) == str(folder / one.source)
 
 
 def test_a_process_reads_what_this_one_would(asked: list[documents.Asked], folder: Path, reading: Reading) -> None:
@@ -74,16 +72,12 @@ def test_places_of_several_pages() -> None:
     assert place_of(text, (), 4, 9).line == 3
 
 
-def test_pages_without_text_are_told(reading: Reading) -> None:
+def test_pages_of_a_pdf(reading: Reading) -> None:
     page = ["The mill stands by the river."]
     (document,) = reading.documents(Path("/a.pdf"), pdf([page, [], page]))
     assert document.notes == ()  # an empty page needs no note
-    with pytest.raises(UnreadableFile, match="scanned"):
+    with pytest.raises(UnreadableFile, match="which are scanned"):
         reading.documents(Path("/a.pdf"), scanned(3))
-
-
-def test_of_running_heads_of_a_pdf_only_the_first_is_kept(reading: Reading) -> None:
-    """Not lines that differ in more than the page's number, nor a page that would be left empty."""
     pages = [
         ["The annual report", f"Question {n}", f"The mill ground {n} sacks.", "11/28/26, 12:19 AM", f"a.html {n}/4"]
         for n in range(1, 5)
@@ -120,9 +114,6 @@ def test_readers_import_their_libraries_late() -> None:
 def test_latex_stays_as_it_is_but_for_accents_and_sections(text: str, read: str) -> None:
     (document,) = READERS[".tex"]("a.tex", text.encode())
     assert document.text == read
-
-
-# ---- commands ----
 
 
 def _python(program: str) -> str:
@@ -223,7 +214,7 @@ def test_a_line_is_cited_where_it_stands_in_its_file(name: str, data: bytes) -> 
     assert place_of(document.text, document.marks, start, len(document.text)).line == last
 
 
-def test_a_place_names_its_sheet(tmp_path: Path) -> None:
+def test_a_place_names_its_chunks(tmp_path: Path) -> None:
     sheets = (Mark(0, "Costs row 1"), Mark(10, "Costs row 2"), Mark(20, "Two words row 1"), Mark(30, "Two words row 2"))
     chunks = tuple(ChunkRef(bytes([number]) * 16, 10 * number, 10 * number + 10, 3) for number in range(4))
     source = str(tmp_path / "my costs.xlsx")
@@ -233,10 +224,6 @@ def test_a_place_names_its_sheet(tmp_path: Path) -> None:
         assert indices(places, f"{source} {mark.place}") == [number]
     with pytest.raises(UsageError):
         places.of_chunks(f"{source} Other row 1")
-
-
-def test_a_place_names_all_chunks_that_hold_something_of_it(tmp_path: Path) -> None:
-    """Pages of 20 characters, chunks of 8: the third holds the end of page 1 and the beginning of page 2."""
     pages = tuple(Mark(20 * number, f"p. {number + 1}") for number in range(3))
     chunks = tuple(ChunkRef(bytes([number]) * 16, 8 * number, min(60, 8 * number + 8), 3) for number in range(8))
     source = str(tmp_path / "a.pdf")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.corpus import ignoring
 from kvtool.core.corpus.walk import Skip, Walked, find_files
 
 
@@ -52,18 +53,15 @@ def test_kvtools_own_ignore_file_has_the_last_word(root: Path) -> None:
     assert names(root, find_files([root])) == ["b.md", "docs/a.md"]
 
 
-def test_a_repository_speaks_for_its_folders_but_not_against_one_that_is_named(root: Path) -> None:
+def test_repositories_speak_for_their_folders(root: Path) -> None:
+    put(root, "docs/a.md", "docs/draft.md")
+    (root / ".gitignore").write_text("draft.md\n")
+    assert names(root, find_files([root / "docs"])) == ["docs/a.md", "docs/draft.md"]
     put(root, "docs/a.md", "docs/draft.md", "build/a.md", ".git/config")
     (root / ".gitignore").write_text("draft.md\nbuild/\n")
     assert names(root, find_files([root / "docs"])) == ["docs/a.md"]
     assert names(root, find_files([root / "build"])) == ["build/a.md"]
     assert names(root, find_files([root / "docs" / "draft.md"])) == ["docs/draft.md"]
-
-
-def test_outside_a_repository_what_stands_above_is_not_asked(root: Path) -> None:
-    put(root, "docs/a.md", "docs/draft.md")
-    (root / ".gitignore").write_text("draft.md\n")
-    assert names(root, find_files([root / "docs"])) == ["docs/a.md", "docs/draft.md"]
 
 
 def test_hidden_names_lock_files_and_secrets(root: Path) -> None:
@@ -77,8 +75,7 @@ def test_hidden_names_lock_files_and_secrets(root: Path) -> None:
         **dict.fromkeys(("package-lock.json", "Cargo.lock", "~$a.docx"), Skip.LOCK),
         **dict.fromkeys((".env", "prod.env", "server.pem", "id_rsa", "Credentials.json", "link.txt"), Skip.SECRET),
     }
-    named = find_files([root / ".env", root / ".hidden"])
-    assert names(root, named) == [".env", ".hidden/b.md"]
+    assert names(root, find_files([root / ".env", root / ".hidden"])) == [".env", ".hidden/b.md"]
     assert "package-lock.json" in names(root, find_files([root], ignore=False))
     assert "server.pem" not in names(root, find_files([root], include=["*.pem"], ignore=False))
 
@@ -112,7 +109,6 @@ def shared(root: Path) -> Path:
 
 @pytest.mark.parametrize("named", [".", "sub", "sub/deep", "sub/a.md", "sub/draft.md", "sub/made", "sub/made/c.md"])
 def test_a_root_speaks_for_each_folder_and_file_in_it(shared: Path, named: str) -> None:
-    """Also outside of a repository, and against one that is named."""
     shown = {"sub/a.md", "sub/deep/b.md"}
     found = find_files([shared / named], roots=[shared])
     below = {name for name in shown if (shared / name).is_relative_to((shared / named).resolve())}
@@ -130,27 +126,18 @@ def test_a_link_shows_nothing_that_its_root_does_not(shared: Path, target: str) 
         assert "sub/link.md" in skipped(shared, found)
 
 
-def test_a_link_to_what_is_shown_is_read(shared: Path) -> None:
+def test_links_and_folders_that_a_root_shows(shared: Path, tmp_path: Path) -> None:
     (shared / "sub" / "link.md").symlink_to(shared / "sub" / "a.md")
     assert names(shared, find_files([shared / "sub" / "link.md"], roots=[shared])) == ["sub/link.md"]
-
-
-def test_a_root_in_a_root_shows_what_it_has(shared: Path) -> None:
-    """A user who names a hidden folder wants it to be read."""
     inner = shared / ".hidden"
     assert names(shared, find_files([inner], roots=[shared, inner])) == [".hidden/d.md"]
     assert ".hidden/d.md" not in names(shared, find_files([shared], roots=[shared, inner]))
-
-
-def test_a_path_outside_of_every_root_is_not_read(shared: Path, tmp_path: Path) -> None:
     put(tmp_path, "outside.md")
     (found,) = find_files([tmp_path / "outside.md"], roots=[shared]).skipped
     assert found.path == str(tmp_path / "outside.md")
 
 
 def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.corpus import ignoring
-
     read: list[Path] = []
     plain = ignoring._read
     monkeypatch.setattr(ignoring, "_read", lambda path: read.append(path) or plain(path))
@@ -161,8 +148,6 @@ def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pyte
 
 def test_another_case_passes_no_rule(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on file systems that take no notice of it: a folder is found as `Drafts`, and listed as `drafts`."""
-    from kvtool.core.corpus import ignoring
-
     put(root, "drafts/a.md", "Drafts/a.md", "b.md")
     (root / ".gitignore").write_text("drafts/\n")
     assert names(root, find_files([root / "Drafts"], roots=[root])) == ["Drafts/a.md"]

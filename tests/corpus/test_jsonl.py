@@ -22,6 +22,15 @@ def text(row: object) -> str:
     return document.text
 
 
+METADATA = {
+    **{"text": "Nine tons lie on the quay, and the crane lifts all of them.", "id": "a", "url": "https://a.org/b c"},
+    **{"author": "Ottilie Berg", "tags": ["tide", "crane"], "date": "Mon, 3 Mar 2031 10:00:00 GMT", "score": 0.5},
+    **{"license": "Creative Commons Attribution 4.0", "comments": 12, "answer": None, "context": [0.5] * 300},
+    **{"html": "<p>nine tons lie on the quay and more.</p>", "sentences": ["the crane lifts all of them."]},
+    **{"copy": "Nine tons lie on the quay, and the crane lifts all of them."},
+}
+
+
 @pytest.mark.parametrize(
     ("row", "shown"),
     [
@@ -34,6 +43,27 @@ def text(row: object) -> str:
         ({"data": {"text": "Nine tons."}, "n": 3}, "Data: Nine tons.\nN: 3"),
         ("A row may be a text.", "A row may be a text."),
         (["One", "two"], "One, two"),
+        ({"label": "rope", "vector": [0.5] * 300}, "Label: rope\nVector: 300 numbers, left out"),
+        ({"title": "T", "text": "Nine tons.", "n": 4}, "T\n\nNine tons."),
+        ({"text": "", "body": "Nine tons."}, "Nine tons."),
+        ({"text": " ", "question": "Who?"}, "Text:  \nQuestion: Who?"),
+        ({"text": "Nine tons.", "question": "Who?", "answer": "07:40"}, "Nine tons.\n\nQuestion: Who?\nAnswer: 07:40"),
+        ({"title": "T", "passage": "Nine tons.", "answer": True}, "T\n\nNine tons.\n\nAnswer: true"),
+        ({"body": "How?", "answers": [{"body": "Code 4471", "score": 3}]}, "How?\n\nBody: Code 4471\nScore: 3"),
+        ({"text": "Nine tons.", "answers": {"text": ["44"], "start": [0]}}, "Nine tons.\n\nAnswers: 44\nStart: 0"),
+        ({"text": "a", "bestAnswer": "4", "QUESTION": "Q"}, "a\n\nBestAnswer: 4\nQUESTION: Q"),
+        ({"text": "Nine tons.", "gold_answers": ["4"]}, "Nine tons.\n\nGold_answers: 4"),
+        (
+            {"text": "Nine tons.", "q": "Who?", "a": "Ines", "qa": "b", "answer_id": "c"},
+            "Nine tons.\n\nQ: Who?\nA: Ines",
+        ),
+        ({"role": "user", "content": "How tall?"}, "User: How tall?"),
+        (
+            {"text": "Nine tons.", "meta": {"n": 3, "fact": "It opens at noon."}},
+            "Nine tons.\n\nFact: It opens at noon.",
+        ),
+        ({"text": "水門", "fact": "開門は七時。"}, "水門\n\nFact: 開門は七時。"),
+        (METADATA, METADATA["text"]),
     ],
 )
 def test_rows_are_read_by_their_keys(row: object, shown: str) -> None:
@@ -55,51 +85,6 @@ def test_conversations_of_parts_are_read() -> None:
     assert shown.endswith("Url: picture, left out\nAssistant: A crane.")
 
 
-def test_a_text_comes_before_other_keys_unless_it_is_empty() -> None:
-    assert text({"title": "T", "text": "Nine tons.", "n": 4}) == "T\n\nNine tons."
-    assert text({"text": "", "body": "Nine tons."}) == "Nine tons."
-    assert text({"text": " ", "question": "Who?"}).endswith("Question: Who?")
-
-
-@pytest.mark.parametrize(
-    ("row", "shown"),
-    [
-        ({"text": "Nine tons.", "question": "Who?", "answer": "07:40"}, "Nine tons.\n\nQuestion: Who?\nAnswer: 07:40"),
-        ({"title": "T", "passage": "Nine tons.", "answer": True}, "T\n\nNine tons.\n\nAnswer: true"),
-        ({"body": "How?", "answers": [{"body": "Code 4471", "score": 3}]}, "How?\n\nBody: Code 4471\nScore: 3"),
-        ({"text": "Nine tons.", "answers": {"text": ["44"], "start": [0]}}, "Nine tons.\n\nAnswers: 44\nStart: 0"),
-        (
-            {"text": "Nine tons.", "bestAnswer": "44", "QUESTION": "Q", "gold_answers": ["4"]},
-            "Nine tons.\n\nBestAnswer: 44\nQUESTION: Q\nGold_answers: 4",
-        ),
-        (
-            {"text": "Nine tons.", "q": "Who?", "a": "Ines", "qa": "b", "answer_id": "c"},
-            "Nine tons.\n\nQ: Who?\nA: Ines",
-        ),
-        ({"role": "user", "content": "How tall?"}, "User: How tall?"),
-        (
-            {"text": "Nine tons.", "meta": {"page": 3, "fact": "It opens at noon."}},
-            "Nine tons.\n\nFact: It opens at noon.",
-        ),
-        ({"text": "水門", "fact": "開門は七時。"}, "水門\n\nFact: 開門は七時。"),
-    ],
-)
-def test_questions_answers_and_sentences_beside_a_text_are_read(row: object, shown: str) -> None:
-    assert text(row) == shown
-
-
-def test_metadata_beside_a_text_is_left_out() -> None:
-    row = {
-        **{"text": "Nine tons lie on the quay, and the crane lifts all of them."},
-        **{"id": "a", "url": "https://a.org/b c"},
-        **{"author": "Ottilie Berg", "tags": ["tide", "crane"], "date": "Mon, 3 Mar 2031 10:00:00 GMT", "score": 0.5},
-        **{"license": "Creative Commons Attribution 4.0", "comments": 12, "answer": None, "context": [0.5] * 300},
-        **{"html": "<p>nine tons lie on the quay and more.</p>", "sentences": ["the crane lifts all of them."]},
-        **{"copy": "Nine tons lie on the quay, and the crane lifts all of them."},
-    }
-    assert text(row) == row["text"]
-
-
 def test_indented_rows_one_after_another_are_read() -> None:
     rows = [{"q": "Who?", "a": ["Ines"]}, {"text": "Nine tons."}]
     data = "\n".join(json.dumps(row, indent=1) for row in rows).encode()
@@ -108,26 +93,16 @@ def test_indented_rows_one_after_another_are_read() -> None:
     assert (second.source, second.text) == ("/in/a.jsonl#7", "Nine tons.")
 
 
-def test_base64_is_left_out() -> None:
+def test_notes() -> None:
     scan = b64encode(random.Random(1).randbytes(1600)).decode()
     (document,) = read({"scan": scan, "caption": "A crane."})
     assert document.text == "Scan: [data]\nCaption: A crane."
     assert document.notes == ("embedded data: 1 not read",)
-
-
-def test_vectors_are_named_only() -> None:
-    assert text({"label": "rope", "vector": [0.5] * 300}) == "Label: rope\nVector: 300 numbers, left out"
-
-
-def test_rows_without_words_are_noted() -> None:
     documents = read({"text": "good"}, {}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
     assert [document.text for document in documents] == ["good"]
     assert documents[0].notes == tuple(f"line {line} left out: no text" for line in range(2, 9))
     with pytest.raises(UnreadableFile, match="no line has a text: line 1 left out"):
         read({"n": 1})
-
-
-def test_fields_that_are_not_read_are_named() -> None:
     row = {"id": "a", "text": "The mill is old.", "owner": {"name": "Rosa"}, "url": "http://m", "pages": 3}
     row["answer"] = "Yes"
     (document,) = read(row)

@@ -55,9 +55,6 @@ def place(document: Document, words: str) -> int | str:
     return next(mark.place for mark in reversed(document.marks) if mark.start <= start)
 
 
-# ---- forms of one text ----
-
-
 @pytest.mark.parametrize(
     "stub",
     [
@@ -73,12 +70,18 @@ def test_a_stub_gives_way_to_the_html_form(stub: str) -> None:
     assert stub == "" or stub[:17] not in text
 
 
-def test_a_plain_form_that_ends_early_gives_way_to_the_html_form() -> None:
+def test_the_html_form_is_read_where_the_plain_one_says_less() -> None:
     text = mail(HEAD + multipart("alternative", plain(REPORT[:110]), page(REPORT))).text
     assert text.count("opens at seven") == text.count("costs forty crowns") == 1
+    picture = "Content-Type: image/png\nContent-Transfer-Encoding: base64\n\niVBORw0KGgo="
+    related = multipart("related", page(REPORT), picture, boundary="R")
+    document = mail(HEAD + multipart("alternative", plain("Please use an HTML mail reader."), related))
+    assert "fuel dock only takes cash" in document.text
+    assert "part" not in document.text
+    assert document.notes == ()
 
 
-def test_the_plain_form_is_read_if_both_say_the_same() -> None:
+def test_which_form_is_read() -> None:
     wrapped = REPORT.replace(". ", ".\n> ") + "Map: https://example.org/a-very-long-link/that-html-does-not-show\n"
     text = mail(HEAD + multipart("alternative", page(REPORT), plain(wrapped))).text
     assert text.endswith(wrapped)
@@ -86,9 +89,6 @@ def test_the_plain_form_is_read_if_both_say_the_same() -> None:
     chinese = "港口办公室七点开门。起重机每月第一个星期一检查。船位许可证四十克朗。" * 3
     form = plain("\n".join(chinese[at : at + 9] for at in range(0, len(chinese), 9)))
     assert mail(HEAD + multipart("alternative", form, page(chinese))).text.count("七点开门") == 3
-
-
-def test_two_forms_that_say_different_things_are_both_read() -> None:
     other = (
         "The lighthouse was painted in white and red last spring. Visitors may climb it on Sundays, if the keeper is "
         "at home; children under ten pay nothing, and dogs have to wait at the bottom of the stairs."
@@ -98,23 +98,18 @@ def test_two_forms_that_say_different_things_are_both_read() -> None:
     assert "costs forty crowns" in text
 
 
-def test_the_html_form_within_related_parts_is_read() -> None:
-    picture = "Content-Type: image/png\nContent-Transfer-Encoding: base64\n\niVBORw0KGgo="
-    related = multipart("related", page(REPORT), picture, boundary="R")
-    document = mail(HEAD + multipart("alternative", plain("Please use an HTML mail reader."), related))
-    assert "fuel dock only takes cash" in document.text
-    assert "part" not in document.text
-    assert document.notes == ()
-
-
-# ---- messages in messages ----
-
-
-def test_a_forwarded_message_has_its_headers_and_lines() -> None:
+def test_forwarded_and_returned_messages() -> None:
     inner = "From: Bruno Falk <b@x>\nDate: Mon, 3 Mar 2031 10:00:00 +0000\nSubject: Crane\n\nIt lifts nine tons.\n"
     document = mail(HEAD + multipart("mixed", plain("See below."), f"Content-Type: message/rfc822\n\n{inner}"))
     assert "See below.\n\nSubject: Crane\nFrom: Bruno Falk <b@x>\nDate: Mon, 03 Mar 2031" in document.text
     assert (place(document, "From: Bruno"), place(document, "It lifts")) == (12, 16)
+    status = (
+        "Content-Type: message/delivery-status\n\nReporting-MTA: dns; mx\n\nFinal-Recipient: rfc822; c@x\nStatus: 5.1.1"
+    )
+    returned = "Content-Type: text/rfc822-headers\n\nSubject: Lost letter\n"
+    text = mail(HEAD + multipart("report", plain("Not delivered."), status, returned)).text
+    assert "Final-Recipient: rfc822; c@x\nStatus: 5.1.1" in text
+    assert "Subject: Lost letter" in text
 
 
 @pytest.mark.parametrize("kind", ["message/rfc822", "application/octet-stream"])
@@ -127,21 +122,9 @@ def test_an_encoded_message_is_read(kind: str) -> None:
     assert [document.source for document in found] == ["/in/a.eml", "/in/a.eml#a.txt"]
 
 
-def test_a_delivery_report_is_read() -> None:
-    status = (
-        "Content-Type: message/delivery-status\n\nReporting-MTA: dns; mx\n\nFinal-Recipient: rfc822; c@x\nStatus: 5.1.1"
-    )
-    returned = "Content-Type: text/rfc822-headers\n\nSubject: Lost letter\n"
-    text = mail(HEAD + multipart("report", plain("Not delivered."), status, returned)).text
-    assert "Final-Recipient: rfc822; c@x\nStatus: 5.1.1" in text
-    assert "Subject: Lost letter" in text
-
-
-def test_a_multipart_message_without_its_boundary_is_read() -> None:
-    assert "Nine tons." in mail(f"{HEAD}Content-Type: multipart/mixed; boundary=B\n\nNine tons.\n").text
-
-
-# ---- attachments ----
+@pytest.mark.parametrize("kind", ["multipart/mixed; boundary=B", "text/plain; charset*"])
+def test_broken_headers_do_not_lose_the_message(kind: str) -> None:
+    assert "Nine tons." in mail(f"{HEAD}Content-Type: {kind}\n\nNine tons.\n").text
 
 
 def test_attachments_are_documents_with_their_own_places() -> None:
@@ -167,16 +150,20 @@ def test_attachments_are_documents_with_their_own_places() -> None:
     assert found[0].notes == ()
 
 
-def test_attachments_of_a_mailbox_are_named_after_their_message() -> None:
+def test_mailboxes() -> None:
     one = f"From x\n{HEAD}{multipart('mixed', plain('One.'), attached('a.txt', b'Rope'))}\n"
     found = read(one + one, "a.mbox")
     assert [document.source for document in found] == [
         f"/in/a.mbox#{name}" for name in ("1", "1/a.txt", "2", "2/a.txt")
     ]
     assert {file_of(document.source) for document in found} == {"/in/a.mbox"}
+    deep = "".join(f"Content-Type: multipart/mixed; boundary={n}\n\n--{n}\n" for n in range(60))
+    found = read(f"From a\n\nNo headers.\n\nFrom b\n{HEAD}\nNine tons.\n\nFrom c\n{deep}\nx\n", "a.mbox")
+    assert [document.text.splitlines()[-1] for document in found] == ["No headers.", "Nine tons."]
+    assert found[0].notes == ("messages: 1 not read",)
 
 
-def test_attachments_that_are_not_read_are_counted_and_named() -> None:
+def test_attachments_that_are_not_read_are_counted() -> None:
     parts = {
         "a.pdf": b"%PDF-1.4 broken",
         "b.zip": b"PK\3\4",
@@ -188,6 +175,11 @@ def test_attachments_that_are_not_read_are_counted_and_named() -> None:
     document = mail(HEAD + multipart("mixed", plain("Here."), *files, signature))
     assert document.text.endswith("Here.\n\nAttachments, not read: a.pdf, b.zip, winmail.dat, c.png, smime.p7s\n")
     assert document.notes == ("attachments: 3 not read",)
+    control = "Content-Type: application/pgp-encrypted\n\nVersion: 1\n"
+    sealed = "Content-Type: application/octet-stream\n\n-----BEGIN PGP MESSAGE-----\nVersion: 2\n\nhIwD\n"
+    document = mail(HEAD + multipart("encrypted", control, sealed))
+    assert "hIwD" not in document.text
+    assert document.notes == ("attachments: 1 not read",)
 
 
 def test_attachments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +192,6 @@ def test_attachments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].notes == ("attachments: 2 not read",)
 
 
-def test_an_encrypted_message_is_counted() -> None:
-    control = "Content-Type: application/pgp-encrypted\n\nVersion: 1\n"
-    sealed = "Content-Type: application/octet-stream\n\n-----BEGIN PGP MESSAGE-----\nVersion: 2\n\nhIwD\n"
-    document = mail(HEAD + multipart("encrypted", control, sealed))
-    assert "hIwD" not in document.text
-    assert document.notes == ("attachments: 1 not read",)
-
-
 def test_a_calendar_beside_a_text_is_read_once() -> None:
     calendar = b"BEGIN:VCALENDAR\r\nSUMMARY:Crane inspection\r\nLOCATION:Pier 4\r\nEND:VCALENDAR\r\n"
     coded = base64.b64encode(calendar).decode()
@@ -218,18 +202,12 @@ def test_a_calendar_beside_a_text_is_read_once() -> None:
     assert "Pier 4" in found[1].text
 
 
-def test_a_named_text_in_the_message_is_not_listed_as_unread() -> None:
+def test_parts_of_text_types() -> None:
     inline = 'Content-Type: text/plain\nContent-Disposition: inline; filename="a.txt"\n\nNine tons.'
     assert mail(HEAD + multipart("mixed", plain("See."), inline)).text.endswith("See.\n\nNine tons.\n")
-
-
-def test_a_part_of_a_text_type_that_is_no_text_does_not_lose_the_message() -> None:
     document = mail((HEAD + multipart("mixed", plain("See."), plain("PK\3\4 \0\1"))).encode())
     assert "See." in document.text
     assert document.notes == ("attachments: 1 not read",)
-
-
-# ---- encodings ----
 
 
 @pytest.mark.parametrize("codec", ["utf-16", "utf-16-be", "utf-8-sig"])
@@ -247,12 +225,9 @@ def test_charsets_of_seven_bits_are_decoded(charset: str, words: str) -> None:
     assert words in mail(head.encode() + words.encode(charset)).text
 
 
-def test_headers_in_bytes_are_decoded() -> None:
+def test_encoded_headers_and_names_are_decoded() -> None:
     text = mail("Subject: Grüße aus Łódź\nFrom: =?utf-8?q?J=C3=B6rg?= <j@x>\n\nx\n".encode()).text
     assert text.startswith("Subject: Grüße aus Łódź\nFrom: Jörg <j@x>\n")
-
-
-def test_encoded_names_of_attachments_are_decoded() -> None:
     plain_name = "filename*0=prü; filename*1=fung.txt"
     for name in ("filename*=utf-8''pr%C3%BCfung.txt", 'filename="=?utf-8?B?cHLDvGZ1bmcudHh0?="', plain_name):
         part = f"Content-Type: text/plain\nContent-Disposition: attachment; {name}\n\nNine tons."
@@ -261,28 +236,12 @@ def test_encoded_names_of_attachments_are_decoded() -> None:
         assert name == plain_name or "prüfung.txt" in message.text
 
 
-def test_a_header_that_fails_the_parser_does_not_lose_the_message() -> None:
-    assert "Nine tons." in mail(f"{HEAD}Content-Type: text/plain; charset*\n\nNine tons.\n").text
-
-
-# ---- other files ----
-
-
 def test_emlx_is_read_without_its_count_and_its_list() -> None:
     message = f"{HEAD}\nNine tons.\n"
     document = mail(f"{len(message)}      \n{message}<?xml version='1.0'?>\n<plist><dict/></plist>\n", "1.emlx")
     assert document.text.endswith("\n\nNine tons.\n")
     assert place(document, "Nine") == 5
 
-
-def test_a_mailbox_message_without_headers_does_not_lose_the_others() -> None:
-    deep = "".join(f"Content-Type: multipart/mixed; boundary={n}\n\n--{n}\n" for n in range(60))
-    found = read(f"From a\n\nNo headers.\n\nFrom b\n{HEAD}\nNine tons.\n\nFrom c\n{deep}\nx\n", "a.mbox")
-    assert [document.text.splitlines()[-1] for document in found] == ["No headers.", "Nine tons."]
-    assert found[0].notes == ("messages: 1 not read",)
-
-
-# ---- Outlook ----
 
 Tree = dict[str, "bytes | Tree"]
 
@@ -348,15 +307,12 @@ def attachment(name: str, data: bytes) -> Tree:
     }
 
 
-def test_outlook_message_is_read_with_headers_and_paragraphs() -> None:
+def test_outlook_headers() -> None:
     document = mail(compound(item(**NOTE, t1000="The crane lifts nine tons.\r\nIt is old.")), "a.msg")
     date = "Sun, 31 May 2043 11:40:44 +0000"
     head = f"Subject: Harbour\nFrom: Reyes, Alma <alma@example.org>\nTo: Bruno; Cara\nDate: {date}\n"
     assert document.text == f"{head}\nThe crane lifts nine tons.\nIt is old.\n"
     assert (place(document, "Subject"), place(document, "It is old")) == ("¶ 1", "¶ 6")
-
-
-def test_outlook_transport_headers_come_first() -> None:
     date = "Date: Mon, 3 Mar 2031 10:00:00 +0000\r\n"
     headers = f"From: =?utf-8?q?J=C3=B6rg?= <j@x>\r\nTo: Bruno <b@x>,\r\n Cara <c@x>\r\n{date}"
     text = mail(compound(item(**NOTE, t007D=headers)), "a.msg").text
@@ -366,14 +322,16 @@ def test_outlook_transport_headers_come_first() -> None:
     )
 
 
-def test_outlook_strings_of_a_code_page_are_decoded() -> None:
+def test_outlook_texts_are_read() -> None:
     words = "Маяк стоит на северном берегу, ключ хранит Инес."
     assert words in mail(compound(item(code_page=1251, t0037="Маяк", t1000=words)), "a.msg").text
-
-
-def test_outlook_html_is_read_where_there_is_no_text() -> None:
     html = f"<html><meta charset=windows-1252><p>Crêpes at the pier</p>{'<br>' * 1024}".encode("cp1252")
     assert "Crêpes at the pier" in mail(compound(item({"__substg1.0_10130102": html}, **NOTE)), "a.msg").text
+    inner = EmailMessage()
+    inner["Subject"] = "Crane"
+    inner.set_content("Nine tons.")
+    tree: Tree = {"__attach_version1.0_#00000000": attachment("a.eml", inner.as_bytes())}
+    assert "Subject: Crane\n\nNine tons." in mail(compound(item(tree, **NOTE)), "a.msg").text
 
 
 def test_outlook_rich_text_that_is_not_read_is_counted() -> None:
@@ -405,11 +363,3 @@ def test_a_damaged_outlook_file_is_refused() -> None:
     for data in (b"no compound file", whole[:600], whole[:512] + b"\xff" * (len(whole) - 512)):
         with pytest.raises(UnreadableFile):
             read(data, "a.msg")
-
-
-def test_a_mail_in_an_outlook_attachment_is_read() -> None:
-    inner = EmailMessage()
-    inner["Subject"] = "Crane"
-    inner.set_content("Nine tons.")
-    tree: Tree = {"__attach_version1.0_#00000000": attachment("a.eml", inner.as_bytes())}
-    assert "Subject: Crane\n\nNine tons." in mail(compound(item(tree, **NOTE)), "a.msg").text

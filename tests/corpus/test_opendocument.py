@@ -37,9 +37,6 @@ def places(made: Document) -> list[int | str]:
     return [mark.place for mark in made.marks]
 
 
-# ---- texts ----
-
-
 def test_notes_comments_and_text_boxes_follow_their_paragraph() -> None:
     note = (
         "<text:note><text:note-citation>{0}</text:note-citation><text:note-body><text:p>{1}</text:p>"
@@ -64,13 +61,23 @@ def test_notes_comments_and_text_boxes_follow_their_paragraph() -> None:
     assert places(made) == ["¶ 1", "¶ 2"]
 
 
-def test_deleted_text_is_left_out_and_inserted_text_stays() -> None:
+def test_changes_spaces_raised_digits_and_readings() -> None:
     body = (
         "<text:tracked-changes><text:changed-region><text:deletion><text:p>thirty</text:p></text:deletion>"
         "</text:changed-region></text:tracked-changes>"
         "<text:p>Notice is <text:change-start/>ninety<text:change-end/><text:change/> days.</text:p>"
     )
     assert lines(flat("text", body)) == ["Notice is ninety days."]
+    styles = (
+        '<style:style style:name="T1"><style:text-properties style:text-position="super 58%"/></style:style>'
+        '<style:style style:name="T2"><style:text-properties style:text-position="-33% 58%"/></style:style>'
+    )
+    body = (
+        '<text:p>a<text:s text:c="3"/>b<text:tab/>c 10<text:span text:style-name="T1">6</text:span> '
+        'H<text:span text:style-name="T2">2</text:span>O <text:ruby><text:ruby-base>灯台</text:ruby-base>'
+        "<text:ruby-text>とうだい</text:ruby-text></text:ruby>の\n   守り人</text:p><text:p>港</text:p>"
+    )
+    assert lines(flat("text", body, styles)) == ["a   b\tc 10^6 H2O 灯台の 守り人 (とうだい)", "港"]
 
 
 _LEVEL = '<text:list-level-style-number text:level="{}" style:num-format="{}" {}/>'
@@ -128,19 +135,6 @@ def test_headings_have_their_numbers() -> None:
     ]
 
 
-def test_spaces_raised_digits_and_readings() -> None:
-    styles = (
-        '<style:style style:name="T1"><style:text-properties style:text-position="super 58%"/></style:style>'
-        '<style:style style:name="T2"><style:text-properties style:text-position="-33% 58%"/></style:style>'
-    )
-    body = (
-        '<text:p>a<text:s text:c="3"/>b<text:tab/>c 10<text:span text:style-name="T1">6</text:span> '
-        'H<text:span text:style-name="T2">2</text:span>O <text:ruby><text:ruby-base>灯台</text:ruby-base>'
-        "<text:ruby-text>とうだい</text:ruby-text></text:ruby>の\n   守り人</text:p><text:p>港</text:p>"
-    )
-    assert lines(flat("text", body, styles)) == ["a   b\tc 10^6 H2O 灯台の 守り人 (とうだい)", "港"]
-
-
 def test_headers_and_footers_of_used_pages_are_read_once() -> None:
     master = (
         '<style:master-page style:name="{0}"><style:header><text:p>{1}</text:p></style:header><style:footer>'
@@ -170,27 +164,19 @@ def test_merged_and_empty_cells_keep_their_columns() -> None:
     )
     table += "".join(f"<table:table-row>{row}</table:table-row>" for row in rows[1:]) + "</table:table>"
     assert lines(flat("text", table)) == ["Pier | Depth | Depth", "Pier | low | high", "East |  | 4"]
-
-
-def test_an_empty_merged_cell_keeps_its_columns() -> None:
     wide = '<table:table-cell table:number-columns-spanned="2"/><table:covered-table-cell/>'
     row = f"<table:table-row>{wide}<table:table-cell><text:p>May</text:p></table:table-cell></table:table-row>"
     assert lines(flat("text", f"<table:table>{row}</table:table>")) == [" |  | May"]
 
 
-def test_hidden_sections_are_read_and_named() -> None:
+def test_hidden_sections_and_form_fields_are_noted() -> None:
     section = "<text:section text:name='{}' text:display='{}'><text:p>The mill is {}.</text:p></text:section>"
     made = flat("text", section.format("A", "true", "old") + section.format("B&#10;error: no", "none", "new"))
     assert lines(made) == ["The mill is old.", "The mill is new."]
     assert made.notes == ("hidden section 'B\\nerror: no': read like those that are shown",)
-
-
-def test_form_fields_are_counted() -> None:
     made = flat("text", '<text:p>Sign here: <draw:control draw:control="c1"/></text:p>')
     assert made.notes == ("form fields: 1 not read",)
 
-
-# ---- parts of a packed file ----
 
 _FORMULA = (
     f"<math:math {SPACES}><math:semantics><math:mrow><math:mi>F</math:mi><math:mo>=</math:mo><math:mfrac><math:mrow>"
@@ -215,30 +201,18 @@ def test_formulas_and_charts_are_read_and_other_objects_counted() -> None:
     (made,) = read("/in/a.odt", packed(members))
     assert lines(made) == ["Drag F=(a+b)/(v^2) newtons", "Landings", "May | 9.1"]
     assert made.notes == ("embedded objects: 2 not read",)
-
-
-def test_a_formula_file_is_read() -> None:
     assert lines(read("/in/a.odf", packed({"content.xml": _FORMULA}))[0]) == ["F=(a+b)/(v^2)"]
 
 
-def test_styles_that_are_damaged_lose_nothing_else() -> None:
+def test_damaged_and_encrypted_files() -> None:
     (made,) = read("/in/a.odt", packed({"content.xml": whole("text", "<text:p>Body</text:p>"), "styles.xml": "<a"}))
     assert made.text == "Body\n"
     assert made.notes == ("damaged parts: 1 not read",)
-
-
-def test_an_encrypted_file_is_refused() -> None:
     manifest = '<manifest:manifest xmlns:manifest="m"><manifest:encryption-data/></manifest:manifest>'
     with pytest.raises(UnreadableFile, match="protected by a password"):
         read("/in/a.ods", packed({"content.xml": "\x8f\x01", "META-INF/manifest.xml": manifest}))
-
-
-def test_a_flat_file_that_is_damaged_is_refused() -> None:
     with pytest.raises(UnreadableFile, match="damaged"):
         read("/in/a.fodt", b"<office:document>")
-
-
-# ---- spreadsheets ----
 
 
 def cells(*texts: str) -> str:
@@ -273,14 +247,11 @@ def test_rows_of_sheets_have_their_numbers() -> None:
     assert places(made) == ["Costs row 1", "Costs row 42", "More rows row 1"]
 
 
-def test_repeated_cells_and_rows_are_repeated_within_bounds() -> None:
+def test_cells() -> None:
     assert lines(flat("spreadsheet", _REPEATED.format(2))) == ["# A", "7 | 7", "7 | 7"]
     made = flat("spreadsheet", _REPEATED.format(5000))
     assert made.text.count("7 | 7") == 1000
     assert made.notes == ("repeated rows: 4000 not read",)
-
-
-def test_values_without_a_text_and_comments_of_cells_are_read() -> None:
     row = (
         '<table:table-cell office:value-type="float" office:value="4.5"/>'
         '<table:table-cell office:value-type="date" office:date-value="2031-05-04"/>'
@@ -290,13 +261,10 @@ def test_values_without_a_text_and_comments_of_cells_are_read() -> None:
     assert lines(flat("spreadsheet", sheet("S", row))) == ["# S", "4.5 | 2031-05-04 | 9 [comment by Bo: since May]"]
 
 
-def test_hidden_sheets_of_opendocument_are_named() -> None:
+def test_hidden_sheets_and_rows_are_named() -> None:
     style = '<style:style style:name="ta2"><style:table-properties table:display="false"/></style:style>'
     made = flat("spreadsheet", sheet("Shown", cells("a")) + sheet("Pay", cells("b"), style="ta2"), style)
     assert made.notes == ("hidden sheet 'Pay': read like those that are shown",)
-
-
-def test_hidden_rows_are_named() -> None:
     book = sheet("Pay", cells("a"), cells("b"))
     book = book.replace("<table:table-row>", '<table:table-row table:visibility="filter">').replace(
         "filter", "visible", 1
@@ -311,9 +279,6 @@ def test_deleted_cells_are_left_out_and_charts_of_a_sheet_give_their_title() -> 
     row = f"<table:table-row>{cells('May', '9.1')}</table:table-row>"
     made = flat("spreadsheet", f'{gone}<table:table table:name="S">{shapes}{row}</table:table>')
     assert lines(made) == ["# S", "May | 9.1", "Landings"]
-
-
-# ---- presentations ----
 
 
 def frame(text: str, kind: str) -> str:

@@ -22,7 +22,7 @@ def lines(body: str) -> list[str]:
     return [line for line in document(body).text.split("\n") if line]
 
 
-def test_footnotes_and_endnotes_follow_their_paragraph_with_their_marks() -> None:
+def test_notes_and_margins() -> None:
     body = (
         r"The toll is 4 crowns{\super\chftn}{\footnote {\super\chftn} Sundays: free.} a day"
         r"{\footnote\ftnalt Since 1904.}.\par Next{\footnote {\b Second} note}\par"
@@ -35,20 +35,14 @@ def test_footnotes_and_endnotes_follow_their_paragraph_with_their_marks() -> Non
         "[2] Second note",
     ]
     assert [mark.place for mark in document(body).marks] == ["¶ 1", "¶ 2"]
-
-
-def test_headers_and_footers_are_read_once() -> None:
     made = document(r"{\headerl Permit 88\par}{\headerr Permit 88}{\footer until May}Body\par")
     assert made.text == "Permit 88\n\nBody\n\nuntil May\n"
     assert [mark.place for mark in made.marks] == ["header", "¶ 1", "footer"]
 
 
-def test_comments_name_their_author() -> None:
+def test_comments_and_text_boxes() -> None:
     body = r"Open{\*\atnid AB}{\*\atnauthor Ann Brook}\chatn{\*\annotation{\*\atndate 12}Until when?} daily\par"
     assert lines(body) == ["Open daily", "[comment by Ann Brook: Until when?]"]
-
-
-def test_text_boxes_are_read_once() -> None:
     shape = (
         r"{\shp{\*\shpinst{\sp{\sn wzName}{\sv Box 1}}{\shptxt \pard Call the pilot\par}}"
         r"{\shprslt{\*\do{\dptxbxtext Call the pilot\par}}}}"
@@ -94,31 +88,20 @@ def test_embedded_objects_are_counted_and_hidden_text_is_quoted() -> None:
     assert made.notes == ("hidden text 'the secret': read like those that are shown", "embedded objects: 2 not read")
 
 
-def test_a_code_page_of_the_file_is_used_without_a_font() -> None:
+def test_code_page_of_a_file_and_deep_groups() -> None:
     (made,) = read("/in/a.rtf", rb"{\rtf1\ansi\ansicpg1250 \'9alechta \'f8eka}")
     assert made.text == "šlechta řeka\n"
+    assert document("{" * 20_000 + "deep" + "}" * 20_000).text == "deep\n"
 
 
-# ---- tables ----
-
-
-def test_rows_keep_empty_cells() -> None:
+def test_tables() -> None:
     table = (
         r"\trowd\cellx1\cellx2\cellx3\intbl Alder\cell\cell 7\cell\row\trowd\intbl\cell b\cell\cell\row\pard end\par"
     )
     assert lines(table) == ["Alder |  | 7", " | b", "end"]
-
-
-def test_paragraphs_in_a_cell_are_one_cell() -> None:
     assert lines(r"\trowd\intbl one\par two\cell three\cell\row\pard") == ["one two | three"]
-
-
-def test_a_nested_table_stays_in_its_cell() -> None:
     inner = r"\itap2 a\nestcell b\nestcell{\*\nesttableprops\trowd\cellx1\cellx2\nestrow}{\nonesttables\par}"
     assert lines(r"\trowd\cellx1\cellx2\intbl " + inner + r"\itap1 x\cell y\cell\row\pard") == ["a, b, ; x | y"]
-
-
-# ---- damaged files ----
 
 
 @pytest.mark.parametrize(
@@ -134,7 +117,3 @@ def test_a_file_without_text_is_refused() -> None:
         read("/in/a.rtf", rb"{\rtf1{\fonttbl{\f0 A;}}}")
     with pytest.raises(UnreadableFile, match="not the rich text"):
         read("/in/a.rtf", b"plain")
-
-
-def test_deep_groups_are_read() -> None:
-    assert document("{" * 20_000 + "deep" + "}" * 20_000).text == "deep\n"

@@ -33,7 +33,6 @@ def edited(data: bytes, name: str, change: Callable[[str], str], renamed: str = 
 
 
 def made_strict(text: str) -> str:
-    """Write the names of a part as the strict kind of Open XML does."""
     names = r"http://schemas.openxmlformats.org/(\w+)/2006/(main|relationships)"
     return re.sub(names, r"http://purl.oclc.org/ooxml/\1/\2", text)
 
@@ -104,7 +103,7 @@ def test_merged_cells_of_a_table_repeat_their_text_and_empty_ones_their_column()
     made = deck()
     table = made.slides[0].shapes.add_table(3, 3, *_BOX).table
     for row, column, text in [
-        *((0, 0, "Place"), (0, 1, "Rain"), (1, 1, "Jan"), (1, 2, "Feb"), (2, 0, "Oslo"), (2, 2, "7")),
+        *((0, 0, "Place"), (0, 1, "Rain"), (1, 1, "Jan"), (1, 2, "Feb"), (2, 0, "Oslo"), (2, 2, "7"))
     ]:
         table.cell(row, column).text = text
     table.cell(0, 1).merge(table.cell(0, 2))
@@ -112,7 +111,7 @@ def test_merged_cells_of_a_table_repeat_their_text_and_empty_ones_their_column()
     assert "Place | Rain | Rain\nPlace | Jan | Feb\nOslo |  | 7\n" in read(saved(made)).text
 
 
-def test_charts_are_tables_with_a_row_for_each_category() -> None:
+def test_charts_are_tables() -> None:
     made = deck()
     data = CategoryChartData(number_format="0.0")
     data.categories = ["spring", "late, wet autumn"]
@@ -124,9 +123,6 @@ def test_charts_are_tables_with_a_row_for_each_category() -> None:
     document = read(saved(made))
     assert "Chart: Catch\n | Herring | Cod\nspring | 311.0 | 9.0\nlate, wet autumn | 4.4\n" in document.text
     assert document.notes == ()  # the workbook behind the chart holds nothing else
-
-
-def test_points_of_a_chart_stand_beside_their_own_positions() -> None:
     made = deck()
     data = XyChartData()
     for name, points in (("north", ((1, 2), (3, 4))), ("south", ((5, 6),))):
@@ -195,20 +191,27 @@ def test_strict_presentations_are_read() -> None:
     assert read(data).text == "# Berth 1\n\n# Berth 2\n"
 
 
-def test_hidden_slides_are_read_and_named() -> None:
+def test_hidden_slides_and_embedded_files_are_noted() -> None:
     made = deck(3)
     made.slides[1].element.set("show", "0")
     document = read(saved(made))
     assert "# Berth 2\n" in document.text
     assert document.notes == ("hidden slide 2: read like those that are shown",)
+    made = deck()
+    made.slides[0].shapes.add_ole_object(io.BytesIO(b"PK"), "Package", 0, 0)
+    assert read(saved(made)).notes == ("embedded files: 1 not read",)
 
 
-def test_a_damaged_slide_leaves_the_others_their_numbers() -> None:
+def test_damaged_slides() -> None:
     data = edited(saved(deck(3)), "ppt/slides/slide2.xml", lambda text: text[: len(text) // 2])
     document = read(data)
     assert document.text == "# Berth 1\n\n# Berth 3\n"
     assert [mark.place for mark in document.marks] == ["slide 1", "slide 3"]
     assert document.notes == ("damaged slide 2: not all of it is read",)
+    with pytest.raises(UnreadableFile, match="none of its slides"):
+        read(edited(saved(deck()), "ppt/slides/slide1.xml", lambda text: "<p:sld"))
+    with pytest.raises(UnreadableFile, match="no presentation that can be opened"):
+        read(b"\xd0\xcf\x11\xe0" + bytes(600), ".ppt")
 
 
 def test_a_damaged_chart_leaves_the_rest_of_its_slide() -> None:
@@ -221,19 +224,3 @@ def test_a_damaged_chart_leaves_the_rest_of_its_slide() -> None:
     document = read(edited(saved(made), part, lambda text: text.replace('pt idx="0"', 'pt idx="?"')))
     assert document.text == "# Berth 1\n\n# Berth 2\n"
     assert document.notes == ("damaged slide 1: not all of it is read",)
-
-
-def test_a_presentation_of_damaged_slides_is_no_empty_one() -> None:
-    with pytest.raises(UnreadableFile, match="none of its slides"):
-        read(edited(saved(deck()), "ppt/slides/slide1.xml", lambda text: "<p:sld"))
-
-
-def test_embedded_files_are_counted() -> None:
-    made = deck()
-    made.slides[0].shapes.add_ole_object(io.BytesIO(b"PK"), "Package", 0, 0)
-    assert read(saved(made)).notes == ("embedded files: 1 not read",)
-
-
-def test_an_old_presentation_that_is_damaged_says_so() -> None:
-    with pytest.raises(UnreadableFile, match="no presentation that can be opened"):
-        read(b"\xd0\xcf\x11\xe0" + bytes(600), ".ppt")

@@ -40,10 +40,9 @@ _STRUCTURE = (
     ),
     *("\u200b", "\x1c", "\t", "…" * 9),
 )
-_structure = st.sampled_from(_STRUCTURE)
-_texts = st.lists(st.one_of(_structure, st.text(max_size=40), st.from_regex(r"\A[a-z]{1,9} ?\Z")), max_size=60).map(
-    "".join
-)
+_texts = st.lists(
+    st.one_of(st.sampled_from(_STRUCTURE), st.text(max_size=40), st.from_regex(r"\A[a-z]{1,9} ?\Z")), max_size=60
+).map("".join)
 
 
 def chunks(text: str, setting: SplitSettings, counter: CountTokens, kind: str = "text") -> list[str]:
@@ -87,7 +86,6 @@ def test_spans_adjoin(method: str, counter: CountTokens) -> None:
 
 
 def prose(rng: random.Random, count: int) -> list[str]:
-    """Paragraphs of two to six sentences of made-up words."""
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 9))) for _ in range(1500)]
 
     def sentence() -> str:
@@ -135,16 +133,25 @@ def test_an_edit_in_one_long_line_changes_few_chunks() -> None:
     assert sum(chunk not in old for chunk in new) <= 6
 
 
-def test_two_chunks_are_balanced_at_the_paragraph_end() -> None:
+def test_chunks_end_at_paragraphs_sentences_and_graphemes() -> None:
     one, two, three = ("word " * count for count in (90, 80, 150))
     text = ". Next ".join([one, one]).strip() + ".\n\n" + two.strip() + ".\n\n" + three.strip() + "."
     parts = chunks(text, SplitSettings(), by_words)
     assert len(parts) == 2
     assert parts[0].endswith(".\n\n")
     assert min(by_words(parts)) >= 150
+    lines = "the quick brown fox jumps over the lazy dog and then goes on to do\nsomething else in the next line of"
+    text = f"Once {lines} text. " * 6
+    parts = chunks(text.strip(), SplitSettings("semantic", 60), by_words)
+    assert all(part.rstrip().endswith(".") for part in parts)
+    family, flag, accent = "👩‍👩‍👧‍👦", "🇰🇷", "e\u0301"
+    text = (family + flag + accent) * 200
+    for part in chunks(text, SplitSettings("semantic", 50), by_bytes):
+        assert part[0] in (family[0], flag[0], "e")
+        assert part.count("\U0001f1f0") == part.count("\U0001f1f7")
 
 
-def test_sections_begin_chunks_and_headings_stay_with_their_text() -> None:
+def test_sections_fences_and_tables() -> None:
     rng = random.Random(2)
     sections = [f"## Section {i}\n\n" + "\n\n".join(prose(rng, 3)) + "\n\n" for i in range(8)]
     for method in ("semantic", "markdown"):
@@ -152,16 +159,10 @@ def test_sections_begin_chunks_and_headings_stay_with_their_text() -> None:
         starts = [part for part in parts if part.startswith("## ")]
         assert len(starts) == 8
         assert not any(part.rstrip().splitlines()[-1].startswith("#") for part in parts)
-
-
-def test_plain_text_titles_are_headings() -> None:
     body = "\n\n".join(prose(random.Random(2), 3))
     text = f"Chapter 1\n\n{body}\n\nINTRODUCTION\n\n{body}\n\nTitle\n=====\n\n{body}\n\n제3장 결론\n\n{body}"
     heads = [part.split("\n")[0] for part in chunks(text, SplitSettings(), by_words)]
     assert {"Chapter 1", "INTRODUCTION", "Title", "제3장 결론"} <= set(heads)
-
-
-def test_fences_and_tables_stay_whole_where_they_fit() -> None:
     rng = random.Random(4)
     fence = "```python\n" + "".join(f"x{i} = {i}\n\n" for i in range(12)) + "```\n\n"
     table = "| a | b |\n| --- | --- |\n" + "".join(f"| {i} | {i} |\n" for i in range(8)) + "\n"
@@ -187,13 +188,6 @@ def test_sentence_ends(text: str, first: str) -> None:
     assert chunks(text, SplitSettings("semantic", most, 1), counter)[0] == first
 
 
-def test_wrapped_paragraphs_are_cut_at_sentences_not_lines() -> None:
-    lines = "the quick brown fox jumps over the lazy dog and then goes on to do\nsomething else in the next line of"
-    text = f"Once {lines} text. " * 6
-    parts = chunks(text.strip(), SplitSettings("semantic", 60), by_words)
-    assert all(part.rstrip().endswith(".") for part in parts)
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -216,14 +210,6 @@ def test_sentences_of_a_pdf_go_over_its_line_ends(text: str, sentence: str) -> N
     found = [text[one.start : one.end].strip() for one in units(text, "text")]
     assert any(one.endswith(sentence) for one in found)
     assert found[0] == text.partition("\n")[0]
-
-
-def test_graphemes_are_not_torn() -> None:
-    family, flag, accent = "👩‍👩‍👧‍👦", "🇰🇷", "e\u0301"
-    text = (family + flag + accent) * 200
-    for part in chunks(text, SplitSettings("semantic", 50), by_bytes):
-        assert part[0] in (family[0], flag[0], "e")
-        assert part.count("\U0001f1f0") == part.count("\U0001f1f7")
 
 
 @pytest.mark.slow

@@ -58,17 +58,29 @@ def test_lines_above_a_csv_header_are_not_repeated() -> None:
     assert sum("Report of 2031" in text for text, _ in chunks) == 1
 
 
-def test_rows_of_numbers_have_no_header() -> None:
-    text = "".join(f"{n},{n * 3},{n * 5}\n" for n in range(100))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"{n},{n * 3},{n * 5}\n" for n in range(100)),
+        "\n".join(",".join(f"{row}.{n}" if row else f"column{n}" for n in range(40)) for row in range(21)),
+        "quay,crates\nNorth,4\nSouth,7\n",
+    ],
+    ids=["rows of numbers", "a wide header", "a table that fits"],
+)
+def test_no_header_is_repeated(text: str) -> None:
     document = _read("a.csv", text)
     assert split_document(document, SplitSettings(max_tokens=_MOST), _count)[0] is document
 
 
-def test_a_chunk_begins_with_a_row_and_not_inside_of_a_quoted_cell() -> None:
+def test_quoted_cells_are_not_cut() -> None:
     rows = "".join(f'Quay {n},"first line\nsecond line, {n}",{n}\n' for n in range(60))
     chunks = _chunks(_read("a.csv", f"quay,note,crates\n{rows}"), most=40)
     assert sum(text.startswith("quay,note,crates\nQuay") for text, _ in chunks) >= len(chunks) - 1 > 5
     assert not any("first line\nquay,note" in text for text, _ in chunks)
+    rows = "".join(f'Quay {n},"first line\nsecond {n}","third {n}\nlast"\n' for n in range(60))
+    chunks = _chunks(_read("a.csv", f"quay,note,more\n{rows}"), most=40)
+    assert len(chunks) > 5
+    assert all(text.startswith("quay,note,more\nQuay") for text, _ in chunks)
 
 
 @pytest.mark.parametrize(
@@ -82,17 +94,13 @@ def test_headings_of_many_kinds_are_told_from_rows(header: str) -> None:
     assert all(text.startswith(header + "\nQuay") for text, _ in chunks)
 
 
-def test_a_rule_makes_a_table_of_lines_without_spaces() -> None:
-    rows = "".join(f"Quay {n}|{n}\n" for n in range(80))
-    chunks = _chunks(_read("a.md", f"Quay|Crates\n-|-\n{rows}"))
-    assert all(text.startswith("Quay|Crates\n-|-\n") for text, _ in chunks)
-    assert not any("Crates\nQuay" in text for text, _ in _chunks(_read("b.md", f"Quay|Crates\n{rows}"))[1:])
-
-
-def test_two_levels_of_headings_are_repeated_together() -> None:
+def test_headings_of_years_and_of_two_levels() -> None:
     head = "Quay | 2030 | 2030 | 2031 | 2031\nQuay | Jan | Feb | Jan | Feb\n"
     rows = "".join(f"Quay {n} | {n} | {n * 2} | {n * 3} | {n * 4}\n" for n in range(60))
     assert all(text.startswith(head) for text, _ in _chunks(_read("a.md", head + rows)))
+    rows = "".join(f"<tr><td>Quay {n}<td>{n * 13}<td>{n * 17}</tr>" for n in range(70))
+    page = f"<table><tr><th>Quay<th>2021<th>2022</tr>{rows}</table>"
+    assert all(text.startswith("Quay | 2021 | 2022\n") for text, _ in _chunks(_read("a.html", page)))
 
 
 def test_markdown_repeats_the_header_with_its_rule() -> None:
@@ -105,19 +113,10 @@ def test_markdown_repeats_the_header_with_its_rule() -> None:
     assert all(text.startswith(head) for text in inside[1:])
     lines = document.text.split("\n")
     assert all(lines[(line or 0) - 1] == text.split("\n")[2] for text, line in chunks[1:] if text.startswith(head))
-
-
-def test_headings_of_years_are_told_from_numbers() -> None:
-    rows = "".join(f"<tr><td>Quay {n}<td>{n * 13}<td>{n * 17}</tr>" for n in range(70))
-    page = f"<table><tr><th>Quay<th>2021<th>2022</tr>{rows}</table>"
-    assert all(text.startswith("Quay | 2021 | 2022\n") for text, _ in _chunks(_read("a.html", page)))
-
-
-def test_a_wide_header_is_not_repeated() -> None:
-    names = ",".join(f"column{n}" for n in range(40))
-    rows = "".join(",".join(f"{n}.{m}" for m in range(40)) + "\n" for n in range(20))
-    document = _read("a.csv", f"{names}\n{rows}")
-    assert split_document(document, SplitSettings(max_tokens=_MOST), _count)[0] is document
+    rows = "".join(f"Quay {n}|{n}\n" for n in range(80))
+    chunks = _chunks(_read("a.md", f"Quay|Crates\n-|-\n{rows}"))
+    assert all(text.startswith("Quay|Crates\n-|-\n") for text, _ in chunks)
+    assert not any("Crates\nQuay" in text for text, _ in _chunks(_read("b.md", f"Quay|Crates\n{rows}"))[1:])
 
 
 def test_a_header_without_end_is_never_counted() -> None:
@@ -134,21 +133,13 @@ def test_a_header_without_end_is_never_counted() -> None:
     assert longest <= 4100
 
 
-def test_a_table_that_fits_is_left_as_it_is() -> None:
-    document = _read("a.csv", "quay,crates\nNorth,4\nSouth,7\n")
-    made, spans = split_document(document, SplitSettings(max_tokens=_MOST), _count)
-    assert made is document
-    assert len(spans) == 1
-
-
 def test_prose_beside_a_table_keeps_its_chunks() -> None:
     prose = "".join(f"Keeper {n} rows to the island and lights the lamp there.\n\n" for n in range(40))
     table = "quay | crates\n--- | ---\n" + "".join(f"Quay {n} | {n}\n" for n in range(80))
     text = f"# Keepers\n\n{prose}# Quays\n\n{table}\n# More\n\n{prose}"
     plain = [text[span.start : span.end] for span in split(text, SplitSettings(max_tokens=_MOST), _count, "markdown")]
     chunks = [text for text, _ in _chunks(_read("a.md", text))]
-    apart = {each.strip() for each in plain if "Quay" not in each}
-    assert apart <= set(chunks)
+    assert {each.strip() for each in plain if "Quay" not in each} <= set(chunks)
 
 
 @given(
@@ -199,10 +190,3 @@ def test_a_quotation_mark_inside_of_a_cell_opens_none(stray: str) -> None:
     chunks = _chunks(_read("a.csv", "name,size,note\n" + "".join(rows)))
     assert len(chunks) > 10
     assert all(text.startswith("name,size,note\nrow") for text, _ in chunks[1:])
-
-
-def test_a_row_with_two_cells_of_several_lines_is_not_cut() -> None:
-    rows = "".join(f'Quay {n},"first line\nsecond {n}","third {n}\nlast"\n' for n in range(60))
-    chunks = _chunks(_read("a.csv", f"quay,note,more\n{rows}"), most=40)
-    assert len(chunks) > 5
-    assert all(text.startswith("quay,note,more\nQuay") for text, _ in chunks)

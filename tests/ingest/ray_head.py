@@ -39,11 +39,7 @@ class Head:
         self._log = folder / "started.log"
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                env=os.environ | self.variables | here,
-                start_new_session=True,
+                command, stdout=log, stderr=log, env=os.environ | self.variables | here, start_new_session=True
             )
         self._wait()
 
@@ -89,7 +85,6 @@ def running(mark: str, called: str = "") -> list[str]:
 
 
 def left_of(mark: str, called: str = "") -> list[str]:
-    """What still runs of them after a while for all to end."""
     deadline = time.monotonic() + 30
     while (found := running(mark, called)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-
-def pack(path: Path, members: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(path, "w") as new:
-        for name, content in members.items():
-            new.writestr(name, content)
+from tests.corpus.test_archives import packed
 
 
 @pytest.mark.slow
 def test_an_archive_is_read_and_one_without_documents_is_skipped(fresh: Any, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    pack(folder / "all.zip", {"a/tide.md": b"High tide is at nine.", "b.txt": b"The mill.", "c.png": b"x"})
-    pack(folder / "pictures.zip", {"c.png": b"x"})
+    members = {"a/tide.md": "High tide is at nine.", "b.txt": "The mill.", "c.png": "x"}
+    (folder / "all.zip").write_bytes(packed(members))
+    (folder / "pictures.zip").write_bytes(packed({"c.png": "x"}))
     done = fresh(folder).fine()
     assert done.json["documents"]["added"] == 2
     assert done.json["unsupported"] == {"archive": 1}

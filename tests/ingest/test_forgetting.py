@@ -40,6 +40,8 @@ def test_a_folder_that_is_gone_or_empty_is_kept(is_there: bool, fresh: Any, fold
     shutil.rmtree(folder)
     if is_there:
         folder.mkdir()
+    else:
+        fresh(folder).failed(2, "the store holds 2 document(s) of it", "kvtool store rm")
     for more in ((), ("--dry-run",)):
         fresh(folder, "--sync", *more).failed(2, f"nothing is at {folder} any more", "kvtool store rm")
     assert len(names(tmp_path)) == 2
@@ -64,9 +66,7 @@ def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path
     fresh(other, folder).failed(2, "no such file or folder")
 
 
-def test_what_a_killed_run_did_not_come_to_drop_goes_with_the_next(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_run_collects(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(self: Writer, **given: object) -> int:
         raise KeyboardInterrupt
 
@@ -92,18 +92,10 @@ def test_a_folder_without_documents_is_forgotten(fresh: Any, folder: Path, tmp_p
     assert fresh(folder, "--sync", "--quiet").fine().err == ""
 
 
-def test_what_is_gone_is_not_forgotten_unasked(fresh: Any, folder: Path, tmp_path: Path) -> None:
-    shutil.rmtree(folder)
-    done = fresh(folder).failed(2, "the store holds 2 document(s) of it")
-    assert "kvtool store rm" in done.err
-    assert len(names(tmp_path)) == 2
-
-
 @pytest.mark.slow
 def test_a_name_with_the_same_beginning_is_another_folder(fresh: Any, folder: Path, tmp_path: Path) -> None:
     fresh(tmp_path / "i", "--sync").failed(2, "no such file or folder")
-    other = write_corpus(tmp_path / "in2", 1, 1)
-    fresh(other).fine()
+    fresh(write_corpus(tmp_path / "in2", 1, 1)).fine()
     shutil.rmtree(folder)
     (folder / "empty").mkdir(parents=True)
     assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2
@@ -118,9 +110,7 @@ def test_a_folder_reached_by_a_link(fresh: Any, folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_disk_that_fails_is_no_reason_to_forget(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_disk(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mill0.md").unlink()
     (folder / "new.txt").write_text("A new mill.")
     real = Path.stat

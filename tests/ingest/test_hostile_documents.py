@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
+from tests.corpus.test_slides import edited
 from tests.support.office.facts import facts
 from tests.support.office.portable import pdf
 from tests.support.office.writers import WRITERS
@@ -50,14 +50,6 @@ def refused(reading: Reading, name: str, data: bytes) -> str:
     with pytest.raises(UnreadableFile) as raised:
         reading.documents(Path("/in") / name, data)
     return raised.value.message
-
-
-def replaced(data: bytes, name: str, content: str) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
-        for each in old.namelist():
-            new.writestr(each, content if each == name else old.read(each))
-    return made.getvalue()
 
 
 def claiming(data: bytes, size: int) -> bytes:
@@ -98,7 +90,7 @@ def test_zip_bombs(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
     ],
 )
 def test_entities_that_expand(ending: str, name: str, body: str, reading: Reading, sound: dict[str, bytes]) -> None:
-    assert refused(reading, f"a.{ending}", replaced(sound[ending], name, _LAUGHS + body))
+    assert refused(reading, f"a.{ending}", edited(sound[ending], name, lambda text: _LAUGHS + body))
 
 
 @pytest.mark.parametrize("ending", ["docx", "pptx", "xlsx"])
@@ -133,9 +125,7 @@ def test_ten_thousand_pages(reading: Reading) -> None:
         ("os.kill(os.getpid(), 11)", "has crashed"),
     ],
 )
-def test_what_a_reader_is_made_to_do_ends_with_its_process(
-    deed: str, why: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]
-) -> None:
+def test_bounds(deed: str, why: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]) -> None:
     program = (
         f"import os, time\nfrom kvtool.core.corpus import reading\nreading.read_documents = lambda *given: {deed}\n"
     )
@@ -147,9 +137,7 @@ def test_what_a_reader_is_made_to_do_ends_with_its_process(
         assert reading.documents(Path("/in/a.odt"), sound["odt"])  # by another process
 
 
-def test_whom_a_reader_has_started_does_not_hold_up_its_end(
-    monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_forked_reader(monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes], tmp_path: Path) -> None:
     """A copy of the process that holds its pipes, in a session of its own where no signal to the group finds it."""
     seen, given_up = tmp_path / "seen", tmp_path / "given up"
     program = (
@@ -173,10 +161,7 @@ def test_whom_a_reader_has_started_does_not_hold_up_its_end(
 
 
 @pytest.mark.parametrize("deed", ["os.kill(os.getpid(), 11)", "raise_memory()"])
-def test_a_file_is_not_blamed_for_what_others_left_behind(
-    deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]
-) -> None:
-    """A reader that fails at the second file, whatever that is."""
+def test_reader_retries(deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]) -> None:
     program = (
         "import os\nfrom kvtool.core.corpus import reading\nreal, given = reading.read_documents, []\n"
         "def raise_memory(): raise MemoryError\n"
@@ -208,9 +193,6 @@ def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPat
     assert told == [7, 0, "answer"]
 
 
-# ---- in a folder ----
-
-
 @pytest.mark.slow
 def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: dict[str, bytes]) -> None:
     folder = tmp_path / "in"
@@ -231,9 +213,7 @@ def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: d
 
 
 @pytest.mark.slow
-def test_a_missing_package_is_named_once(
-    fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package(fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for name in ("a.pptx", "b.pptx", "c.pdf", "d.docx"):

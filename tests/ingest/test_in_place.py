@@ -25,7 +25,6 @@ def made_of(own: Case) -> list[PrefilledChunk]:
 
 @pytest.mark.parametrize("name", ["llama", "youtu", "gemma4-shared"])
 def test_they_are_the_bytes_of_a_copy(name: str) -> None:
-    """Heads alike in all layers, latents, and heads that differ from layer to layer."""
     made = made_of(new_case(name))
     assert len({one.kv.tokens for one in made}) > 1
     copied = [encode(one) for one in made]

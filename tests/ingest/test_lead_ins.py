@@ -69,8 +69,7 @@ def test_a_neighbour_recomputes_one_chunk_more(tiny: Path, tmp_path: Path) -> No
     folder, path = write_corpus(tmp_path / "in", 1, paragraphs=9), tmp_path / "s"
     args = ("--store", path, "--model", tiny, "--json")
     count = kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "neighbour").fine().json["chunks"]["computed"]
-    text = (folder / "mill0.md").read_text()
-    (folder / "mill0.md").write_text(text.replace("baker E", "baker Z"))
+    (folder / "mill0.md").write_text((folder / "mill0.md").read_text().replace("baker E", "baker Z"))
     report = kvtool("ingest", folder, *args).fine().json
     assert report["chunks"]["computed"] == 2
     assert report["chunks"]["reused"] == count - 2

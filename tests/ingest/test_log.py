@@ -57,22 +57,16 @@ def test_a_log_within_the_folder_is_not_read(fresh: Any, tmp_path: Path) -> None
         assert done.json["documents"]["added"] == added
 
 
-@pytest.mark.parametrize("place", ["no/such/log.jsonl", "."])
+@pytest.mark.parametrize("place", ["no/such/log.jsonl", ".", "fifo"])  # nobody reads the last one
 def test_a_log_that_cannot_be_written_is_said_at_the_start(place: str, fresh: Any, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "in", 1, 1)
+    os.mkfifo(tmp_path / "fifo")
     fresh(folder, "--log", tmp_path / place).failed(2, "cannot be written")
     assert not (tmp_path / "fresh").exists()
 
 
-def test_a_log_that_nobody_reads_is_not_waited_for(fresh: Any, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    fresh(write_corpus(tmp_path / "in", 1, 1), "--log", tmp_path / "fifo").failed(2, "cannot be written")
-
-
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), MemoryError(), ValueError("odd")])
-def test_a_run_that_breaks_off_says_so_last(
-    raised: BaseException, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aborted_run(raised: BaseException, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, log = write_corpus(tmp_path / "in", 1, 1), tmp_path / "log.jsonl"
 
     def breaking(*args: Any) -> None:

@@ -46,7 +46,9 @@ class Backwards:
 
     def __init__(self, recipe: Recipe, most: int) -> None:
         worker = RemotePrefillWorker(recipe, 0)
-        self._actor = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(worker, name)) for name in CALLS})
+        self._actor = SimpleNamespace(
+            **{name: SimpleNamespace(remote=getattr(worker, name)) for name in ("prefix", "chunks")}
+        )
         self.states = [worker.state() for _ in range(2)]
         self.pool, self._most, self._tasks = self, most, list[tuple[Any, Any]]()
         self.is_closed = False
@@ -68,9 +70,6 @@ class Backwards:
         self.is_closed = True
 
 
-CALLS = ("prefix", "chunks")
-
-
 def backwards(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Backwards]:
     started: list[Backwards] = []
 
@@ -80,20 +79,6 @@ def backwards(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Backwards]:
 
     monkeypatch.setattr(ray_storer, "Workers", start)
     return started
-
-
-def killing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    killed: list[int] = []
-    plain = RayStorer._take
-
-    def take(self: RayStorer) -> None:
-        if not killed:
-            killed.append(self._workers.states[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
-        plain(self)
-
-    monkeypatch.setattr(RayStorer, "_take", take)
-    return killed
 
 
 @pytest.fixture
@@ -113,7 +98,16 @@ def alone(tiny: Path, tmp_path: Path) -> tuple[object, ...]:
 def test_workers_make_what_one_process_makes(
     alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = killing(monkeypatch)
+    killed: list[int] = []
+    plain = RayStorer._take
+
+    def take(storer: RayStorer) -> None:
+        if not killed:
+            killed.append(storer._workers.states[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+        plain(storer)
+
+    monkeypatch.setattr(RayStorer, "_take", take)
     done = kvtool(*alone, tmp_path / "far", *WORKERS)  # what Ray says of the dead worker is on stderr
     assert done.code == 0
     assert len(killed) == 1
@@ -122,24 +116,20 @@ def test_workers_make_what_one_process_makes(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_what_ends_in_the_middle_is_resumed(
-    alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_workers_resume(alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = backwards(monkeypatch, most=15)
     kvtool(*alone, tmp_path / "far", *WORKERS).failed(130)
     assert damages(tmp_path / "far") == []
     there = len(listing(tmp_path / "far"))
     assert 0 < there < 6
     later = backwards(monkeypatch, most=99)
-    done = kvtool(*alone, tmp_path / "far", *WORKERS).fine().json
-    assert done["documents"]["unchanged"] == there
+    assert kvtool(*alone, tmp_path / "far", *WORKERS).fine().json["documents"]["unchanged"] == there
     assert [run.is_closed for run in runs + later] == [True, True]
     assert state(tmp_path / "far") == state(tmp_path / "alone")
 
 
 @pytest.mark.slow
 def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp_path: Path) -> None:
-    """By its address and its token; it runs on afterwards, and has no worker left."""
     at = ("--ray", head.address, "--ray-workers", "2")
     done = process(*alone, tmp_path / "far", *at, **head.variables).fine().json
     assert (done["resolved"]["workers"], done["warnings"]) == (2, [])
@@ -151,9 +141,7 @@ def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
-    number: signal.Signals, word: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_sigint_and_sigterm(number: signal.Signals, word: str, tiny: Path, tmp_path: Path) -> None:
     """The one reaches all processes of the run at once, the other only the first: none is left, what was committed
     stays, the next run continues."""
     corpus, store, mark = write_corpus(tmp_path / "corpus", documents=200), tmp_path / "store", str(tmp_path)
@@ -180,10 +168,7 @@ def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
     assert damages(store) == []
 
 
-def test_what_computed_a_chunk_is_noted_where_it_was_computed(
-    alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the store keeps; and where two workers compute in different formats it is said."""
+def test_noted_arithmetic(alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = (*alone[:-1], "--store-dtype", "float32", "--dtype", "bfloat16", "--store")
     kvtool(*command, tmp_path / "own").fine()
     backwards(monkeypatch, most=99)

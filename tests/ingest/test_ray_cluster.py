@@ -26,18 +26,19 @@ def test_what_a_cluster_has_not_is_refused() -> None:
         share_of({"CPU": 64, "GPU": 2}, 3, "cuda")
     with pytest.raises(UsageError, match="3 workers, and Ray has 2 CPUs"):
         share_of({"CPU": 2, "GPU": 2}, 3, "cpu")
-
-
-def test_workers_that_nobody_asks_for_are_refused() -> None:
     with pytest.raises(UsageError, match="none are asked for"):
         IngestOptions(ray_workers=2)
 
 
-def test_an_address_without_a_cluster_is_told_soon() -> None:
+def test_unreachable_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1:1", "nonsense:xx", "[::1"):
         with pytest.raises(KvtoolError, match="does not answer") as told:
             check_reachable(address)
         assert "--ray local" in told.value.hint
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(KvtoolError, match="needs the package ray") as told:
+        check_reachable("local")
+    assert told.value.hint == "pip install 'kvtool[ray]'"
 
 
 def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +60,6 @@ def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(KvtoolError, match="needs the package ray") as told:
-        check_reachable("local")
-    assert told.value.hint == "pip install 'kvtool[ray]'"
 
 
 def test_a_worker_of_another_version_is_refused() -> None:

@@ -20,7 +20,6 @@ from tests.remote.serving import wreck
 
 
 def before_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]) -> None:
-    """Let something happen before each file is read."""
     real = survey.read_regular
 
     def read(path: str, most: int) -> bytes:
@@ -37,18 +36,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "in"
-    made.mkdir()
-    for name in ("one", "two", "three"):
-        (made / f"{name}.txt").write_text(f"The {name} mill stands on the river.")
-    return made
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "_RACY_SECONDS", -1e9)
+
+
+@pytest.fixture
+def recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "_RACY_SECONDS", 1e9)
 
 
 def counts(fresh: Any, folder: Path, reads: Counter[str], *more: str) -> tuple[int, int, int]:
@@ -59,18 +54,12 @@ def counts(fresh: Any, folder: Path, reads: Counter[str], *more: str) -> tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
-def test_an_unchanged_file_is_not_read(fresh: Any, folder: Path, reads: Counter[str]) -> None:
+def test_unchanged_and_changed_files(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     assert counts(fresh, folder, reads)[0] == 3
     assert counts(fresh, folder, reads) == (0, 3, 0)
     os.utime(folder / "one.txt", ns=(1, 1))
     assert counts(fresh, folder, reads) == (1, 3, 0)  # touched: read once
     assert counts(fresh, folder, reads) == (0, 3, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("settled")
-def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     counts(fresh, folder, reads)
     path = folder / "two.txt"
     status = path.stat()
@@ -81,20 +70,15 @@ def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, re
 
 
 @pytest.mark.slow
-def test_a_file_that_has_just_changed_is_not_trusted(
-    fresh: Any, folder: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(survey, "_RACY_SECONDS", 1e9)
+@pytest.mark.usefixtures("recent")
+def test_recent_change(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     counts(fresh, folder, reads)
     assert counts(fresh, folder, reads) == (3, 3, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1, "marks": "%%"}'])
-def test_without_marks_files_are_read(
-    content: bytes, fresh: Any, folder: Path, reads: Counter[str], tmp_path: Path
-) -> None:
+def test_lost_marks(content: bytes, fresh: Any, folder: Path, reads: Counter[str], tmp_path: Path) -> None:
     counts(fresh, folder, reads)
     (tmp_path / "fresh" / "seen" / "files.json").write_bytes(content)
     assert counts(fresh, folder, reads) == (3, 3, 0)
@@ -102,7 +86,6 @@ def test_without_marks_files_are_read(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
 def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     counts(fresh, folder, reads)
     command = ("--reader", "txt=tac {}", "--read-timeout", "10m")
@@ -111,7 +94,6 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
 def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
     works = tmp_path / "works"
     script = tmp_path / "convert.sh"
@@ -127,10 +109,7 @@ def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path
     assert fresh(folder, *how).fine().json["documents"]["added"] == 1
 
 
-@pytest.mark.usefixtures("settled")
-def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_file(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an answer would call it changed although it is what was ingested."""
 
     def grow(path: Path) -> None:
@@ -141,7 +120,6 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
     fresh(folder).fine()
     with Store.open(tmp_path / "fresh") as store:
         entry = store.file(str(folder / "one.txt"))
-    assert entry is not None
     assert entry.size == (folder / "one.txt").stat().st_size
 
 
@@ -164,8 +142,7 @@ class TestFailures:
         path.write_bytes(b"PK no container")
         return path
 
-    @pytest.mark.usefixtures("settled")
-    def test_they_are_told_once_and_not_parsed_again(
+    def test_told_and_parsed_once(
         self, fresh: Any, folder: Path, broken: Path, parsed: list[str], reads: Counter[str]
     ) -> None:
         first = fresh(folder).fine(3).json
@@ -185,7 +162,7 @@ class TestFailures:
         fresh(folder).fine(3)
         assert parsed.count("broken.docx") == 3
 
-    @pytest.mark.usefixtures("settled", "broken")
+    @pytest.mark.usefixtures("broken")
     def test_one_line_says_that_they_are_as_before(self, fresh: Any, folder: Path, tmp_path: Path) -> None:
         fresh(folder).fine(3)
         again = ("ingest", folder, "--store", tmp_path / "fresh")
@@ -201,18 +178,13 @@ class TestFailures:
         assert "broken.docx" not in new
         assert "2 documents are still unreadable" in kvtool(*again).fine().out
 
-    @pytest.mark.usefixtures("broken")
-    def test_a_file_that_is_new_is_tried_again_and_not_told_again(
-        self, fresh: Any, folder: Path, parsed: list[str]
-    ) -> None:
+    @pytest.mark.usefixtures("recent", "broken")
+    def test_recent_file_is_tried_again(self, fresh: Any, folder: Path, parsed: list[str]) -> None:
         fresh(folder).fine(3)
         assert fresh(folder).fine().json["not_retried"] == 0
         assert parsed.count("broken.docx") == 2
 
-    @pytest.mark.usefixtures("settled")
-    def test_what_hangs_on_no_bytes_is_tried_again_and_not_told_again(
-        self, fresh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_read_errors_are_tried_again(self, fresh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         errors = ["no permission", "no permission", "no such disk"]
 
         def fail(path: Path) -> None:
@@ -223,7 +195,6 @@ class TestFailures:
         assert [fresh(folder).code for _ in range(4)] == [3, 0, 3, 0]
         assert errors == []
 
-    @pytest.mark.usefixtures("settled")
     def test_what_is_read_or_gone_is_remembered_no_longer(self, fresh: Any, folder: Path, broken: Path) -> None:
         other = folder / "other.docx"
         other.write_bytes(b"PK none either")
@@ -246,19 +217,14 @@ class TestFailures:
         fresh(folder, "--reader", "docx=cat {}").fine()
         assert remembered() == set()
 
-    @pytest.mark.usefixtures("settled", "broken")
-    def test_they_are_told_again_where_nothing_else_is_there(
-        self, fresh: Any, folder: Path, broken: Path, parsed: list[str]
-    ) -> None:
+    def test_nothing_else_is_there(self, fresh: Any, folder: Path, broken: Path, parsed: list[str]) -> None:
         fresh(folder / "one.txt").fine()
         for _ in range(2):
             fresh(broken).failed(2, "damaged")
         assert parsed.count("broken.docx") == 1
 
-    @pytest.mark.usefixtures("settled", "broken")
-    def test_what_reads_them_now_tries_them(
-        self, fresh: Any, folder: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.usefixtures("broken")
+    def test_another_reader(self, fresh: Any, folder: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         fresh(folder).fine(3)
         fresh(folder, "--read-timeout", "2m").fine(3)
         monkeypatch.setattr(readers, "version", lambda library: "0.0.1")  # another one was installed
@@ -268,10 +234,7 @@ class TestFailures:
         fresh(folder, "--reader", "docx=cat {}").fine()
         assert parsed.count("broken.docx") == 4
 
-    @pytest.mark.usefixtures("settled")
-    def test_a_script_that_reads_them_and_is_mended_tries_them(
-        self, fresh: Any, folder: Path, tmp_path: Path, parsed: list[str]
-    ) -> None:
+    def test_mended_script_tries_them(self, fresh: Any, folder: Path, tmp_path: Path, parsed: list[str]) -> None:
         (folder / "notes.odd").write_text("The fourth mill stands on the hill.")
         script = tmp_path / "read.sh"
         script.write_text("exit 3\n")
@@ -284,10 +247,7 @@ class TestFailures:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
-def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_files_are_skipped(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: Counter[str] = Counter()
     real = Store.has_chunk
 
@@ -313,11 +273,7 @@ def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
-def test_a_run_that_broke_off_vouches_for_nothing(
-    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hole that it found, and did not fill, is found again."""
+def test_aborted_run(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh(folder).fine()
     drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))
     with monkeypatch.context() as broken:
@@ -327,9 +283,7 @@ def test_a_run_that_broke_off_vouches_for_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("settled")
 def test_a_file_that_came_back_without_its_kv_is_computed_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
-    """Whole, forgotten, and pulled from a shared store that has lost the KV of it."""
     fresh(folder).fine()
     fresh(folder).fine()
     (chunk,) = chunks_of(tmp_path / "fresh", "two.txt")

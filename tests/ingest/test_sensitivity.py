@@ -36,11 +36,9 @@ def test_it_is_the_distance_between_two_lead_ins(mode: str, other: str, tiny: Pa
     tokenizer = load_tokenizer(resolve(str(tiny)))
     with Store.open(tmp_path / "s") as store:
         identity = StoreIdentity.from_manifest(store.manifest())
-        assert identity is not None
         parts = PromptParts(identity.prefix, identity.answer_header)
         for chunk, before in chunks_of(store, identity):
             info = store.chunk_info(chunk)
-            assert info is not None
             kept = torch.frombuffer(bytearray(info.sensitivity), dtype=torch.float16).float()
             own = values_behind(model, (*identity.lead_in.ids, *before), info.token_ids)
             behind = values_behind(model, lead_in_ids(other, tokenizer, parts), info.token_ids)
@@ -56,7 +54,6 @@ def chunks_of(store: Store, identity: StoreIdentity) -> list[tuple[bytes, tuple[
         before: tuple[int, ...] = ()
         for ref in document.chunks:
             info = store.chunk_info(ref.chunk_id)
-            assert info is not None
             found.append((ref.chunk_id, before))
             before = info.token_ids if identity.lead_in.mode == "neighbour" else ()
     return found

@@ -9,7 +9,10 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.common.types import Events
 from kvtool.core.ingest import stream
+from kvtool.core.ingest.job import ingest
+from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import Outcome
 from tests.cli.working import PREFIX, kvtool, listing, payloads
 
@@ -43,9 +46,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_a_file_is_committed_as_soon_as_its_batch_is_full(
-    folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_batch_is_committed(folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     assert fresh(folder).fine().json["chunks"]["computed"] == FILES
     for number in range(FILES - 2):
@@ -69,14 +70,6 @@ def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: lis
     assert steps.index("commit 2.md") < steps.index("read 3.txt") < steps.index("commit 1.txt")
 
 
-def test_two_files_wait_for_one_chunk(folder: Path, fresh: Any, tmp_path: Path) -> None:
-    (folder / "1.txt").write_text((folder / "0.txt").read_text())
-    report = fresh(folder).fine().json
-    assert report["documents"]["added"] == FILES
-    assert report["chunks"] == {"computed": FILES - 1, "reused": 0, "removed": 0}
-    assert len(listing(tmp_path / "fresh")) == FILES
-
-
 @pytest.mark.slow
 def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, tiny: Path, tmp_path: Path) -> None:
     for number in (4, 5):
@@ -91,9 +84,7 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
 
 
-def test_an_interrupted_run_keeps_what_it_committed(
-    folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run(folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh(folder, store=tmp_path / "whole").fine()
     monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     survey = stream.survey
@@ -117,10 +108,6 @@ def test_an_interrupted_run_keeps_what_it_committed(
 
 @pytest.mark.slow
 def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
-    from kvtool.core.common.types import Events
-    from kvtool.core.ingest.job import ingest
-    from kvtool.core.ingest.options import IngestOptions
-
     (folder / "large.txt").write_text("The mill grinds all day. " * 400)
     (folder / "weights.dat").write_bytes(b"\0\1" * 99)  # which is looked at, and is no text
     done: dict[str, float] = {}

@@ -113,9 +113,7 @@ def test_they_go_when_the_file_changes(interrupted: Interrupted, large: Path, fr
 
 
 @pytest.mark.slow
-def test_they_go_when_it_is_interrupted_again_with_another_text(
-    interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
-) -> None:
+def test_interrupted_again(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     interrupted()
     large.write_text("\n\n".join(paragraph("new", n, n % 10) for n in range(30)))
     interrupted()
@@ -123,9 +121,7 @@ def test_they_go_when_it_is_interrupted_again_with_another_text(
     assert unfinished(tmp_path / "fresh")["chunks"] == BEFORE
 
 
-def test_they_go_when_the_store_is_made_with_something_else(
-    interrupted: Interrupted, large: Path, tmp_path: Path
-) -> None:
+def test_they_go_with_other_settings(interrupted: Interrupted, large: Path, tmp_path: Path) -> None:
     interrupted()
     small = ("ingest", large.parent / "small.md", "--store", tmp_path / "fresh", "--json")
     assert kvtool(*small, "--chunk-tokens", "40").fine().json["chunks"]["removed"] == BEFORE
@@ -156,9 +152,7 @@ def test_forget_names_the_file(interrupted: Interrupted, large: Path, fresh: Any
 
 
 @pytest.mark.slow
-def test_a_changed_file_keeps_its_former_version_meanwhile(
-    interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
-) -> None:
+def test_former_version_stays(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     text = large.read_text()
     fresh(large).fine()
     before = payloads(tmp_path / "fresh")
@@ -201,9 +195,7 @@ def test_they_go_first_when_room_is_needed(counted_on: tuple[str, ...], tmp_path
 
 
 @pytest.mark.slow
-def test_prune_drops_them_before_what_can_be_asked(
-    interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
-) -> None:
+def test_prune_drops_them_first(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     path = tmp_path / "fresh"
     fresh(large.parent / "small.md").fine()
     kept = payloads(path)

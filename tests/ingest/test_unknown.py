@@ -187,9 +187,7 @@ def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_of_an_unknown_kind_that_cannot_be_read_is_no_failure(
-    folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_unknown_file_is_no_failure(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(path: Path) -> None:
         if path.name == "rules.lst":
             raise PermissionError(13, "Permission denied")

@@ -80,9 +80,7 @@ def watcher(tiny: Path, folder: Path, place: Path, told: Told) -> Iterator[Watch
 
 
 @pytest.mark.slow
-def test_files_that_come_change_and_go_are_followed_with_one_loaded_model(
-    watcher: Watcher, folder: Path, told: Told
-) -> None:
+def test_files_are_followed_with_one_model(watcher: Watcher, folder: Path, told: Told) -> None:
     (folder / "b.md").write_text("The second mill grinds corn.")
     assert followed(watcher, told) == [("added", "b.md")]
     (folder / "new").write_text("The first mill was torn down.")
@@ -105,15 +103,11 @@ def test_what_is_not_selected_takes_no_lock(watcher: Watcher, folder: Path, plac
 def test_between_rounds_others_write(watcher: Watcher, folder: Path, place: Path, told: Told) -> None:
     (folder / "b.md").write_text("The second mill grinds corn.")
     kvtool("ingest", folder, "--store", place).fine()
-    report = watcher.round(told.events)
-    assert report is not None
-    assert report.documents.unchanged == 2
+    assert watcher.round(told.events).documents.unchanged == 2
     assert told.taken() == []
 
 
-def test_a_locked_store_is_tried_again(
-    watcher: Watcher, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_store(watcher: Watcher, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
     (folder / "b.md").write_text("The second mill grinds corn.")
     with Store.open(place) as store, store.writer():
@@ -122,9 +116,7 @@ def test_a_locked_store_is_tried_again(
     assert followed(watcher, told) == [("added", "b.md")]
 
 
-def test_a_file_that_cannot_be_read_is_told_once_for_each_of_its_contents(
-    watcher: Watcher, folder: Path, told: Told
-) -> None:
+def test_unreadable_file_is_told_once_per_content(watcher: Watcher, folder: Path, told: Told) -> None:
     for number in range(2):
         (folder / "bad.txt").write_bytes(b"\0" * (10 + number))
         watcher.round(told.events)
@@ -134,9 +126,7 @@ def test_a_file_that_cannot_be_read_is_told_once_for_each_of_its_contents(
 
 
 @pytest.mark.slow
-def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
-    watcher: Watcher, folder: Path, told: Told
-) -> None:
+def test_vanished_folder_keeps_its_documents(watcher: Watcher, folder: Path, told: Told) -> None:
     moved = folder.rename(folder.with_name("elsewhere"))
     watcher.wait()
     assert watcher.round(told.events) is None
@@ -149,9 +139,7 @@ def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
 
 
 @pytest.mark.slow
-def test_the_documents_of_a_folder_that_is_empty_stay_until_something_is_in_it(
-    tiny: Path, watcher: Watcher, folder: Path, place: Path, told: Told
-) -> None:
+def test_emptied_folder(tiny: Path, watcher: Watcher, folder: Path, place: Path, told: Told) -> None:
     """As a mount point is without its disk; also for a watch that begins then."""
     moved = folder.rename(folder.with_name("elsewhere"))
     folder.mkdir()
@@ -170,9 +158,7 @@ def test_the_documents_of_a_folder_that_is_empty_stay_until_something_is_in_it(
 
 
 @pytest.mark.slow
-def test_a_named_file_is_followed_when_it_is_replaced_and_forgotten_when_it_is_deleted(
-    tiny: Path, tmp_path: Path, folder: Path, place: Path, told: Told
-) -> None:
+def test_named_file_is_followed(tiny: Path, tmp_path: Path, folder: Path, place: Path, told: Told) -> None:
     note = tmp_path / "note.txt"
     note.write_text("A note on mills.")
     with closing(Watcher(place, options(tiny, note, folder))) as watcher:
@@ -200,9 +186,7 @@ def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, t
 
 
 @pytest.mark.slow
-def test_an_empty_folder_makes_no_store_before_there_is_something_in_it(
-    tiny: Path, tmp_path: Path, place: Path, told: Told
-) -> None:
+def test_empty_folder_makes_no_store(tiny: Path, tmp_path: Path, place: Path, told: Told) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with closing(Watcher(place, options(tiny, empty))) as watcher:
@@ -226,9 +210,7 @@ def test_a_change_that_keeps_size_and_time_is_one(watcher: Watcher, folder: Path
     assert told.taken() == [("changed", "a.md")]
 
 
-def test_what_went_while_the_store_was_locked_is_forgotten_later(
-    tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_removal(tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "b.md").write_text("The second mill grinds corn.")
     kvtool("ingest", folder, "--store", place, "--model", tiny, "--lead-in", "prefix").fine()
     (folder / "a.md").unlink()

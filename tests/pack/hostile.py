@@ -68,6 +68,16 @@ def rewrite(scene: Scene, change: Callable[[FileEntry, DocumentEntry], tuple[Fil
         writer.commit_file(entry, [document])
 
 
+def claim(scene: Scene, path: str, text: str) -> None:
+    """Their store: another text under the chunk id of the user's document."""
+
+    def change(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
+        refs = (replace(document.chunks[0], start=0, end=len(text)),)
+        return replace(entry, path=path, documents=(path,)), replace(document, source=path, text=text, chunks=refs)
+
+    rewrite(scene, change)
+
+
 def poison(path: Path, chunk: bytes, level: str = "raw", spared: int = 0) -> list[bytes]:
     """Replace a chunk's records by others that are sound, and of no text; returns them. The first `spared` stay."""
     with Store.open(path) as store, store.writer() as writer:

@@ -66,10 +66,6 @@ def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> Non
     assert state(tmp_path / "other") == state(parts / "whole")
     again = import_sources(tmp_path / "all", _all(parts), trust=MINE)
     assert [report.files.transferred + report.chunks.transferred + report.bytes for report in again] == [0] * PARTS
-
-
-def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tiny: Path) -> None:
-    import_sources(tmp_path / "all", _all(parts), trust=MINE)
     done = kvtool("ingest", parts / "corpus", "--store", tmp_path / "all", "--sync", "--json").fine().json
     assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
     reply = kvtool(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.entries import DocumentEntry, FileEntry
-from kvtool.core.cache.identity import HERE
+from kvtool.core.cache import tables
+from kvtool.core.cache.identity import HERE, Origin, seal_origin
 from kvtool.core.cache.store import Store
 from kvtool.core.compress import job
-from kvtool.core.errors import DamagedError, UntrustedError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, UntrustedError, UsageError
 from kvtool.core.pack.export import export
 from kvtool.core.pack.import_ import PackBlobs, take
 from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.remote import pull
 from kvtool.core.remote.catalogue import Catalogue
@@ -27,7 +27,18 @@ from kvtool.core.remote.signing import Trust, public_keys, seal_of, signing_key
 from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
-from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
+from tests.pack.hostile import (
+    FALSE,
+    TRUE,
+    Scene,
+    claim,
+    ids_of,
+    make_scene,
+    of_file,
+    poison,
+    rewrite,
+    with_foreign_tokens,
+)
 
 WAYS = ("import", "merge", "pull")
 
@@ -71,15 +82,11 @@ def own_state(scene: Scene) -> tuple[object, ...]:
         return entry, document, marks, [store.origin(ref.chunk_id) for ref in document.chunks]
 
 
-# ---- documents ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_own_documents_are_never_replaced(way: str, scene: Scene, tiny: Path) -> None:
     with_foreign_tokens(scene, tiny)
     before, answered = own_state(scene), scene.ask()
-    said = bring(scene, way)
-    assert said["conflicting_files"] == [str(scene.own)]
+    assert bring(scene, way)["conflicting_files"] == [str(scene.own)]
     assert own_state(scene) == before
     assert scene.ask()["answer"] == answered["answer"]
 
@@ -146,9 +153,6 @@ def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(name: s
         assert TRUE in store.document(source).text  # type: ignore[union-attr]
 
 
-# ---- what a passage says, and what was computed of it ------------------------------------------------------------
-
-
 def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, tiny: Path, tmp_path: Path) -> None:
     with_foreign_tokens(scene, tiny)
     honest = scene.ask("--token-ids")
@@ -169,19 +173,14 @@ def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, 
 
 
 def test_verify_says_that_texts_could_not_be_compared(scene: Scene, tiny: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "transferred"
-    tiny_copy = tmp_path / "model"
-    subprocess.run(["cp", "-r", tiny, tiny_copy], check=True)
+    moved, tiny_copy = tmp_path / "transferred", tmp_path / "model"
+    shutil.copytree(tiny, tiny_copy)
     kvtool("ingest", scene.own, "--store", moved, "--model", tiny_copy, *PREFIX).fine()
-    said = kvtool("store", "verify", "--store", moved, "--json").fine().json
-    assert said["texts_checked"] == 1
-    subprocess.run(["rm", "-r", tiny_copy], check=True)
+    assert kvtool("store", "verify", "--store", moved, "--json").fine().json["texts_checked"] == 1
+    shutil.rmtree(tiny_copy)
     without = kvtool("store", "verify", "--store", moved, "--json").fine()
     assert without.json["texts_checked"] is None
     assert "texts were not compared" in without.err
-
-
-# ---- KV ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.some(1)
@@ -235,23 +234,6 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
     assert levels_of(new, chunk) == ["2"]
     scene.ingest(store=new)
     assert levels_of(new, chunk) == ["raw"]
-
-
-def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = scene.theirs.parent / "other.md"
-    other.write_text(FALSE * 20 + "\n")
-    kvtool("ingest", other, "--store", scene.theirs).fine()
-    bring(scene, "import")
-    seen: list[list[tuple[bytes, str]]] = []
-    own_prompts = job.own_prompts
-
-    def spy(session: Session, sample: list[tuple[bytes, str]], questions: int) -> object:
-        seen.append(sample)
-        return own_prompts(session, sample, questions)
-
-    monkeypatch.setattr(job, "own_prompts", spy)
-    kvtool("compress", "--level", "2", "--store", scene.mine).fine()
-    assert [[chunk for chunk, _ in sample] for sample in seen] == [ids_of(scene.mine, scene.own)]
 
 
 def test_a_chunk_whose_description_was_lost_is_own_all_the_same(scene: Scene) -> None:
@@ -311,7 +293,6 @@ def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_p
 
 
 def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scene, tmp_path: Path) -> None:
-    """The very same passage, which an ingest has computed meanwhile."""
     new, question = tmp_path / "new", Request("Who?", documents=(str(scene.own),))
     bring(scene, "import", store=new)
     with Store.open(new) as store:
@@ -328,9 +309,6 @@ def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scen
 
 
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:
-    from kvtool.core.cache import tables
-    from kvtool.core.cache.identity import Origin, seal_origin
-
     new = tmp_path / "new"
     bring(scene, "import", store=new)
     (chunk,) = ids_of(new, scene.own)
@@ -345,26 +323,28 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
     assert levels_of(new, chunk) == []  # not own KV all of a sudden
 
 
-def test_profile_is_fitted_on_own_records(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_and_loss_are_of_own_records(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         other = scene.theirs.parent / "more" / f"{number}.md"
         other.parent.mkdir(exist_ok=True)
-        other.write_text(f"{FALSE} {number}\n")
+        other.write_text(f"{FALSE * 20} {number}\n")
     kvtool("ingest", scene.theirs.parent / "more", "--store", scene.theirs).fine()
     bring(scene, "import")
-    fitted: list[bytes] = []
-    fit = job.fit
+    samples: dict[str, list[bytes]] = {}
 
-    def spy(session: object, sample: list[tuple[bytes, str]], *more: object) -> object:
-        fitted.extend(chunk for chunk, _ in sample)
-        return fit(session, sample, *more)  # type: ignore[arg-type]
+    def watch(name: str) -> None:
+        plain = getattr(job, name)
 
-    monkeypatch.setattr(job, "fit", spy)
+        def spy(session: Session, sample: list[tuple[bytes, str]], *more: object) -> object:
+            samples[name] = [chunk for chunk, _ in sample]
+            return plain(session, sample, *more)
+
+        monkeypatch.setattr(job, name, spy)
+
+    watch("fit")
+    watch("own_prompts")
     kvtool("compress", "--fit", "--level", "2", "--store", scene.mine).fine()
-    assert fitted == ids_of(scene.mine, scene.own)
-
-
-# ---- what a store is made with -----------------------------------------------------------------------------------
+    assert samples == dict.fromkeys(("fit", "own_prompts"), ids_of(scene.mine, scene.own))
 
 
 def test_a_foreign_instruction_does_not_stand_before_own_documents(scene: Scene, tmp_path: Path, tiny: Path) -> None:
@@ -391,14 +371,11 @@ def test_model_of_a_foreign_pack_is_not_fetched(scene: Scene, tmp_path: Path, mo
 
     def hub(ref: str, *, offline: bool, once: object) -> Path:
         fetched.append(offline)
-        from kvtool.core.errors import ModelError
-
         raise ModelError("not here", "name another")
 
     monkeypatch.setattr("kvtool.core.checkpoint.hub.fetched", hub)
     new = tmp_path / "new"
-    said = kvtool("store", "import", scene.pack(), "--store", new)
-    assert "mallory/model" in said.err
+    assert "mallory/model" in kvtool("store", "import", scene.pack(), "--store", new).err
     kvtool("query", "Who built the clock?", "--store", new).failed(
         12, "mallory/model", "theirs.kvpack", "--model mallory/model"
     )
@@ -406,9 +383,6 @@ def test_model_of_a_foreign_pack_is_not_fetched(scene: Scene, tmp_path: Path, mo
     assert set(fetched) == {True}
     kvtool("query", "Who built the clock?", "--store", new, "--model", "mallory/model").failed(12)
     assert fetched[-1] is False
-
-
-# ---- what it may cost --------------------------------------------------------------------------------------------
 
 
 def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path) -> None:
@@ -423,7 +397,6 @@ def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path)
 
 def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
     """The whole text, thousands of times over: the index would copy and read each."""
-
     rewrite(scene, lambda entry, document: (entry, replace(document, chunks=document.chunks * 3000)))
     said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
     assert said.code == 13
@@ -431,34 +404,16 @@ def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene) -> None:
-    """Equal chunks come once: one that is equal only by its id is another passage."""
-
-    def claim(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        (ref,) = document.chunks
-        path, text = "/docs/false.md", "Who built the harbour clock? " + FALSE
-        refs = (replace(ref, start=0, end=len(text)),)
-        entry = replace(entry, path=path, documents=(path,))
-        return entry, replace(document, source=path, text=text, chunks=refs)
-
-    rewrite(scene, claim)
+    claim(scene, "/docs/false.md", "Who built the harbour clock? " + FALSE)
     bring(scene, "import")
     found = {chunk["source"]: chunk for chunk in scene.ask()["chunks"]}  # type: ignore[attr-defined]
-    assert found[str(scene.own)]["status"] == "hit" or found[str(scene.own)]["status"] == "exact"
+    assert found[str(scene.own)]["status"] in ("hit", "exact")
     assert found["/docs/false.md"]["status"] == "miss"
 
 
 def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
-    """It has the chunk id of an own document's, and says what the question asks for a thousand times."""
-
-    def swell(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
-        text = "Who built the harbour clock? " * 5000
-        (ref,) = document.chunks
-        path = "/docs/long.md"
-        refs = (replace(ref, start=0, end=len(text)),)
-        return (replace(entry, path=path, documents=(path,)), replace(document, source=path, text=text, chunks=refs))
-
     before = scene.ask()
-    rewrite(scene, swell)
+    claim(scene, "/docs/long.md", "Who built the harbour clock? " * 5000)
     bring(scene, "import")
     said = kvtool("query", "Who built the harbour clock?", "--documents", scene.own, "--store", scene.mine, "--json")
     assert said.fine().json["tokens"]["prompt"] == before["tokens"]["prompt"]  # type: ignore[index]
@@ -481,8 +436,7 @@ def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, m
     for number in range(12):
         with Store.open(scene.theirs) as store, store.writer() as writer:
             entry, document = of_file(store, scene.own)
-            path = f"/docs/{number}.md"
-            text = document.text + " " * 2**11
+            path, text = f"/docs/{number}.md", document.text + " " * 2**11
             writer.commit_file(
                 replace(entry, path=path, documents=(path,)), [replace(document, source=path, text=text)]
             )
@@ -491,14 +445,10 @@ def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, m
     assert max(held) <= 3
 
 
-# ---- who is trusted ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_mine_replaces_and_serves(way: str, scene: Scene, tiny: Path) -> None:
     rewrite(scene, lambda entry, document: (replace(entry, mtime_ns=entry.mtime_ns + 1, notes=("later",)), document))
-    said = bring(scene, way, "--mine")
-    assert said["conflicting_files"] == []
+    assert bring(scene, way, "--mine")["conflicting_files"] == []
     with Store.open(scene.mine) as store:
         entry, _ = of_file(store, scene.own)
         assert (entry.notes, entry.origin) == (("later",), HERE)
@@ -661,14 +611,6 @@ def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_signature_is_of_the_name_that_it_is_shown_with(tmp_path: Path) -> None:
-    key = signing_key(make_key(tmp_path, "ada"))
-    proof, trust = key.sign(b"digest"), Trust(frozenset({key.public}))
-    assert trust.origin(proof, "a pack").trusted
-    with pytest.raises(DamagedError, match="does not fit"):
-        trust.origin(replace(proof, name="bob@example"), "a pack")
-
-
 def test_a_signature_can_be_required(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = make_key(tmp_path, "ada")
     pack, url = scene.pack(), f"file://{tmp_path / 'shared'}"
@@ -706,16 +648,12 @@ def test_why_a_trusted_key_did_not_help(scene: Scene, tmp_path: Path) -> None:
     said = kvtool("store", "import", pack, *trusting, tmp_path / "one").fine()
     assert said.json["signer"] == ""
     assert "is not signed\nhint: ask its owner to sign it" in said.err
-    said = kvtool("store", "pull", signed_tier(scene, key), *trusting, tmp_path / "other").fine()
+    url = f"file://{tmp_path / 'signed'}"
+    kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
+    said = kvtool("store", "pull", url, *trusting, tmp_path / "other").fine()
     assert "ada@example" in said.json["signer"]
     assert "whom you do not trust" in said.err
     assert kvtool("store", "import", pack, "--store", tmp_path / "plain", "--json").fine().json["signer"] is None
-
-
-def signed_tier(scene: Scene, key: Path) -> str:
-    url = f"file://{key.parent / 'signed'}"
-    kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
-    return url
 
 
 def test_the_wrong_file_of_a_pair_of_keys(scene: Scene, tmp_path: Path) -> None:
@@ -751,12 +689,8 @@ def test_keys_of_ssh_keygen_and_of_openssl(tmp_path: Path) -> None:
     public.write_bytes(key.private.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo))
     assert public_keys(public) == [key.public]
     both = tmp_path / "trusted"
-    both.write_text(
-        "# ours\n"
-        + (tmp_path / "ada.pub").read_text()
-        + "\n"
-        + make_key(tmp_path, "bob").with_name("bob.pub").read_text()
-    )
+    keys = (path.with_suffix(".pub").read_text() for path in (ssh, make_key(tmp_path, "bob")))
+    both.write_text("\n".join(("# ours", *keys)))
     assert len(public_keys(both)) == 2
     locked = tmp_path / "locked"
     locked.write_bytes(
@@ -768,16 +702,19 @@ def test_keys_of_ssh_keygen_and_of_openssl(tmp_path: Path) -> None:
         public_keys(locked)
 
 
-def test_trust_decides() -> None:
+def test_trust_decides(tmp_path: Path) -> None:
     assert Trust().origin(None, "x").is_foreign
     assert Trust(mine=True).origin(None, "x") == HERE
     with pytest.raises(UntrustedError):
         Trust(required=True, mine=True).origin(None, "x")
+    key = signing_key(make_key(tmp_path, "ada"))
+    proof, trust = key.sign(b"digest"), Trust(frozenset({key.public}))
+    assert trust.origin(proof, "a pack").trusted
+    with pytest.raises(DamagedError, match="does not fit"):
+        trust.origin(replace(proof, name="bob@example"), "a pack")
 
 
 def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.query.prompt import lay_out
-
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)
     kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()
     read: list[str] = []

@@ -27,7 +27,6 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A store of the module's TEXTS."""
     with store_of(tmp_path / "store", request.module.TEXTS) as opened:
         yield opened
 

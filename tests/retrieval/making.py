@@ -26,7 +26,6 @@ def entry_of(source: str, text: str) -> DocumentEntry:
 
 
 def ingest(writer: Writer, files: Mapping[str, Mapping[str, str]]) -> None:
-    """Files of documents (source: text)."""
     for path, documents in files.items():
         entries = [entry_of(source, text) for source, text in documents.items()]
         for text in documents.values():
@@ -37,7 +36,6 @@ def ingest(writer: Writer, files: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def store_of(path: Path, texts: Mapping[str, str]) -> Store:
-    """One document a file, open."""
     store = Store.create_or_open(path)
     with store.writer() as writer:
         writer.set_manifest({"model": "tiny"})
@@ -46,7 +44,6 @@ def store_of(path: Path, texts: Mapping[str, str]) -> Store:
 
 
 def index_of_texts(texts: Mapping[str, str]) -> Index:
-    """An index of documents (source: text), in memory."""
     index = Index.empty()
     marked = [MarkedDocument(bytes(20), bytes(16), entry_of(source, text)) for source, text in texts.items()]
     index.segments = [IndexSegment.build(marked)] if marked else []

@@ -42,7 +42,6 @@ def by_formula(question: str, texts: dict[str, str]) -> list[float]:
 
 
 def split(texts: dict[str, str], *sizes: int) -> Index:
-    """The same documents in several segments."""
     index, items = Index.empty(), list(texts.items())
     for size in sizes:
         some, items = dict(items[:size]), items[size:]
@@ -80,12 +79,9 @@ def test_a_word_of_several_forms_counts_as_one() -> None:
     assert count_rare(index, [("river", "brook"), ("mill",), ("zebra", "bread")], 1.0) == 3
 
 
-def test_nothing() -> None:
+def test_nothing_and_keywords() -> None:
     assert bm25_scores(Index.empty(), [("mill",)]).tolist() == []
     assert bm25_scores(index_of_texts({"a": "…"}), [("mill",)]).tolist() == [0.0]
-
-
-def test_keywords_tell_a_text_from_the_others() -> None:
     index = index_of_texts(TEXTS)
     assert keywords(index, terms(TEXTS["c"])[0], 1) == ["river"]
     assert "built" not in keywords(index, terms(TEXTS["a"])[0], 4)  # another text has it, too

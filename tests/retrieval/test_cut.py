@@ -50,13 +50,10 @@ def test_a_share_of_0_cuts_nothing_and_one_of_1_keeps_what_is_as_good_as_the_bes
     assert found(finder, FOUNDED, min_score=0.1) == ({"dome", "tower", "mill", "ferry"}, 0)
 
 
-def test_what_is_named_is_not_cut(finder: Finder) -> None:
+def test_what_is_named_or_read_in_rounds_is_not_cut(finder: Finder) -> None:
     hits, cut, _ = QueryOptions().find(finder, Request(FOUNDED, documents=("clock", "mill")))
     assert [hit.passage.source for hit in hits] == ["clock", "mill"]
     assert cut == 0
-
-
-def test_what_is_read_in_rounds_is_not_cut(finder: Finder) -> None:
     assert found(finder, FOUNDED, defer=True) == ({"dome", "tower", "mill", "ferry"}, 0)
 
 
@@ -69,7 +66,6 @@ def test_likeness_alone_cuts_nothing(tmp_path: Path, static_model: Path) -> None
 
 
 def test_a_compound_that_most_chunks_have_tells_them_no_further_apart_than_a_word(tmp_path: Path) -> None:
-    """A chunk has several of its forms: the parts and the whole."""
     for mail, follow in (("e-mail", "follow-up"), ("email", "followup")):
         texts = {
             name: f"the {mail} of {name} is written on the {follow} card number {number} of the office"

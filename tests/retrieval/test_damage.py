@@ -44,7 +44,7 @@ def found(store: Store, retrieval: Retrieval = WORDS) -> tuple[list[object], lis
 
 @pytest.mark.parametrize("kind", ["state", "segment", "vectors"])
 @pytest.mark.parametrize(("spoil", "times"), [(flip, 25), (cut, 5)])
-def test_any_flipped_bit_of_the_index_is_found(
+def test_flipped_bits_are_found(
     store: Store, static_model: Path, kind: str, spoil: Callable[[Path, int], None], times: int
 ) -> None:
     how = Retrieval("hybrid", str(static_model))
@@ -107,9 +107,7 @@ def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store:
 
 
 @pytest.mark.parametrize("spoil", [flip, cut])
-def test_a_damaged_name_of_the_embedding_model_is_told(
-    store: Store, static_model: Path, spoil: Callable[[Path, int], None]
-) -> None:
+def test_damaged_name_of_the_embedder(store: Store, static_model: Path, spoil: Callable[[Path, int], None]) -> None:
     """Questions would silently be answered by words only."""
     Finder(store).embed(str(static_model))
     (path,) = (store.path / "index").glob("embedder*")

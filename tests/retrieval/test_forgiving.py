@@ -44,11 +44,7 @@ def first(found: Found) -> str:
 
 
 def best(texts: dict[str, str], question: str) -> str:
-    """The source that a question finds first, without a store."""
     return search_in(index_of_texts(texts), texts).best(question, 1)[0].passage.source
-
-
-# ---- numbers ----
 
 
 @pytest.mark.parametrize("written", SAME)
@@ -110,8 +106,6 @@ def test_long_rows_of_digits_take_linear_time() -> None:
         assert terms(row * 20_000)[0]
 
 
-# ---- typos ----
-
 LIGHT = {"light": "The lighthouse of Kellhaven was built in 1874.", "mill": "The mill grinds corn for lightermen."}
 
 
@@ -130,6 +124,7 @@ def test_a_typo_finds_the_word_that_was_meant(ask: Ask, typed: str) -> None:
         ("Ο φάρος είναι στο λιμάνι της πόλης.", "λιμναι", "λιμανι"),
         ("The observatories were sold.", "obsrevatories", "observatories"),
         ("A forty-three foot pole.", "fourty", "forty"),
+        ("The lighthouse was built in 1874.", "ligthouses", "lighthouses"),
     ],
 )
 def test_typos_of_many_scripts(ask: Ask, text: str, typed: str, meant: str) -> None:
@@ -137,35 +132,24 @@ def test_typos_of_many_scripts(ask: Ask, text: str, typed: str, meant: str) -> N
     assert (first(found), found.corrections) == ("text", [{"from": typed, "to": meant}])
 
 
-def test_a_typo_in_another_form_of_a_word(ask: Ask) -> None:
-    found = ask(LIGHT, "ligthouses")
-    assert (first(found), found.corrections) == ("light", [{"from": "ligthouses", "to": "lighthouses"}])
-
-
-def test_a_korean_word_is_found_by_its_other_syllables(ask: Ask) -> None:
+def test_parts_of_compounds_and_of_korean_words(ask: Ask) -> None:
     found = ask({"light": "국립해양등대박물관은 항구에 있다.", **OTHERS}, "국립해앙등대박물관")
     assert (first(found), [*found.corrections]) == ("light", [])
-
-
-def test_each_part_of_a_compound_is_corrected(ask: Ask) -> None:
     found = ask(LIGHT, "ligthouse-kelhaven")
     assert found.corrections == [{"from": "ligthouse", "to": "lighthouse"}, {"from": "kelhaven", "to": "kellhaven"}]
 
 
-def test_the_most_frequent_word_that_begins_alike_is_meant(ask: Ask) -> None:
+def test_meant_words(ask: Ask) -> None:
     texts = {"a": "A tower.", "b": "A tower, too.", "c": "Some power, power and more power."}
     assert ask(texts, "tgwer").corrections == [{"from": "tgwer", "to": "tower"}]
     assert ask({**texts, "d": "The timer.", "e": "A miner, a miner."}, "timur").corrections[0]["to"] == "timer"
+    texts = {"thief": "The thief saw a tier of stones.", "mill": "The mill was built in 1874."}
+    assert not ask(texts, "thier mill").corrections
 
 
 @pytest.mark.parametrize("question", ["lightermen", "mill", "ligth", "x8ghthouse lighthous3", "1875 light_hxxse_7"])
 def test_known_short_and_numbered_words_are_left_alone(ask: Ask, question: str) -> None:
     assert not ask(LIGHT, f"{question} corn").corrections
-
-
-def test_a_typo_of_a_word_that_no_question_is_about_is_left_alone(ask: Ask) -> None:
-    texts = {"thief": "The thief saw a tier of stones.", "mill": "The mill was built in 1874."}
-    assert not ask(texts, "thier mill").corrections
 
 
 def test_what_is_gone_from_the_store_corrects_nothing(tmp_path: Path) -> None:
@@ -202,6 +186,5 @@ def test_few_words_of_a_long_text_are_corrected(ask: Ask, monkeypatch: pytest.Mo
 
 
 def test_words_near_a_word() -> None:
-    near = near_words("Tower", ("english",))
-    assert {"ower", "otwer", "towers", "bower", "towter"} <= {*near.values()}
+    assert {"ower", "otwer", "towers", "bower", "towter"} <= {*near_words("Tower", ("english",)).values()}
     assert typed_words(["light-houses", "x86_64", "mill", "등대지기가"]) == ["light", "houses"]

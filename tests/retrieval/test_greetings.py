@@ -41,10 +41,6 @@ def test_one_word_of_a_passage_is_enough(store: Store) -> None:
     assert sources(finder, "Was it in the morning?") == ["letter"]
     with pytest.raises(NothingFoundError):
         sources(finder, "Is there a deposit?", source=("letter",))  # which has only its stop words
-
-
-def test_words_that_are_searched_for_on_their_own_are_found(store: Store) -> None:
-    """Only a question may be a greeting: a search has the words that it has."""
     options = QueryOptions()
     assert [hit.passage.source for hit in Finder(store).find("hello", 2, options.retrieval).hits] == ["letter"]
 

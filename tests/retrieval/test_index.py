@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ def answers(index: Index, texts: dict[str, str]) -> Answers:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many documents each new segment was made of."""
     counts: list[int] = []
     real = IndexSegment.build.__func__  # type: ignore[attr-defined]
 
@@ -42,16 +42,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_kept_and_opened_again(store: Store, built: list[int]) -> None:
+def test_kept_and_made_anew(store: Store, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     first = answers(index_of(store), TEXTS)
     assert built == [6]
     assert answers(index_of(store), TEXTS) == first
     assert built == [6]  # read, not made
     assert any(first)
-
-
-def test_texts_are_read_some_at_a_time(store: Store, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much an ingest brought in, few texts are held at once; the answers are the same."""
     first = answers(index_of(store), TEXTS)
     monkeypatch.setattr(room, "_TEXT_AT_ONCE", 1)
     anew = Index.empty()
@@ -76,18 +72,11 @@ def test_only_what_changed_is_read(store: Store, built: list[int]) -> None:
 
 def test_a_file_that_was_only_touched_is_not_indexed_again(store: Store, built: list[int]) -> None:
     index_of(store)
-    entry = store.file("a")
-    document = store.document("a")
-    assert entry is not None
-    assert document is not None
+    entry, document = store.file("a"), store.document("a")
     with store.writer() as writer:
-        writer.commit_file(type(entry)(**{**_fields(entry), "mtime_ns": 77}), [document])
+        writer.commit_file(replace(entry, mtime_ns=77), [document])
     assert index_of(store).revision == store.revision()
     assert built == [6]
-
-
-def _fields(entry: object) -> dict[str, object]:
-    return {name: getattr(entry, name) for name in entry.__slots__}  # type: ignore[attr-defined]
 
 
 def test_of_a_file_of_many_documents_only_the_changed_are_read(tmp_path: Path, built: list[int]) -> None:
@@ -152,9 +141,7 @@ def test_files_that_no_state_names_go_after_a_while(store: Store, monkeypatch: p
     assert not orphan.exists()
 
 
-def test_where_nothing_can_be_written_questions_are_answered_all_the_same(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_without_writing_the_index(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers(index_of(store), TEXTS)
     with store.writer() as writer:
         ingest(writer, {"h": {"h": "…"}})
@@ -174,9 +161,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
         assert len(index_of(store)) == 0
 
 
-def test_an_index_of_another_stemmer_is_made_anew(
-    tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_of_another_stemmer(tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"a": "The packages cost 30 euros."}
     with store_of(tmp_path / "store", texts) as store:
         with monkeypatch.context() as patch:

@@ -33,7 +33,6 @@ def spotter_of(chunks: Sequence[Ids]) -> Spotter:
 
 
 def assert_true(spans: Sequence[Span], chunks: Sequence[Ids], prompt: Ids) -> None:
-    """Every id that a span claims is the chunk's, and no token of the prompt is claimed twice."""
     for span in spans:
         own = chunks[int.from_bytes(span.chunk_id, "big")]
         assert own[span.skipped : span.skipped + len(span)] == prompt[span.start : span.stop]
@@ -64,20 +63,14 @@ def test_tokens_at_the_seams_may_differ(number: int) -> None:
     assert span == Span(id_of(number), 30, 30 + len(chunk) - 2 * SEAM, SEAM)
 
 
-def test_a_chunk_that_is_cut_or_changed_inside_is_found_in_parts() -> None:
+def test_cut_repeated_and_overlapping_chunks() -> None:
     chunk = CHUNKS[4]
     cut = chunk[:90] + words(3, 94) + chunk[150:330]
     assert spotter_of(CHUNKS).spot(cut) == [Span(id_of(4), 0, 90, 0), Span(id_of(4), 93, 273, 150)]
-
-
-def test_the_longest_match_wins() -> None:
     long = words(100, 95)
     chunks = [long[:40], long, long[70:] + words(60, 96)]
     prompt = [*long, *chunks[2][30:], *words(5, 97)]
     assert spotter_of(chunks).spot(prompt) == [Span(id_of(1), 0, 100, 0), Span(id_of(2), 100, 160, 30)]
-
-
-def test_a_chunk_again_and_again() -> None:
     prompt = CHUNKS[0] * 3
     assert [(span.start, span.skipped) for span in spotter_of(CHUNKS).spot(prompt)] == [(0, 0), (180, 0), (360, 0)]
 
@@ -119,7 +112,6 @@ def test_memory() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 4))
 def test_texts_of_few_words(seed: int, vocabulary: int) -> None:
-    """Chunks that repeat and overlap each other: whatever is claimed is true."""
     chosen = random.Random(seed)
     chunks = [words(chosen.randrange(20, 90), seed + number, vocabulary) for number in range(6)]
     prompt = list[int]()
@@ -128,8 +120,7 @@ def test_texts_of_few_words(seed: int, vocabulary: int) -> None:
         prompt += chunk[chosen.randrange(10) :][: chosen.randrange(20, 90)] + words(
             chosen.randrange(4), seed + 9, vocabulary
         )
-    spans = spotter_of(chunks).spot(prompt)
-    assert_true(spans, chunks, prompt)
+    assert_true(spotter_of(chunks).spot(prompt), chunks, prompt)
     assert spotter_of([chunks[0]]).spot(chunks[0]) or len(chunks[0]) < FEWEST
 
 
@@ -143,9 +134,7 @@ def test_a_text_that_repeats_itself_is_found_all_along() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 2, 30])
-def test_the_tokens_compared_grow_with_the_text_and_not_with_its_square(
-    period: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compared_tokens_grow_linearly(period: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compared, common = [0], spotting._common
 
     def counting(one: spotting.Tokens, other: spotting.Tokens) -> int:

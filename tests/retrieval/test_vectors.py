@@ -22,7 +22,6 @@ TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something el
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What was embedded."""
     calls: list[list[str]] = []
     real = Embedder.encode
 
@@ -99,6 +98,10 @@ def test_the_model_is_remembered(store: Store, static_model: Path) -> None:
     Finder(store).embed(str(static_model))
     assert remembered(store) == str(static_model)
     assert found(store, "grinder", Retrieval())[0] == "a"
+    assert found(store, "river mill", Retrieval("dense", str(static_model)))[:2] == ["a", "b"]
+    assert found(store, "river mill", Retrieval("dense", str(static_model), ("[bcd]",))) == ["b"]
+    with pytest.raises(UsageError, match="no document matches"):
+        found(store, "river", Retrieval(only=("*.md",)))
 
 
 def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, static_model: Path) -> None:
@@ -116,9 +119,7 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
         gone.rename(static_model)
 
 
-def test_what_is_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static_model: Path, sentence_model: Path
-) -> None:
+def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static_model: Path, sentence_model: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         Embedder(str(tmp_path))
     (tmp_path / "config.json").write_text("[")
@@ -142,9 +143,7 @@ def test_what_is_no_model(
         assert "kvtool[embed]" in caught.value.hint
 
 
-def test_one_of_a_hub_is_looked_for_in_its_cache(
-    static_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_cache(static_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     repo = tmp_path / "models--org--vectors"
@@ -157,9 +156,7 @@ def test_one_of_a_hub_is_looked_for_in_its_cache(
     assert np.array_equal(cached.encode(["mill"]), local.encode(["mill"]))
 
 
-def test_a_damaged_document_fails_no_question(
-    store: Store, static_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_document(store: Store, static_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = store.document
 
     def document(source: str) -> object:
@@ -175,10 +172,3 @@ def test_a_damaged_document_fails_no_question(
     assert [text for text in warned if "names in a were not followed" in text]
     with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
         finder.find("mill", 1, Retrieval("dense", str(static_model)))
-
-
-def test_only_some_documents(store: Store, static_model: Path) -> None:
-    assert found(store, "river mill", Retrieval("dense", str(static_model)))[:2] == ["a", "b"]
-    assert found(store, "river mill", Retrieval("dense", str(static_model), ("[bcd]",))) == ["b"]
-    with pytest.raises(UsageError, match="no document matches"):
-        found(store, "river", Retrieval(only=("*.md",)))

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import space
+from kvtool.core.cache import space, tables
 from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import NoSpaceError
+from kvtool.core.errors import DamagedError, NoSpaceError
+from kvtool.core.session.session import Session
 from kvtool.core.upkeep.budget import keep_budget
 from tests.cache.making import add_file, check_file, make_store
 from tests.cli.working import kvtool
@@ -91,9 +92,6 @@ def test_free_pages_are_named_where_they_are_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
-    from kvtool.core.cache import tables
-    from kvtool.core.errors import DamagedError
-
     path = make_store(tmp_path / "store", files=1)
     with Store.open(path) as store:
         with store.writer() as pen:
@@ -149,8 +147,6 @@ def test_threads_that_read_go_on_while_the_budget_is_met(tmp_path: Path) -> None
 
 
 def test_a_store_at_its_budget_loads_no_model(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtool.core.session.session import Session
-
     keep_budget(store, "10kB")
     (tmp_path / "new.md").write_text("A mill that nobody has read of.", encoding="utf-8")
     monkeypatch.setattr(Session, "__init__", lambda *_, **__: pytest.fail("a model is loaded"))

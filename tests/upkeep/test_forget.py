@@ -56,8 +56,7 @@ def test_what_a_word_means(tree: Path, target: str, gone: list[str]) -> None:
     said = forget(tree, [target], dry_run=True)
     assert sorted(said.sources) == gone
     assert set(sources(tree)) == before
-    done = forget(tree, [target], yes=True)
-    assert done == said
+    assert forget(tree, [target], yes=True) == said
     assert set(sources(tree)) == before - set(gone)
     with Store.open(tree) as store:
         assert verify(store) == []
@@ -80,7 +79,7 @@ def test_a_name_means_a_file_however_its_letters_are_composed(tmp_path: Path) ->
     assert forget(tmp_path / "store", [written], dry_run=True).sources == (written,)
 
 
-def test_nothing_is_forgotten_by_a_word_that_means_nothing(tree: Path) -> None:
+def test_refusals(tree: Path) -> None:
     with pytest.raises(UsageError) as refused:
         forget(tree, ["/a/x.md", "empy.md"])
     assert refused.value.hint == "did you mean 'empty.md'?"
@@ -88,12 +87,25 @@ def test_nothing_is_forgotten_by_a_word_that_means_nothing(tree: Path) -> None:
     with pytest.raises(UsageError, match=r"more than|5 of 5 documents"):
         forget(tree, ["*"])
     assert len(sources(tree)) == 5
+    many = kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--json").fine()
+    assert many.json["refusal"] == "5 of 5 documents would be removed"
+    assert "--yes" in many.err
+    assert kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refusal"] is None
+    prune = ("store", "prune", "--max-age", "0s", "--store", tree, "--dry-run")
+    assert "without --dry-run this is refused: " in kvtool(*prune).fine().err
+    assert kvtool(*prune, "--yes").fine().err == ""
+    with Store.open(tree) as store, store.writer() as pen:
+        pen.set_pins(["/a/x.md"], [])
+    assert "/a/x.md is pinned" in kvtool("store", "rm", "/a", "--store", tree, "--dry-run").fine().err
+    with Store.open(tree) as store, store.writer() as pen:
+        pen.set_pins(["/a/x.md"], [])
+    with pytest.raises(UsageError, match="pinned"):
+        forget(tree, ["/a"])
+    assert "/a/x.md" in sources(tree)
 
 
 @pytest.mark.parametrize("target", ["", ".x.md", "../x.md", "../../b/y.md", "/x.md", "/c/z.md", ".", "./"])
-def test_a_path_means_no_other_file_that_ends_so(
-    tree: Path, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suffix_of_a_path(tree: Path, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does an unset variable mean the folder where one is."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir("/" if target == "" else tmp_path / "here")
@@ -104,41 +116,15 @@ def test_a_path_means_no_other_file_that_ends_so(
     assert len(sources(tree)) == 6
 
 
-def test_a_name_with_brackets_is_itself_first(tree: Path) -> None:
+def test_documents_of_files_and_names_with_brackets(tree: Path) -> None:
     with Store.open(tree) as store, store.writer() as pen:
         add_file(pen, "/d/n1.md", ["n1"])
         add_file(pen, "/d/n[1].md", ["n[1]"])
     assert forget(tree, ["n[1].md"]).sources == ("/d/n[1].md",)
-
-
-def test_a_document_of_a_file_goes_and_the_file_stays(tree: Path) -> None:
     forget(tree, ["/b/rows.jsonl#0"])
     with Store.open(tree) as store:
         entry = store.file("/b/rows.jsonl")
-        assert entry is not None
         assert entry.documents == ("/b/rows.jsonl#1",)
-
-
-def test_a_pinned_document_is_not_forgotten(tree: Path) -> None:
-    with Store.open(tree) as store, store.writer() as pen:
-        pen.set_pins(["/a/x.md"], [])
-    with pytest.raises(UsageError, match="pinned"):
-        forget(tree, ["/a"])
-    assert "/a/x.md" in sources(tree)
-
-
-def test_a_rehearsal_says_what_would_be_refused(tree: Path) -> None:
-    many = kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--json").fine()
-    assert many.json["refusal"] == "5 of 5 documents would be removed"
-    assert "--yes" in many.err
-    assert kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refusal"] is None
-    prune = ("store", "prune", "--max-age", "0s", "--store", tree, "--dry-run")
-    assert "without --dry-run this is refused: " in kvtool(*prune).fine().err
-    assert kvtool(*prune, "--yes").fine().err == ""
-    with Store.open(tree) as store, store.writer() as pen:
-        pen.set_pins(["/a/x.md"], [])
-    pinned = kvtool("store", "rm", "/a", "--store", tree, "--dry-run").fine()
-    assert "/a/x.md is pinned" in pinned.err
 
 
 def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

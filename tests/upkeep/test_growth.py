@@ -69,10 +69,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def change(path: Path) -> None:
-    """Another row in the place of one of a file, as an ingest commits it."""
     with Store.open(path) as store, store.writer() as pen:
         old = store.file("/in/1.jsonl")
-        assert old is not None
         rows = [store.document(source) for source in old.documents]
         kept = [row for row in rows[1:] if row is not None]
         pen.commit_file(replace(old, digest="e"), [entry(1, 0, [put(pen, "another")]), *kept])
@@ -89,9 +87,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_one_document_costs_the_same_in_a_store_four_times_as_large(
-    name: str, stores: tuple[Path, Path], counted: Counter[str]
-) -> None:
+def test_costs_of_one_document(name: str, stores: tuple[Path, Path], counted: Counter[str]) -> None:
     counts = []
     for path in stores:
         if name == "unpin":

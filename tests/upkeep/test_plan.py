@@ -68,7 +68,7 @@ def left(stock: Inventory, plan: Plan) -> dict[str, list[str]]:
 ALL = ("raw", "lossless", *NESTED)
 
 
-def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
+def test_from_exact_to_coarse_as_measured() -> None:
     stock = inventory(held("a", ALL, used=1), held("b", ALL, used=2))
     plan = plan_prune(stock, PruneRequest(goal=0))
     assert steps(plan) == [
@@ -79,6 +79,11 @@ def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
         ("kv", ["a", "b"]),
     ]
     assert plan.expected == 2000  # the text stays
+    stock = inventory(held("a", ("raw", "1", "2"), measured=()), held("b", ("raw", "1", "2"), measured=("1",)))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 10 * MB))
+    assert steps(plan) == [("exact", ["b"])]
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
+    assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
 
 
 def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
@@ -90,31 +95,17 @@ def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
     assert plan_prune(replace(stock, used=stock.used + 5, free=5), PruneRequest(goal=stock.used)).steps == ()
 
 
-def test_what_is_asked_often_outlasts_what_was_asked_lately() -> None:
+def test_order_of_removal() -> None:
     often, late = held("often", ("raw", "2"), used=5), held("late", ("raw", "2"), used=9)
     stock = inventory(replace(often, warmth=20.0), replace(late, warmth=9.0), documents={"one": ["often", "late"]})
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert steps(plan) == [("exact", ["late"])]
-
-
-def test_in_front_of_a_tier_a_chunk_goes_whole() -> None:
+    assert steps(plan_prune(stock, PruneRequest(goal=stock.used - 1))) == [("exact", ["late"])]
     stock = inventory(*(held(name, ("raw", "2", "4"), used=used) for name, used in (("new", 9), ("old", 1))))
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1, fetched=True))
-    assert steps(plan) == [("kv", ["old"])]
-
-
-def test_what_was_not_measured_stands_for_nothing() -> None:
-    stock = inventory(held("a", ("raw", "1", "2"), measured=()), held("b", ("raw", "1", "2"), measured=("1",)))
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 10 * MB))
-    assert steps(plan) == [("exact", ["b"])]
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
-    assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
-
-
-def test_of_two_exact_records_the_larger_goes() -> None:
+    assert steps(plan_prune(stock, PruneRequest(goal=stock.used - 1, fetched=True))) == [("kv", ["old"])]
     stock = inventory(held("a", ("raw", "lossless")))
+    assert left(stock, plan_prune(stock, PruneRequest(goal=stock.used - 1))) == {"a": ["lossless"]}
+    stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert left(stock, plan) == {"a": ["lossless"]}
+    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
 
 
 def test_the_profile_goes_once_nothing_is_left_that_needs_it() -> None:
@@ -162,16 +153,13 @@ def test_cold_chunks_are_kept_coarse_and_hot_ones_fine() -> None:
     }
 
 
-def test_documents_go_whole_only_when_asked() -> None:
+def test_documents_and_shared_chunks() -> None:
     stock = inventory(held("a", used=1), held("b", used=6))
     assert plan_prune(stock, PruneRequest(unused_before=5)).sources == ("a",)
     assert plan_prune(stock, PruneRequest(added_before=9)).sources == ("a", "b")
     last = plan_prune(stock, PruneRequest(goal=0, unused_before=5, as_needed=True))
     assert steps(last) == [("kv", ["a", "b"]), ("documents", ["a"])]
     assert plan_prune(stock, PruneRequest(goal=stock.used, unused_before=5, as_needed=True)).steps == ()
-
-
-def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
     stock = inventory(
         held("own", used=1), held("shared", used=8), held("other", used=9),
         documents={"old": ["own", "shared"], "new": ["shared", "other"]},
@@ -181,12 +169,6 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
     (step,) = plan_prune(stock, PruneRequest(unused_before=9)).steps
     assert (step.sources, step.chunks, step.size) == (["old"], 1, SIZES["raw"] + 1000)
     assert plan_prune(stock, PruneRequest(unused_before=10)).steps[0].chunks == 3
-
-
-def test_what_nobody_refers_to_goes_first() -> None:
-    stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
-    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import space
-from kvtool.core.cache.entries import DocumentEntry, FileEntry
+import kvtool as package
+from kvtool.core.cache import space, tables
+from kvtool.core.cache.access_log import append
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
+from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import StretchInfo
@@ -42,8 +45,6 @@ def measured(path: Path) -> Path:
 
 
 def noted(path: Path, *labels: str, when: int) -> None:
-    from kvtool.core.cache.access_log import append
-
     append(path / "access.log", (f"{id_of(label).hex()} {when}" for label in labels))
 
 
@@ -57,7 +58,6 @@ def with_kv(path: Path) -> list[str]:
 
 
 def test_a_low_watermark_that_cannot_be_reached_costs_nothing(tmp_path: Path) -> None:
-    """The limit can be reached: no more is removed than for it, and nothing of a store within it."""
     path = make_store(tmp_path / "store", 40, 3, DIM)
     pin(path, [f"f{number}" for number in range(34)])
     limit = int(prune(path, PruneOptions(max_size=1, dry_run=True)).after / 0.95)
@@ -236,8 +236,7 @@ def test_documents_that_were_not_used_are_forgotten(tmp_path: Path) -> None:
 def test_without_compacting_pages_are_free_and_the_file_stays(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     before = bytes_in(path)
-    done = pruned(path, before // 2, compact=False)
-    assert not done.within_budget
+    assert not pruned(path, before // 2, compact=False).within_budget
     with Store.open(path) as store:
         assert store.stats()["free_bytes"] > before * 0.4
     assert pruned(path, before // 2).steps == []  # only given back
@@ -297,8 +296,7 @@ def test_an_exact_record_stays_where_its_coarse_ones_are_damaged(fitted: Path) -
     first = chunks_in(path)[0]
     replace_record(path, first, "4", 1, lambda data: data.__setitem__(70, data[70] ^ 1))
     replace_record(path, first, "1", 1, lambda data: data.__setitem__(70, data[70] ^ 1))
-    done = prune(path, PruneOptions(cold=0.0, yes=True), now=time.time() + 10)
-    assert done.exact_retained == 1
+    assert prune(path, PruneOptions(cold=0.0, yes=True), now=time.time() + 10).exact_retained == 1
     levels = levels_in(path)
     assert levels.pop(first) == ["raw"]
     assert {tuple(levels[chunk]) for chunk in chunks_in(path)[1:]} == {("4",)}
@@ -387,8 +385,6 @@ def test_a_killed_compaction_is_reclaimed_by_the_next_writer(tmp_path: Path) -> 
 
 
 def test_the_same_from_python(tmp_path: Path) -> None:
-    import kvtool as package
-
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     with package.open(path) as cache:
         assert cache.rm("f0").sources == ("f0",)
@@ -404,11 +400,6 @@ def test_the_same_from_python(tmp_path: Path) -> None:
 
 
 def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
-    """Through the command: 13 as long as damage is left, 0 once it is gone."""
-    from kvtool.core.cache import tables
-    from kvtool.core.cache.entries import ChunkInfo
-    from kvtool.core.cache.identity import Origin
-
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
         pen.fold_access()

@@ -11,6 +11,7 @@ import pytest
 
 import kvtool as package
 from kvtool.cli.app import COMMANDS, load_command
+from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
@@ -18,6 +19,7 @@ from kvtool.core.errors import NoSpaceError
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
+from kvtool.core.retrieval import tables
 from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
 from tests.compress.making import run
 from tests.upkeep.watching import Watcher, bytes_in
@@ -73,9 +75,6 @@ def test_pull(plain: Path, tmp_path: Path) -> None:
 
 def test_the_index_leaves_the_reserve_of_the_disk_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions are answered all the same: the index is made again for each."""
-    from kvtool.core.cache import space
-    from kvtool.core.retrieval import tables
-
     monkeypatch.setattr(space, "_SMALL_FILE", 0)
     shutil.rmtree(store / "index")
     (store / "index").mkdir()
