@@ -68,6 +68,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         with _opened(path, "rw") as database:
+            database.execute("BEGIN IMMEDIATE")  # a lock that is raised later fails at once instead of waiting
             database.execute("CREATE TABLE IF NOT EXISTS audits (number INTEGER PRIMARY KEY, model TEXT, audit TEXT)")
             row = fingerprint, json.dumps(asdict(audit))
             number = database.execute("INSERT INTO audits (model, audit) VALUES (?, ?)", row).lastrowid or 0
@@ -91,8 +92,6 @@ def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
 
 @contextmanager
 def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    database = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}", _LOCK_SECONDS, isolation_level="IMMEDIATE", uri=True
-    )
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", _LOCK_SECONDS, uri=True)
     with closing(database), database:
         yield database
