@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
         return False
     path = store.side_file(_FILE)
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        _make_file(path)
         with _opened(path, "rw") as database:
             database.execute("BEGIN IMMEDIATE")  # a lock that is raised later fails at once instead of waiting
             database.execute("CREATE TABLE IF NOT EXISTS audits (number INTEGER PRIMARY KEY, model TEXT, audit TEXT)")
@@ -76,6 +77,16 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
     except (OSError, sqlite3.Error):
         return False
     return True
+
+
+def _make_file(path: Path) -> None:
+    """Make an empty file. A descriptor of the database itself, once closed, would end this process's locks on it."""
+    if not path.exists():
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        os.close(handle)
+        with suppress(FileExistsError):
+            os.link(name, path)
+        os.unlink(name)
 
 
 def kept_audits(store: Store, fingerprint: str) -> tuple[Audit, ...]:
