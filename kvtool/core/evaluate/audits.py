@@ -69,6 +69,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
     try:
         _make_file(path)
         with _opened(path, "rw") as database:
+            database.execute("PRAGMA synchronous = OFF")  # a lost power may cost audits, and no writer waits for a disk
             database.execute("BEGIN IMMEDIATE")  # a lock that is raised later fails at once instead of waiting
             database.execute("CREATE TABLE IF NOT EXISTS audits (number INTEGER PRIMARY KEY, model TEXT, audit TEXT)")
             row = fingerprint, json.dumps(asdict(audit))
