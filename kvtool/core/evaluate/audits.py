@@ -69,8 +69,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
     try:
         _make_file(path)
         with _opened(path, "rw") as database:
-            database.execute("PRAGMA synchronous = OFF")  # a lost power may cost audits, and no writer waits for a disk
-            database.execute("BEGIN IMMEDIATE")  # a lock that is raised later fails at once instead of waiting
+            database.execute("BEGIN IMMEDIATE")
             database.execute("CREATE TABLE IF NOT EXISTS audits (number INTEGER PRIMARY KEY, model TEXT, audit TEXT)")
             row = fingerprint, json.dumps(asdict(audit))
             number = database.execute("INSERT INTO audits (model, audit) VALUES (?, ?)", row).lastrowid or 0
@@ -81,7 +80,11 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
 
 
 def _make_file(path: Path) -> None:
-    """Make an empty file. A descriptor of the database itself, once closed, would end this process's locks on it."""
+    """Make an empty file, readable by its owner only.
+
+    It is linked into place, since closing a descriptor of the database would drop the POSIX locks that other threads of
+    this process hold on it.
+    """
     if not path.exists():
         handle, name = tempfile.mkstemp(dir=path.parent)
         os.close(handle)
