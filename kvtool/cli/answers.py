@@ -85,8 +85,8 @@ def show_explained(out: Out, reply: Reply) -> None:
     shifted = reply.fused.shifted
     if count := int(shifted.rows.sum()):
         out.status(
-            f"{count} reused tokens shifted by {shifted.size:.0%} of what the recomputed ones changed by, "
-            f"of which their chunks have {shifted.common:.0%} in common"
+            f"shifted {count} reused tokens by {shifted.size:.0%} of the mean change of the recomputed ones, "
+            f"of which {shifted.common:.0%} is common to a chunk"
         )
     if forward := reply.resolved.get("forward"):
         out.status(f"layers: {forward}")

@@ -64,8 +64,8 @@ SHOWN = {  # what the overview lists, by heading
         "store import": "Add packs or other stores to this store.",
     },
     "Models that stay loaded": {
-        "ps": "List them, with their memory and when they end.",
-        "stop": "End that of a store, or all.",
+        "ps": "List loaded models with their memory use and expiry.",
+        "stop": "Unload the model of a store, or all models.",
     },
     "This installation": {
         "inspect": "Show the store, a chunk, or a report such as `codec`.",
@@ -90,16 +90,16 @@ _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
 _LEFT = {
-    "query": "the store holds what it held; ask again",
-    "chat": "the store holds what it held",
+    "query": "the store is unchanged; ask again",
+    "chat": "the store is unchanged",
     "watch": "what was committed stays; the next start ingests what changed meanwhile",
     "mcp": "",
     "search": "",
     "ps": "",
-    "stop": "what runs ends when its answers are finished",
+    "stop": "processes exit after their current answers",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
     "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
-    "serve": "the store holds what it held; start it again",
+    "serve": "the store is unchanged; start it again",
     "config": "",
     "doctor": "",
     "help": "",

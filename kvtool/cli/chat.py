@@ -276,7 +276,7 @@ class Chat:
                 raise
             self._out.warning(
                 f"{error.message}: it starts over",
-                "the model sees none of the turns before; they still steer the search",
+                "earlier turns were dropped from the prompt but still guide retrieval",
             )
             self._talk.start_over()
             return self._answer(question, interrupts)

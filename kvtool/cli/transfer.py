@@ -28,8 +28,8 @@ Url = Annotated[
 
 
 _SHARED = "redis://cache:6379/0"
-_AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
-_REPLACE = "`kvtool store rm PATH` lets one in; --mine or --trust FILE allow others to replace your files"
+_AS_OWN = "pass --mine for your own packs, --trust FILE for signed ones"
+_REPLACE = "to accept theirs, first remove yours: `kvtool store rm PATH`; --mine or --trust FILE replace your files"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
@@ -80,7 +80,7 @@ def tell_origin(run: Run, report: TransferReport) -> None:
     if not report.trusted and (report.files.transferred or report.chunks.transferred) and not report.dry_run:
         if report.signer is not None:
             tell_signer(run, report.origin, report.signer)
-        run.out.status(f"noted to be from {report.origin}: your own documents use none of its KV; {_AS_OWN}")
+        run.out.status(f"marked as coming from {report.origin}: your own documents do not use its KV; {_AS_OWN}")
 
 
 def tell_signer(run: Run, place: str, signer: str) -> None:

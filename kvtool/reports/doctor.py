@@ -354,7 +354,7 @@ def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
     with Store.open(folder) as store:
         verdict = known_result(store, identity.fingerprint)
     if verdict is None:
-        yield Finding("gate", "ok", f"{identity.model} has not met this store", "the first question runs the gate")
+        yield Finding("gate", "ok", f"{identity.model} has not been checked with this store", "the first question does")
         return
     verdict.enforce()
     worst = max((check.difference / check.tolerance for check in verdict.checks if check.tolerance), default=0.0)

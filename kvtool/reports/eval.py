@@ -157,7 +157,7 @@ def _words(value: Mapping[str, Any]) -> Iterator[str]:
         )
     if value["incomplete"]:
         lacking = counted(value["incomplete"], "question")
-        yield f"{lacking} lacked chunks of the store: what they say of reuse is too good"
+        yield f"{lacking} had missing chunks, so their results for reuse are optimistic"
     if "holdout" in value and not value["holdout"]:
         yield "--holdout needs two questions at least"
 
@@ -200,7 +200,7 @@ def _make(context: ReportContext, path: Path, wanted: int) -> ReportResult:
     rows = [(row["question"], "".join(row["answers"][:1]) or "-", row["sources"][0]) for row in written]
     kept = f"{counted(len(written), 'question')} of {wanted}, from {passages}"
     words = [Table(("question", "answer", "source"), tuple(rows))]
-    words.append(f"{kept}, are in {path}: read them over before you believe what is measured on them")
+    words.append(f"{kept}, are in {path}: review them before you trust results based on them")
     words += [_FEWER] if len(written) < wanted else []
     code = EXIT_PARTIAL if len(written) < wanted else EXIT_DONE
     return ReportResult("Questions", value | {"written": written}, words, exit_code=code)

@@ -13,7 +13,7 @@ def gate(context: ReportContext) -> ReportResult:
 
     verdict = known_result(context.store, context.identity.fingerprint)
     if verdict is None:
-        raise KvtoolError("the gate has not met this model yet", "it runs at the first ingest or query")
+        raise KvtoolError("this model has not been checked with this store", "the first ingest or query checks it")
     rows = [
         (
             f"law {c.law}",

@@ -58,7 +58,7 @@ class Guard:
         if self._keys is None:
             host = _host(headers)
             if host not in _LOOPBACK:
-                return Refusal(403, "host", f"this server is not {host!r}", "ask localhost, or start it with a key")
+                return Refusal(403, "host", f"unexpected Host header {host!r}", "ask localhost, or start it with a key")
             return None
         if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
             return None
@@ -68,7 +68,7 @@ class Guard:
         if (key := key_of(given.strip(), self._keys)) is not None:
             scope[OWNER] = owner_of(key)
             return None
-        hint = "send it as `Authorization: Bearer KEY`; who runs the server has the key (`kvtool serve` names its file)"
+        hint = "send `Authorization: Bearer KEY`; the server's operator has the key (`kvtool serve` names its file)"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
 
 

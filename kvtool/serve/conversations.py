@@ -31,7 +31,7 @@ _FREE = (
     *("repetition_penalty", "repeat_last_n", "min_tokens", "top_logprobs", "grammar", "stop_repeats", "explain"),
     "token_ids",
 )
-_FORGOTTEN = "the model sees none of the turns before; they still steer the search"
+_FORGOTTEN = "earlier turns were dropped from the prompt but still guide retrieval"
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class Documents:
     def _forget(self, source: str, much: bool, exact: bool) -> tuple[str, ...]:
         def check(store: Store, going: Sequence[str]) -> None:
             if exact and source not in {*going, *map(file_of, going)}:
-                raise Refusal(404, "no_document", f"{source!r} is no document of the store", param="source")
+                raise Refusal(404, "no_document", f"document not found: {source!r}", param="source")
             if self._uploads is not None:
                 self._uploads.remove_files(store, going)
 

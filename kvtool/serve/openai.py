@@ -133,7 +133,7 @@ def _messages(messages: list[Any]) -> tuple[tuple[str, str], ...]:
     for number, message in enumerate(messages):
         before = messages[number - 1] if number else {}
         if message["role"] == "tool" and before.get("role") != "tool" and not before.get("tool_calls"):
-            what = f"messages.{number} is the result of no call"
+            what = f"messages.{number} is a tool result without a preceding tool call"
             raise Refusal(400, "unsupported", what, "send the message with the call, too", f"messages.{number}")
     return tuple(("system" if role == "developer" else role, text) for role, text in said)
 

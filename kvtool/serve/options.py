@@ -67,7 +67,7 @@ class ServeOptions(Options, sections=("serve",), group="Limits and log"):
 
     parallel: int = option(8, "Number of answers generated at the same time.", lowest=1)
     queue: int = option(64, "Number of questions that may wait; more get status 429.", lowest=1)
-    request_timeout: float = option(300.0, "Maximum time for an answer, with its wait.", unit="duration", lowest=0.001)
+    request_timeout: float = option(300.0, "Time limit per answer, including queueing.", unit="duration", lowest=0.001)
     client_timeout: float = option(30.0, "Maximum time that a client may be idle.", unit="duration", lowest=0.001)
     drain_timeout: float = option(30.0, "Maximum time to finish answers at shutdown.", unit="duration", lowest=0)
     max_body: int = option(16 * 10**6, "Maximum size of a request.", unit="size", lowest=1, instead="16MB")

@@ -176,9 +176,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # raises for half a pair of surrogates
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, "not_json", f"the body is no JSON: {error}", "send one JSON object in UTF-8") from error
+        raise Refusal(400, "not_json", f"invalid JSON: {error}", "send one JSON object in UTF-8") from error
     if not isinstance(value, dict):
-        raise Refusal(400, "not_json", "the body is no JSON object", 'such as {"messages": […]}')
+        raise Refusal(400, "not_json", "the body is not a JSON object", 'such as {"messages": […]}')
     return value
 
 

@@ -87,5 +87,5 @@ def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(query, "_session", interrupt)
-    done = kvtool("query", QUESTION, "--store", store).failed(130, "the store holds what it held")
+    done = kvtool("query", QUESTION, "--store", store).failed(130, "the store is unchanged")
     assert "committed" not in done.err

@@ -325,13 +325,11 @@ class EngineLife:
         self._ingest()
 
     def _reorder(self, dice: random.Random) -> None:
-        """All but one document go, and come back."""
         for path in sorted(self.corpus.texts())[1:]:
             self._command("store", "rm", path, "--yes", fine=False)
         self._ingest()
 
     def _pack(self, dice: random.Random) -> None:
-        """Restore removed documents from a pack."""
         pack = self.folder / "store.kvpack"
         self._command("store", "export", pack, "--force")
         self._command("store", "rm", self.corpus.any_path(dice), fine=False)
@@ -361,7 +359,6 @@ def _asked(cache: kvtool.Cache, question: str, asked: dict[str, Any]) -> Said:
 
 
 def _told(engine: Engine, ask: Ask) -> Said:
-    """What an engine answers, with the logits of its reply."""
     replies: list[Said] = []
     of = Answer.of
 
@@ -379,7 +376,6 @@ def _told(engine: Engine, ask: Ask) -> Said:
 
 
 def _first(one: Any, other: Any) -> str:
-    """Where two tuples differ first, in short."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return f" at {at}: {str(a)[:120]}, fresh {str(b)[:120]}"

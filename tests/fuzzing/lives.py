@@ -135,13 +135,11 @@ class StoreLife:
         return dice.choice([one for one in _LEAD_INS if one != none])
 
     def _ingest(self, dice: random.Random, cache: kvtool.Cache | None = None, **options: Any) -> None:
-        """Bring the store up to date with all files."""
         report = (cache or self.near).ingest(self.corpus.folder, **(self._making() | options))
         require(not report.failures, f"files failed: {report.failures}")
         self.committed, self.current = self.corpus.texts(), True
 
     def _refused(self, work: Callable[[], Any]) -> bool:
-        """Do it; True where it cannot be had, which is counted."""
         try:
             work()
             return False
@@ -253,7 +251,6 @@ class StoreLife:
         self.committed = self.committed | {path: self.corpus.texts()[path]}
 
     def _lead_in(self, dice: random.Random) -> None:
-        """Another lead-in, for all files or for one."""
         self.lead_in = self._any_lead_in(dice)
         if dice.random() < 0.7:
             self._ingest(dice)
@@ -266,7 +263,6 @@ class StoreLife:
         self._ingest(dice, system=self.system)
 
     def _forget(self, dice: random.Random) -> None:
-        """Remove a document: it comes back with the next ingest, or a query for it fails."""
         source = dice.choice(sorted(self.committed))
         if len(self.committed) > 2 and not self._refused(lambda: dice.choice((self.near, self.far)).rm(source)):
             self.committed = {name: text for name, text in self.committed.items() if name != source}
@@ -429,11 +425,9 @@ class StoreLife:
         self._filled(other, lambda cache: cache.take(pack), dice)
 
     def _old_pack(self, dice: random.Random) -> None:
-        """A pack of an earlier day is taken in."""
         self._joined(getattr(self, "packed", None), lambda: self.near.take(self.folder / "store.kvpack"), dice)
 
     def _tier(self, dice: random.Random) -> None:
-        """What was pushed another store pulls, and answers the same."""
         if self._refused(lambda: self.near.push(self.tier, delete=True, yes=True)):
             self.tiers += 1  # the one before was made with another lead-in, or instruction
             self.near.push(self.tier)
@@ -441,7 +435,6 @@ class StoreLife:
         self._filled(self.folder / f"pulled-{dice.getrandbits(30)}", lambda cache: cache.pull(self.tier), dice)
 
     def _pull(self, dice: random.Random) -> None:
-        """Pull an older state of a shared store."""
         self._joined(getattr(self, "pushed", None), lambda: self.near.pull(self.tier), dice)
 
     def _filled(self, other: Path, fill: Callable[[kvtool.Cache], object], dice: random.Random) -> None:
@@ -452,7 +445,6 @@ class StoreLife:
             self._asked(cache, dice)
 
     def _joined(self, older: dict[str, str] | None, take: Callable[[], object], dice: random.Random) -> None:
-        """Documents are those of now or of then."""
         if older is None or self._refused(take):
             return
         self.current = False

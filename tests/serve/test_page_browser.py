@@ -388,7 +388,7 @@ def replying(status: int, body: object) -> Callable[[Any], None]:
 def test_what_fails_is_told_in_korean(ready: Path, tmp_path: Path, open_page: Open) -> None:
     refused = [
         (409, {"error": {"message": "'a' holds 1 further document", "code": "part_of_file", "hint": "name the file"}}),
-        (404, {"error": {"message": "'a' is no document of the store", "code": "no_document", "hint": ""}}),
+        (404, {"error": {"message": "document not found: 'a'", "code": "no_document", "hint": ""}}),
         (503, {"error": {"message": "writing: process 7", "code": "store_locked", "hint": "wait"}}),
         (413, {"error": {"message": "the request is too long", "code": "http", "hint": ""}}),
     ]

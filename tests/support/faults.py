@@ -213,7 +213,6 @@ class Bench:
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each part and kind: how often, what came of it, and how often that was wrong."""
     found: dict[tuple[str, str], Counter[str]] = {}
     wrong: Counter[tuple[str, str]] = Counter()
     for row in rows:

@@ -97,7 +97,6 @@ def copies_of(store: Path, folder: Path) -> Iterator[None]:
 
 
 def keep_copy(store: Path, environment: Environment, folder: Path) -> None:
-    """The store as its last commit has left it."""
     place = folder / "new"
     shutil.rmtree(place, ignore_errors=True)
     data = place / layout.DATA_FOLDER / environment.generation.name

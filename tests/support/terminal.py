@@ -35,7 +35,6 @@ class Terminal:
         subprocess.run([*self._server, "kill-server"], capture_output=True)
 
     def types(self, text: str, *keys: str) -> None:
-        """Type a text, then keys by tmux' names for them."""
         if text:
             self._tmux("send-keys", "-l", text)
         if keys:
@@ -49,7 +48,6 @@ class Terminal:
         return self._tmux("capture-pane", "-p", "-J", "-S", "-200").rstrip()
 
     def until(self, text: str, times: int = 1) -> str:
-        """Return the screen as soon as it shows a text so many times."""
         over = time.monotonic() + PATIENCE_S
         while (shown := self.screen()).count(text) < times:
             if time.monotonic() > over:
@@ -97,7 +95,6 @@ SCENES: dict[str, Scene] = {"narrow": narrow, "korean": korean, "several-lines":
 
 
 def played(name: str, store: Path, folder: Path, *more: str) -> str:
-    """One scene over a store; the screen at its end."""
     command = shlex.join([sys.executable, "-m", "kvtool", "chat", "--store", str(store.absolute()), *more])
     terminal = Terminal(f"PYTHONPATH={shlex.quote(str(HERE))} {command}", folder)
     try:

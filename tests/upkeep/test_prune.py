@@ -99,7 +99,7 @@ def test_down_to_the_budgets_low_watermark_by_use(tmp_path: Path) -> None:
 
 def test_nothing_says_how_far(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=4, dim=DIM)
-    kvtool("store", "prune", "--store", path).failed(2, "nothing says how small")
+    kvtool("store", "prune", "--store", path).failed(2, "no target size given")
     kvtool("store", "prune", "--store", path, "--unused", "soon").failed(2, "'soon' is not a length of time")
     with pytest.raises(UsageError, match="would go"):
         prune(path, PruneOptions(max_size=300_000))

@@ -80,11 +80,7 @@ def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
 
 
 def _make_file(path: Path) -> None:
-    """Make an empty file, readable by its owner only.
-
-    It is linked into place, since closing a descriptor of the database would drop the POSIX locks that other threads of
-    this process hold on it.
-    """
+    """Make an empty file. Closing a descriptor of the database itself would drop this process's locks on it."""
     if not path.exists():
         handle, name = tempfile.mkstemp(dir=path.parent)
         os.close(handle)

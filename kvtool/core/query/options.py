@@ -144,7 +144,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         group=FUSION,
         choices=FUSIONS,
         instead="union, or prefix for recurrent models",
-        several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` holds several against each other",
+        several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` compares several",
     )
     ratio: float = option(
         0.15,

@@ -208,7 +208,7 @@ def _request(store: Store, options: PruneOptions, now: float) -> tuple[int | Non
     ages = options.max_age is not None or options.unused is not None
     if limit is None and not ages and options.cold is None:
         raise UsageError(
-            "nothing says how small the store should be",
+            "no target size given",
             "give --max-size 20GB, keep a budget with --budget 20GB, or see --unused and --cold",
         )
 

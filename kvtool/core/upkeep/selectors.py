@@ -74,7 +74,7 @@ def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]
     names = {PurePosixPath(file).name: file for file in named.values()}
     near = did_you_mean(PurePosixPath(target).name, names, 0.7)  # names of files end alike
     hint = _folder_hint(target, named) or near or _LISTED
-    raise UsageError(f"{target!r} is no document of the store", hint)
+    raise UsageError(f"document not found: {target!r}", hint)
 
 
 def _folder_hint(target: str, named: Named) -> str:

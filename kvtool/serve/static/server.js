@@ -168,7 +168,7 @@ const KNOWN = [
     () => t("A passage was missing in the store, or damaged there, and was computed for this answer."),
   ],
   [/^a shared store can only be asked$/, () => t("A shared store lists no documents.")],
-  [/ is no document of the store$/, () => t("It is not in the store any more.")],
+  [/^document not found: /, () => t("It is not in the store any more.")],
   [/ is pinned, so nothing was removed$/, () => t("It is pinned: whoever runs the server can unpin it.")],
   [/^the request is too long$/, () => t("What was sent is longer than the server takes.")],
 ];
