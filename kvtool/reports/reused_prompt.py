@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,8 +17,9 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import QueryRows, Watch
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.prompt import lay_out
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
 
+Watch = Callable[[int, torch.Tensor, torch.Tensor, AttentionParams], None]
+"""Called with a layer's number, queries, keys and parameters of attention."""
 EXACT = "exact"  # raw or lossless records; computed where only lossy ones are stored
 
 
@@ -107,7 +110,18 @@ def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCa
 def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache, watch: Watch) -> None:
     """Compute a prompt's rows from `start` into their places in the cache, and show each layer's queries and keys."""
     rows = QueryRows.of(torch.arange(start, start + len(ids)), decoder.device)
-    decoder.fill_cache(ids, replace(rows, watch=watch), cache)
+    decoder.fill_cache(ids, rows, cache, on_layer=_Watching(watch))
+
+
+@dataclass(frozen=True, slots=True)
+class _Watching(OnLayer):
+    watch: Watch
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> bool:
+        self.watch(layer, query, keys, params)
+        return False
 
 
 def cache_of(decoder: Decoder, length: int) -> PromptCache:

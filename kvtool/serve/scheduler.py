@@ -336,8 +336,8 @@ class Scheduler:
         from kvtool.core.model.generate import AnswerSequence
 
         job.queue_ms += (time.monotonic() - (job.aside or job.arrived)) * 1e3
-        with self._computing(job, batch):
-            begun = job.begun = self._begun(job)
+        with self._computing(job):
+            begun = job.begun = self._begun(job, batch)
             if begun is None:
                 job.aside = time.monotonic()
                 self._aside.append(job)
@@ -350,29 +350,27 @@ class Scheduler:
             batch.add(job.sequence)
 
     @contextmanager
-    def _computing(self, job: Job, batch: ContinuousBatch) -> Iterator[None]:
-        from kvtool.core.model.preemption import between_layers
-
+    def _computing(self, job: Job) -> Iterator[None]:
         self._current = job
         try:
-            with between_layers(lambda: self._run_others(batch, job)):
-                yield
+            yield
         except Exception as error:
             self._end(job, as_error(error))
         finally:
             self._current = None
 
-    def _begun(self, job: Job, is_again: bool = False) -> PreparedAnswer | None:
+    def _begun(self, job: Job, batch: ContinuousBatch, is_again: bool = False) -> PreparedAnswer | None:
         """Return a job's computed prompt; None: it is interrupted. Tried again if the store was just replaced."""
         session = self._model.session()
         if job.session is not session:
             job.session, job.steps = session, self._steps_of(job, session)
         try:
-            return self._stepped_through(job)
+            with session.decoder.pausing(lambda: self._run_others(batch, job)):
+                return self._stepped_through(job, session.decoder)
         except (ModelError, StoreFormatError):
             if is_again or session is self._model.session():
                 raise
-        return self._begun(job, is_again=True)
+        return self._begun(job, batch, is_again=True)
 
     def _steps_of(self, job: Job, session: Session) -> Generator[PreparedAnswer | None]:
         """Bring a job to its first token. Yields None between two turns of its conversation, at last the prompt."""
@@ -394,13 +392,11 @@ class Scheduler:
             job.cached = cached
             yield None if cached is None else cached.begun
 
-    def _stepped_through(self, job: Job) -> PreparedAnswer | None:
-        from kvtool.core.model.preemption import run_pending
-
+    def _stepped_through(self, job: Job, decoder: Decoder) -> PreparedAnswer | None:
         assert job.steps is not None
         started = time.monotonic()
         while (begun := next(job.steps)) is None:
-            run_pending()
+            decoder.pause()
             others_can_begin = self._aside or (self._waiting and len(self._running) < self._parallel)
             if others_can_begin and time.monotonic() - started >= _SLICE:
                 return None
@@ -432,18 +428,19 @@ class Scheduler:
         begun, draft = job.begun, job.draft
         if begun is None or draft is None:  # it was abandoned
             return
-        with self._computing(job, batch):
+        decoder = begun.session.decoder
+        with self._computing(job), decoder.pausing(lambda: self._run_others(batch, job)):
             sampling = replace(begun.sampling, stop=job.ask.stop)
             checked = job.checked = begun.check(draft, sampling, job.drafted)
-            job.sequence = AnswerSequence(begun.session.decoder, checked.exact.cache, checked.known, sampling)
+            job.sequence = AnswerSequence(decoder, checked.exact.cache, checked.known, sampling)
             batch.add(job.sequence)
 
     def _do_later(self, work: Callable[[], object], failure: str, batch: ContinuousBatch) -> None:
         """Do work after answers, which are valid without it."""
-        from kvtool.core.model.preemption import between_layers
-
+        decoder = self._model.decoder
+        pausing = nullcontext() if decoder is None else decoder.pausing(lambda: self._run_others(batch))
         try:
-            with between_layers(lambda: self._run_others(batch)):
+            with pausing:
                 work()
         except Closed:  # replaced by another store
             return

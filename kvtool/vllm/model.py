@@ -1,14 +1,13 @@
 """Decoder over vLLM's own modules: the rows that a fusion mode recomputes go through the weights that vLLM has loaded.
 
-vLLM's layers take no chosen rows and no cache of ours, so each gets a wrapper with the call of a decoder layer of
-`transformers`, which kvtool's passes expect. Norms, projections, RoPE and MLP are vLLM's modules, as they are;
-attention is kvtool's.
+Norms, projections, RoPE and MLP are vLLM's modules, as they are; the loop over the layers, the cache and attention are
+kvtool's.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +18,11 @@ from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention import dispatch
 from kvtool.core.kernels.attention.params import KV, AttentionParams
-from kvtool.core.model.decoder import Decoder, HeadRows
+from kvtool.core.kernels.rope import CosSin
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.forward import Forward, Heads
 from kvtool.core.model.kinds import KVShape, LayerKind, Sample
+from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.stack import Turns
 from kvtool.vllm.ranks import Ranks
@@ -48,83 +50,88 @@ class RopeTables(nn.Module):
         return cos.repeat_interleave(2, -1)[None], sin.repeat_interleave(2, -1)[None]
 
 
-class RowAttention(nn.Module):
-    def __init__(self, own: Any, layer: int, ranks: Ranks) -> None:
-        super().__init__()
-        impl = own.attn.impl
-        self.own, self._layer, self.ranks = own, layer, ranks
-        self.params = AttentionParams(float(impl.scale), own.attn.sliding_window, impl.logits_soft_cap or None)
+@dataclass(frozen=True, slots=True, eq=False)
+class VllmLayer:
+    """A layer of vLLM's, as a pass computes it. Its projection rotates heads, too."""
 
-    def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = self.ranks.call("project", self._layer, hidden, positions)
-        return query, key, value
+    own: Any
+    number: int
+    ranks: Ranks
+    params: AttentionParams
+    is_sandwich: bool
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, rows: Any, cache: Any) -> torch.Tensor:
-        query, key, value = self.project(hidden, positions)
-        key, value = cache.update(key, value, self._layer)
-        seen = rows.attend(self._layer, query, key, value, self.params)
-        out: torch.Tensor = self.ranks.call("output", self._layer, seen[0].transpose(0, 1))
-        return out
+    @classmethod
+    def of(cls, own: Any, number: int, ranks: Ranks) -> VllmLayer:
+        attention: Any = own.self_attn.attn
+        impl = attention.impl
+        params = AttentionParams(float(impl.scale), attention.sliding_window, impl.logits_soft_cap or None)
+        return cls(own, number, ranks, params, all(hasattr(own, name) for name in _SANDWICH))
 
+    def project(self, hidden: torch.Tensor, positions: torch.Tensor, exact: bool) -> Heads:
+        sides = self.rotated(self.own.input_layernorm(hidden), positions)
+        return Heads(*(side[0].transpose(0, 1).flatten(1) for side in sides))
 
-class RowLayer(nn.Module):
-    def __init__(self, own: Any, layer: int, ranks: Ranks) -> None:
-        super().__init__()
-        self.own, self._layer, self.self_attn = own, layer, RowAttention(own.self_attn, layer, ranks)
-        self._is_sandwich = all(hasattr(own, name) for name in _SANDWICH)
+    def rotated(self, normed: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sides: tuple[torch.Tensor, ...] = self.ranks.call("project", self.number, normed, positions)
+        return sides
 
-    def forward(
-        self, hidden_states: torch.Tensor, *, position_ids: torch.Tensor, past_key_values: Any, rows: Any, **_: Any
-    ) -> torch.Tensor:
-        own, hidden = self.own, hidden_states[0]
-        attended = self.self_attn(own.input_layernorm(hidden), position_ids[0], rows, past_key_values)
-        if self._is_sandwich:
-            hidden = hidden + own.post_attention_layernorm(attended)
+    def rotate(self, heads: Heads, angles: CosSin | None) -> Heads:
+        dim = self.own.self_attn.head_dim
+        return Heads(*(side.view(len(side), -1, dim).transpose(0, 1)[None] for side in heads))
+
+    def place(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
+        queries, keys, values = self.rotate(heads, angles)
+        buffer.scatter(places, keys, values)
+        return queries
+
+    def finish(self, attended: torch.Tensor, hidden: torch.Tensor, exact: bool) -> torch.Tensor:
+        own: Any = self.own
+        heads = attended.view(len(attended), -1, self.own.self_attn.head_dim)
+        output: torch.Tensor = self.ranks.call("output", self.number, heads)
+        if self.is_sandwich:
+            hidden = hidden + own.post_attention_layernorm(output)
             more = own.post_feedforward_layernorm(self._mlp(own.pre_feedforward_layernorm(hidden)))
         else:
-            hidden = hidden + attended
+            hidden = hidden + output
             more = self._mlp(own.post_attention_layernorm(hidden))
-        out: torch.Tensor = (hidden + more)[None]
+        out: torch.Tensor = hidden + more
         return out
 
     def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.self_attn.ranks.call("mlp", self._layer, hidden)
+        out: torch.Tensor = self.ranks.call("mlp", self.number, hidden)
         return out
 
 
-class RowBase(nn.Module):
-    def __init__(self, own: Any, ranks: Ranks) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class VllmEnds:
+    own: Any
+    ranks: Ranks
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.ranks.call("embed", ids)
+        return embedded
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.ranks.call("logits", self.own.model.norm(hidden).contiguous())
+        return logits.float()
+
+    def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class RowModel(nn.Module):
+    """The parts of vLLM's model that `DecoderStack` asks for."""
+
+    def __init__(self, own: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.own, self._ranks = own, ranks
-        self.layers: Any = nn.ModuleList(RowLayer(layer, number, ranks) for number, layer in enumerate(own.layers))
-        ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in own.layers}
+        self.own, self.dtype = own, dtype
+        ropes = {id(layer.self_attn.rotary_emb): layer.self_attn.rotary_emb for layer in own.model.layers}
         names = [""] if len(ropes) == 1 else [str(number) for number in range(len(ropes))]
         self.rope_names = dict(zip(ropes, names, strict=True))
         self.rotary_emb = RopeTables(dict(zip(names, ropes.values(), strict=True)))
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any, rows: Any, **_: Any
-    ) -> torch.Tensor:
-        hidden = self._ranks.call("embed", input_ids[0])[None]
-        for layer in self.layers:
-            hidden = layer(
-                hidden, position_embeddings=(), position_ids=position_ids, past_key_values=past_key_values, rows=rows
-            )
-        normed: torch.Tensor = self.own.norm(hidden[0])[None]
-        return normed
-
-
-class RowModel(nn.Module):
-    def __init__(self, own: Any, dtype: torch.dtype, ranks: Ranks) -> None:
-        super().__init__()
-        self.own, self.base, self.dtype, self.ranks = own, RowBase(own.model, ranks), dtype, ranks
-
     def get_input_embeddings(self) -> Any:
         return self.own.model.embed_tokens
-
-    def forward(self, logits_to_keep: int, **given: Any) -> SimpleNamespace:
-        hidden = self.base(**given)[0, -logits_to_keep:]
-        return SimpleNamespace(logits=self.ranks.call("logits", hidden.contiguous())[None])
 
 
 @dataclass(frozen=True)
@@ -150,39 +157,44 @@ class VllmDecoder(Decoder):
     ) -> None:
         check_model(model, blocks)
         device = str(next(model.parameters()).device)
-        self.model = RowModel(model, dtype, ranks or Ranks(model))
-        self.base, self.layers = self.model.base, list(self.model.base.layers)
-        attentions: list[RowAttention] = [layer.self_attn for layer in self.model.base.layers]
+        self.ranks = ranks or Ranks(model)
+        self.model = self.base = RowModel(model, dtype)
+        layers = [VllmLayer.of(own, number, self.ranks) for number, own in enumerate(model.model.layers)]
+        self.layers = list(model.model.layers)
         self.loaded = VllmLoaded(self.model, None, None, device, str(kv_dtype).removeprefix("torch."), "", 0.0)  # type: ignore[arg-type]
         self.turns, self.keeps_states, self.device, self.context = Turns(), False, device, context
-        self.dtype, self.kv_dtype = dtype, kv_dtype
-        self.unfused, self._fused, self._head, self.state_forms = "vLLM's own layers", None, HeadRows(), {}
+        self.dtype, self.kv_dtype, self.state_forms = dtype, kv_dtype, {}
         dispatch.prepare(dtype, device)
-        self.kinds = tuple(map(self._kind, attentions))
+        self.kinds = tuple(map(self._kind, layers))
         self.shapes = tuple(kind.shape for kind in self.kinds)
         samples = {
-            layer: self._sample(attentions[layer])
+            layer: self._sample(layers[layer])
             for layer in {kind: number for number, kind in enumerate(self.kinds)}.values()
         }
-        self._rotary = Rotary(self.base, attentions, self.kinds, samples, dtype, device)
+        self._rotary = Rotary(self.base, [layer.own.self_attn for layer in layers], self.kinds, samples, dtype, device)
+        self._forward_pass = Forward(self, layers, VllmEnds(model, self.ranks), why="vLLM's own layers")
 
-    def _kind(self, attention: RowAttention) -> LayerKind:
-        own, params = attention.own, attention.params
+    @property
+    def passes(self) -> Forward:
+        return self._forward_pass
+
+    def _kind(self, layer: VllmLayer) -> LayerKind:
+        own, params = layer.own.self_attn, layer.params
         return LayerKind(
             rotation=self.base.rope_names[id(own.rotary_emb)],
             window=params.window,
             softcap=params.softcap,
             sinks=False,
             tempered=False,
-            shape=KVShape(self.model.ranks.kv_heads(own), own.head_dim, own.head_dim),
+            shape=KVShape(self.ranks.kv_heads(own), own.head_dim, own.head_dim),
         )
 
     @torch.inference_mode()
-    def _sample(self, attention: RowAttention) -> Sample:
+    def _sample(self, layer: VllmLayer) -> Sample:
         at = (*_SAMPLED, max(self.context - 1, *_SAMPLED))
-        embedding = self.model.ranks.call("embed", torch.tensor([0], device=self.device))
+        embedding = self.ranks.call("embed", torch.tensor([0], device=self.device))
         hidden = embedding.new_ones(len(at), embedding.shape[-1]).cumsum(-1).sin()
-        keys = attention.project(hidden, torch.tensor(at, device=self.device))[1]
+        keys = layer.rotated(hidden, torch.tensor(at, device=self.device))[1]
         return Sample(at, keys[0].float())
 
 

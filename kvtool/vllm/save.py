@@ -100,8 +100,8 @@ class Saver:
         places = torch.arange(wanted.wish.after, len(wanted.ids), device=decoder.device)
         rows, undo = places - first * self._block_size, decoder.rotary.table(places).inverse()
         layers = []
-        for number, (layer, shape) in enumerate(zip(decoder.model.base.layers, decoder.shapes, strict=True)):
-            module = layer.self_attn.own.attn
+        for number, (layer, shape) in enumerate(zip(decoder.layers, decoder.shapes, strict=True)):
+            module = layer.self_attn.attn
             where = self._layout(module, shape.heads, shape.key_dim)
             numbers = module.kv_cache[blocks].flatten(1)[:, where].view(-1, 2, shape.heads, shape.key_dim)
             keys, values = numbers[rows].permute(1, 2, 0, 3)

@@ -49,8 +49,8 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import BATCH_TOKENS, ChunkStorer
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.hf.modules import CacheProxy
 from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.modules import CacheProxy
 from kvtool.core.model.prefill import ChunkKV, LeadIn
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.stack import Turns

@@ -12,7 +12,6 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
-from kvtool.core.model.preemption import between_layers
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.fusion.making import CHUNKS, NAMES, PREFIX, Case, Ids, case, new_case, same_bits, tokens
 from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
@@ -58,7 +57,7 @@ def alone(one: Decoder) -> list[Ids]:
 def check_fuse(one: Case, mode: str) -> None:
     plan, selector = one.plan(holes=[1]), SELECTORS[mode]()
     expected, beside = one.fuse(plan, selector), Beside(one.decoder)
-    with between_layers(beside.step):
+    with beside.decoder.pausing(beside.step):
         found = one.fuse(plan, selector)
     assert same_bits(expected, found)
     assert found.tokens == expected.tokens
@@ -88,7 +87,7 @@ def test_models_that_keep_states(name: str) -> None:
     plan, one = plan_of(), decoder(name)
     expected = Shelf().answer(name, plan).fused
     beside = Beside(one)
-    with between_layers(beside.step):
+    with beside.decoder.pausing(beside.step):
         found = Shelf().answer(name, plan).fused
     assert torch.equal(expected.logits, found.logits)
     assert beside.steps >= len(one.layers)
@@ -99,7 +98,7 @@ def test_chunks_that_are_made_meanwhile() -> None:
     one = case("llama").decoder
     items, lead_in = [PrefillItem(CHUNKS[0]), PrefillItem(CHUNKS[1])], LeadIn(one, PREFIX)
     expected, beside = prefill_chunks(one, lead_in, items), Beside(one)
-    with between_layers(beside.step):
+    with beside.decoder.pausing(beside.step):
         found = prefill_chunks(one, lead_in, items)
     for a, b in zip(expected, found, strict=True):
         for sides, others in zip(a.layers, b.layers, strict=True):
@@ -109,7 +108,6 @@ def test_chunks_that_are_made_meanwhile() -> None:
 
 
 def test_what_it_raises_ends_the_pass() -> None:
-    """And nothing of it is left on the layers."""
     one, left = case("llama"), KvtoolError("nobody waits")
     count = 0
 
@@ -121,16 +119,15 @@ def test_what_it_raises_ends_the_pass() -> None:
 
     plan = one.plan()
     expected = one.fuse(plan, Full())
-    with pytest.raises(KvtoolError) as raised, between_layers(leave):
+    with pytest.raises(KvtoolError) as raised, one.decoder.pausing(leave):
         one.fuse(plan, Full())
     assert raised.value is left
-    assert not one.decoder.hooked
     assert same_bits(expected, one.fuse(plan, Full()))
 
 
 def test_a_pass_that_is_timed_stops_for_nothing() -> None:
     one, stops = case("llama").decoder, []
-    with between_layers(lambda: stops.append(True)), between_layers(None):
+    with one.pausing(lambda: stops.append(True)), one.pausing(None):
         one.prefill(tokens(30, 2))
     assert not stops
 
@@ -141,7 +138,7 @@ def test_nothing_stops_a_pass_that_runs_between_layers() -> None:
     def inside() -> None:
         deep.append(one.prefill(tokens(12, 1))[0])
 
-    with between_layers(inside):
+    with one.pausing(inside):
         one.prefill(tokens(30, 2))
     assert len(deep) == len(one.layers)
     assert torch.equal(deep[0], deep[-1])

@@ -186,7 +186,7 @@ def test_the_lm_head_sees_one_row(monkeypatch: pytest.MonkeyPatch, name: str) ->
     plan = shared.plan(lead_in=BOS)
     rows: list[int] = []
     head = shared.decoder.model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    handle = head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[-2]))
     try:
         for selector in SELECTORS.values():
             shared.fuse(plan, selector())

@@ -7,7 +7,9 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +39,6 @@ from tests.fusion.making import (
     join_loaders,
     missing_at,
     needed,
-    new_case,
     same_bits,
     tokens,
 )
@@ -72,19 +73,21 @@ def test_the_most_relevant_records_are_asked_for_first(llama: Case) -> None:
 
 
 def test_the_next_layer_is_read_while_one_computes(llama: Case) -> None:
-    """The last layer has been read before the first layer's MLP is through: nothing waits for compute."""
+    """The last layer has been read before the second one computes: nothing waits for compute."""
     read = threading.Event()
 
     def note(segments: Sequence[Segment], layer: int) -> None:
         if layer == LAYERS - 1:
             read.set()
 
-    module = llama.decoder.layers[0]
-    handle = module.register_forward_hook(lambda *_: None if read.wait(10) else pytest.fail("read too late"))
-    try:
+    pauses = count()
+
+    def wait() -> None:
+        if next(pauses) == 1 and not read.wait(10):
+            pytest.fail("read too late")
+
+    with llama.decoder.pausing(wait):
         llama.fuse(llama.plan(lead_in=BOS), Reuse(), SpySource(llama.source, before=note))
-    finally:
-        handle.remove()
 
 
 @pytest.mark.some(24)
@@ -216,15 +219,12 @@ def test_other_trouble_is_raised_and_the_thread_ends(llama: Case, name: str, err
         llama.fuse(llama.plan(lead_in=BOS), SELECTORS[name](), SpySource(llama.source, before=fail))
     assert caught.value is error
     assert not loader_threads()
-    assert not any(module._forward_pre_hooks for module in llama.decoder.layers)
 
 
 def test_trouble_in_the_model_ends_the_thread() -> None:
-    own = new_case("llama")
-    plan = own.plan(lead_in=BOS)
-    own.decoder.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ArithmeticError))
-    with pytest.raises(ArithmeticError):
-        own.fuse(plan, Blend())
+    own, fail = case("llama"), mock.Mock(side_effect=[None, ArithmeticError])
+    with pytest.raises(ArithmeticError), own.decoder.pausing(fail):
+        own.fuse(own.plan(lead_in=BOS), Blend())
     assert not loader_threads()
 
 

@@ -17,8 +17,8 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
+from kvtool.core.model.hf.states import StateAndRowsLayer, StateCache, States
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.states import StateAndRowsLayer, StateCache, States
 from kvtool.core.session.gate import check_invariants
 from tests.codec import test_families
 from tests.families import HYBRIDS, tiny_model

@@ -20,7 +20,7 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
-from kvtool.core.model.states import StateCache
+from kvtool.core.model.hf.states import StateCache
 from tests.fusion.making import (
     BOS,
     CHUNKS,

@@ -11,7 +11,8 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import QueryRows, rows_attention
+from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.hf.attention import rows_attention
 from tests.spying import calls_of
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200

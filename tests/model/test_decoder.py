@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.errors import DamagedError, ModelError
+from kvtool.core.errors import DamagedError
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.families import VOCAB, tiny_model
 from tests.fusion.making import decoder_of
@@ -26,16 +26,6 @@ def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
     decoder.prefill([1, 2, 3, 4, 5])
     assert seen
     assert all(strides == own for strides, own in seen)
-
-
-def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
-    """A plain call of the model over it would attend as a prefill does, whatever the cache holds."""
-    model = tiny_model("llama")
-    decoder = decoder_of(model, "cpu")
-    _, cache = decoder.prefill([1, 2, 3])
-    with pytest.raises(ModelError, match="positions"), torch.inference_mode():
-        model(torch.tensor([[4, 5]]), past_key_values=cache)
-    assert cache.buffers[0].length == 3
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.attention import IMPLEMENTATION
+from kvtool.core.model.hf.attention import IMPLEMENTATION
+from kvtool.core.model.hf.mla import Latents, joined, latents_of
 from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.mla import Latents, joined, latents_of
 from kvtool.core.model.prompt_cache import BufferLayer
 from samples.benchmarks.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model

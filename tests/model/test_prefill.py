@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtool.core.model.forward import Forward
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Ids, case, new_case, plain_rows, tokens
+from tests.spying import calls_of
 
 
 @pytest.mark.parametrize("lead_in", [(), BOS, PREFIX, tokens(100, 40)], ids=["none", "bos", "prefix", "long"])
@@ -31,21 +33,13 @@ def test_shapes() -> None:
         assert kv.dtype == decoder.dtype
 
 
-def test_the_lead_in_is_computed_once_and_the_lm_head_never() -> None:
+def test_the_lead_in_is_computed_once_and_the_lm_head_never(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = case("llama").decoder
     lead_in = LeadIn(decoder, PREFIX)
-    widths: list[tuple[int, ...]] = []
-    heads: list[int] = []
-    hooks = [
-        decoder.layers[0].register_forward_pre_hook(lambda module, args: widths.append(tuple(args[0].shape[:2]))),
-        decoder.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: heads.append(1)),
-    ]
-    try:
-        prefill_chunks(decoder, lead_in, [PrefillItem(CHUNKS[1]), PrefillItem(CHUNKS[3])])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert widths == [(1, len(CHUNKS[1]) + len(CHUNKS[3]))]  # no padding
+    rows = calls_of(monkeypatch, Forward, "fill", lambda forward, one: len(one.ids))
+    heads = calls_of(monkeypatch, Forward, "logits")
+    prefill_chunks(decoder, lead_in, [PrefillItem(CHUNKS[1]), PrefillItem(CHUNKS[3])])
+    assert rows == [len(CHUNKS[1]) + len(CHUNKS[3])]  # no padding
     assert heads == []
 
 

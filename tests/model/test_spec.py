@@ -57,7 +57,7 @@ def test_multipliers_windows_and_ropes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("gpt-neox", "has attention"), ("olmo", "clipped"), ("bitnet", "has attn_sub_norm")],  # others: test_layer_cpu.py
+    [("gpt-neox", "has attention"), ("olmo", "clipped"), ("bitnet", "has attn_sub_norm")],  # others: test_forward.py
 )
 def test_what_is_not_known_is_declined_by_name(name: str, why: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=why):
@@ -115,7 +115,7 @@ def test_a_norm_that_nobody_knows_needs_no_file() -> None:
     assert not any(norm.is_rms for layer in tried.decoder.spec.layers for norm in layer.norms)
     plan = tried.plan()
     fused = tried.fuse(plan, LOSSLESS["union"], reserve=8)
-    assert tried.decoder.unfused == ""
+    assert tried.decoder.passes.why == ""
     with torch.inference_mode():
         plain = untouched(input_ids=torch.tensor([list(plan.ids)]), use_cache=False).logits[0, -1]
         assert distance(fused.logits, plain) <= 1e-4

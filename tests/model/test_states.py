@@ -8,8 +8,8 @@ import transformers as t
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend
+from kvtool.core.model.hf.states import NothingLayer, StateAndRowsLayer, StateCache, StateLayer
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.states import NothingLayer, StateAndRowsLayer, StateCache, StateLayer
 from tests.families import SHAPE, tiny_model
 from tests.fusion.making import decoder_of, tokens
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import kvtool as package
-from kvtool.core.model import prompt_cache, states
+from kvtool.core.model import prompt_cache
+from kvtool.core.model.hf import states
 from kvtool.core.query import conversation
 from kvtool.core.query.conversation import Conversation
 from tests.cli.working import CHUNKS, kvtool, write_corpus

@@ -32,11 +32,12 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import RopeTables
-from kvtool.core.model.attention import rows_of_pass
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.hf.attention import running
+from kvtool.core.model.hf.mla import joined
+from kvtool.core.model.hf.modules import cache_name
 from kvtool.core.model.kinds import LayerKind
-from kvtool.core.model.mla import joined
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.passes import Pass
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.model.prompt import PromptParts, question_tokens
 from kvtool.core.records.encode import encoder_threads
@@ -232,13 +233,14 @@ def _logits(decoder: Decoder, prompts: Sequence[CachedPrompt], rows: _Rows) -> t
     device = decoder.device
     positions = [torch.arange(prompt.cached, prompt.cached + len(prompt.ids)) for prompt in prompts]
     kept = [torch.arange(stop - prompt.scored - 1, stop) for (_, stop), prompt in zip(rows.spans, prompts, strict=True)]
-    with rows_of_pass(lambda: rows):
+    ids = torch.tensor([token for prompt in prompts for token in prompt.ids], device=device)
+    one = Pass(ids, rows, torch.cat(positions).to(device), None)
+    with running(one):
         out = decoder.model(
-            torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
-            position_ids=torch.cat(positions)[None].to(device),
+            one.ids[None],
+            position_ids=one.positions[None],
             use_cache=True,
             logits_to_keep=torch.cat(kept).to(device),
-            rows=rows,
             **{cache_name(decoder.base): DynamicCache()},
         )
     logits: torch.Tensor = out.logits[0].float()

@@ -121,7 +121,6 @@ def fuse_into(
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     with ExitStack() as stack:
-        stack.callback(cache.unhook)  # after a failure, too: others go on from the resident rows
         # A segment with more rows in the plan than in the store is computed at every layer.
         segments = [one for one in selector.reads(plan, decoder.stored_layers) if one.kept == one.source.kept]
         loader = stack.enter_context(Loader(decoder, segments, cache, source, timeline, patience=patience))
@@ -189,14 +188,12 @@ def _computed(
     """Compute rows, by a graph if nothing is to be loaded; return the logits of the prompt's last token."""
     ids = plan.ids
     tokens = [ids[place] for place in rows.order]
-    logits = None if held is None or selection.targets else held.logits(tokens, rows, shift)
+    logits = None if held is None or selection.narrows else held.logits(tokens, rows, shift)
     if logits is not None:
         selection.skip(decoder.stored_layers)
         return logits
-    cache.before_update, cache.after_update = selection.on_update, selection.on_updated
     at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-    with selection.hooked():
-        return decoder.compute(tokens, rows, cache, position_ids=at)[-1]
+    return decoder.compute(tokens, rows, cache, position_ids=at, on_layer=selection)[-1]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:

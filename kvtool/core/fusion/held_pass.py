@@ -8,7 +8,6 @@ serves every prompt whose cache has these addresses, as the caches of successive
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +17,11 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.shift import Probes, Shift, ShiftSteps
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.captured import CapturedWork, StaticRows, memory_of
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.layer_cuda import FusedForward
-from kvtool.core.model.modules import ForwardEnded
+from kvtool.core.model.passes import OnLayer
 from kvtool.core.model.prompt_cache import PromptCache
 
 # More rows keep a GPU busy for longer than launching takes, and padding them would cost more than it saves.
@@ -35,17 +34,16 @@ T = TypeVar("T")
 class HeldPass:
     """The passes over a prompt whose reused rows are in its cache, on a GPU; rows after it have numbers (zeros)."""
 
-    def __init__(self, decoder: Decoder, forward: FusedForward, cache: PromptCache) -> None:
-        self._decoder, self._forward, self._cache = decoder, forward, cache
+    def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
+        self._decoder, self._cache = decoder, cache
         self._capacity = cache.buffers[0].keys.shape[2]
 
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader) -> HeldPass | None:
         """Returns None if layers are still to be loaded, or some tokens of the prompt have no rows."""
-        forward = decoder.fused_forward
-        if forward is None or not loader.is_placed or plan.dropped:
+        if not decoder.passes.captures or not loader.is_placed or plan.dropped:
             return None
-        return cls(decoder, forward, cache)
+        return cls(decoder, cache)
 
     @torch.inference_mode()
     def attention(
@@ -64,9 +62,8 @@ class HeldPass:
         def work() -> torch.Tensor:
             seen, counted = StaticRows(static.places, self._capacity), static.counted[size - watched :]
             watch = QuestionWatch(seen, watched, layers, self._capacity, pooling, ends, counted)
-            asking = StaticRows(static.places, self._capacity, watch)
-            with self._cache.filled(self._capacity), suppress(ForwardEnded):
-                self._forward.hidden(static.ids, asking, self._cache, size, None)
+            with self._cache.filled(self._capacity):
+                self._decoder.fill_cache(static.ids, seen, self._cache, on_layer=watch)
             return watch.mean
 
         attention: torch.Tensor = static.captured.run(work)
@@ -92,23 +89,38 @@ class HeldPass:
         return last
 
     def _fused(self, static: _StaticShift) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        squares: list[tuple[torch.Tensor, torch.Tensor]] = []
+        shifting = OnLayer()
         cache, rows = self._cache, StaticRows(static.places, self._capacity)
         if len(static.probes):
             table = self._decoder.rotary.table(torch.arange(self._capacity, device=self._decoder.device))
             given = static.probes, static.weights, static.chunks, static.factors
-            steps = ShiftSteps(self._decoder.rotary, cache, table, *given)
-            cache.before_update = lambda layer, _: steps.keep(layer)
-            cache.after_update = lambda layer: squares.append(steps.add(layer))
+            shifting = _Shifting(ShiftSteps(self._decoder.rotary, cache, table, *given))
         with cache.filled(self._capacity):
-            logits = self._decoder.compute(static.ids, rows, cache)[-1]
-        cache.unhook()
+            logits = self._decoder.compute(static.ids, rows, cache, on_layer=shifting)[-1]
+        squares = shifting.squares if isinstance(shifting, _Shifting) else []
         changes, offsets = map(torch.stack, zip(*squares, strict=True)) if squares else (logits, logits)
         return logits, changes, offsets
 
     def _known(self, kind: tuple[Hashable, ...], make: Callable[[], T]) -> T:
         addresses = tuple(side.data_ptr() for side in memory_of(self._cache))
         return self._decoder.captured.get((*kind, self._capacity, addresses), make)
+
+
+class _Shifting(OnLayer):
+    """Shifts reused rows at each layer; `squares` as of `ShiftSteps.add`."""
+
+    def __init__(self, steps: ShiftSteps) -> None:
+        self._steps = steps
+        self.squares: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def load(self, layer: int, rows: int) -> None:
+        self._steps.keep(layer)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> bool:
+        self.squares.append(self._steps.add(layer))
+        return False
 
 
 class _StaticRows:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import torch
@@ -18,7 +18,6 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.preemption import run_pending
 from kvtool.core.model.prompt_cache import PromptCache
 
 _MOST_WORKERS = 4
@@ -101,12 +100,12 @@ class Loader:
         spent = [worker.placing.seconds() for worker in self._workers]
         return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
 
-    def wait(self, layer: int) -> None:
-        """Wait until `layer` is in the buffers. Raises the error of a loading thread."""
+    def wait(self, layer: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until `layer` is in the buffers, and call `meanwhile` now and then. Raises a loading thread's error."""
         if not self._ready[layer].is_set():
             started = time.perf_counter()
             while not self._ready[layer].wait(_LOOKS):
-                run_pending()
+                meanwhile()
                 self._give_up_slow()
             self.waited_s += add_span(self._timeline, "wait", started, layer=layer)
         if self._error is not None:

@@ -28,8 +28,8 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.hf.states import StateCache, StateLayer, States
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.states import StateCache, StateLayer, States
 from kvtool.core.records.encode import check_float16_range
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.kernels.triton_jit import jit
@@ -19,10 +20,15 @@ _ROWS = 16  # of one program
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """Root mean square norm of each head: its weight `[head_dim]`, in the model's dtype."""
+    """Root mean square norm of each head: its weight `[head_dim]`, in the model's dtype or float32."""
 
     weight: torch.Tensor
     epsilon: float
+
+    def normed(self, heads: torch.Tensor) -> torch.Tensor:
+        """Norm heads `[..., head_dim]`."""
+        wide = heads.to(self.weight.dtype)
+        return F.rms_norm(wide, self.weight.shape, self.weight, self.epsilon).to(heads.dtype)
 
 
 def place(

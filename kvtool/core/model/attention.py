@@ -6,49 +6,24 @@ Which backend computes their attention is chosen in `core/kernels/attention/disp
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.dispatch import attend, attend_packed
 from kvtool.core.kernels.attention.params import KV, AttentionParams, KeyRanges, Spans
-from kvtool.core.model.mla import latents_of
 
-IMPLEMENTATION = "kvtool_rows"
-Watch = Callable[[int, torch.Tensor, torch.Tensor, AttentionParams], None]
 ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
-class WatchedRows:
-    """`watch` is called with every layer's queries and keys: (layer, query, key, params), as `attend` has them."""
-
-    __slots__ = ()
-    watch: Watch | None
-
-    def seen(self, window: int | None) -> KeyRanges:
-        raise NotImplementedError
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        if self.watch is not None:
-            self.watch(layer, query, key, params)
-        return attend(query, key, value, params, self.seen(params.window))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class QueryRows(WatchedRows):
+class QueryRows:
     places: torch.Tensor  # int64 `[rows]` on the model's device
     order: list[int] = field(repr=False)  # the same, so that key limits need no device synchronisation
     dense: bool  # the rows are exactly 0 … n-1, so plain causal attention can be used
-    watch: Watch | None = None
-    exact_forward: bool = False  # by the model's own forward, so that what is stored stays the same to the bit
     # The position of every place of the prompt, ascending, where some are not their place.
     position_ids: Sequence[int] | None = field(default=None, repr=False)
     _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
@@ -71,6 +46,11 @@ class QueryRows(WatchedRows):
 
     def last(self, count: int) -> QueryRows:
         return replace(self, places=self.places[-count:], order=self.order[-count:], dense=False, _seen={})
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        return attend(query, key, value, params, self.seen(params.window))
 
     def seen(self, window: int | None) -> KeyRanges:
         if window not in self._seen:
@@ -126,6 +106,8 @@ class PackedChunks:
 
 
 class AttentionRows(Protocol):
+    """The rows of a pass, as attention takes them."""
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor: ...
@@ -138,59 +120,3 @@ class PlacedRows(AttentionRows, Protocol):
     def places(self) -> torch.Tensor: ...
 
     def last(self, count: int) -> PlacedRows: ...
-
-
-_passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("rows_of_pass", default=lambda: None)
-
-
-@contextmanager
-def rows_of_pass(rows: Callable[[], AttentionRows | None]) -> Iterator[None]:
-    """Set the rows that a model computes inside: some layers pass on to attention only what they know (StableLM)."""
-    token = _passing.set(rows)
-    try:
-        yield
-    finally:
-        _passing.reset(token)
-
-
-def rows_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    rows: AttentionRows | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention for `transformers`' attention interface, `[batch, rows, heads, head_dim]`. Without `rows`,
-    those of the running pass decide what is seen; without any, it is a causal prefill. `kwargs` has `sliding_window`,
-    `softcap` and `s_aux` (sinks), where a layer has them."""
-    if kwargs.get("position_bias") is not None:
-        needed = "that would need the bias made for chosen rows"
-        raise ModelError(f"attention adds a position_bias; {needed}", "use a model with plain rotary attention")
-    latents = latents_of(module)
-    params = AttentionParams(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
-    rows = _passing.get()() if rows is None else rows
-    if (
-        latents is not None
-        and isinstance(rows, QueryRows)
-        and latents.should_expand(len(rows), key.shape[2], rows.pairs)
-    ):
-        (key, value), latents = latents.heads_of(key), None
-    if latents is not None:
-        query = latents.absorbed(query)
-    if rows is not None:
-        out = rows.attend(module.layer_idx, query, key, value, params)
-    elif key.shape[2] == query.shape[2]:
-        out = attend(query, key, value, params, KeyRanges.run(range(key.shape[2]), params.window, query.device))
-    else:
-        raise ModelError("rows over a longer cache need their positions", "this is a bug in kvtool")
-    if latents is not None:
-        out = latents.unfolded(out)
-    return out.transpose(1, 2).contiguous(), None

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvtool.core.kernels.attention.params import KeyRanges
-from kvtool.core.model.attention import Watch, WatchedRows
+from kvtool.core.kernels.attention.dispatch import attend
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.prompt_cache import PromptCache
 
 T = TypeVar("T")
@@ -82,19 +82,24 @@ class CapturedWorks:
         return found
 
 
-class StaticRows(WatchedRows):
+class StaticRows:
     """Rows whose places only the device knows: int64 `[rows]`, ascending, maybe repeated. Attention reads `capacity`
     keys."""
 
-    def __init__(self, places: torch.Tensor, capacity: int, watch: Watch | None = None) -> None:
-        self.places, self.capacity, self.watch = places, capacity, watch
+    def __init__(self, places: torch.Tensor, capacity: int) -> None:
+        self.places, self.capacity = places, capacity
         self._seen: dict[int | None, KeyRanges] = {}
 
     def __len__(self) -> int:
         return len(self.places)
 
     def last(self, count: int) -> StaticRows:
-        return StaticRows(self.places[-count:], self.capacity, self.watch)
+        return StaticRows(self.places[-count:], self.capacity)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        return attend(query, key, value, params, self.seen(params.window))
 
     def seen(self, window: int | None) -> KeyRanges:
         if window not in self._seen:

@@ -17,7 +17,7 @@ import torch
 from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
-from kvtool.core.model.modules import HINT, ForwardEnded, LayerProbe, cache_name
+from kvtool.core.model.hf.modules import HINT, ForwardEnded, LayerProbe, cache_name
 
 _NEAR = (3, 40)  # positions of one and the same row: do its keys differ?
 _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions

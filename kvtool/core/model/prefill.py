@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.kernels.attention.params import KV
-from kvtool.core.model.attention import ChunkWatch, PackedChunks, rows_of_pass
+from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.model.attention import ChunkWatch, PackedChunks
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.modules import CacheProxy, ForwardEnded, cache_name
-from kvtool.core.model.preemption import preemptible
+from kvtool.core.model.passes import OnLayer, Pass
 
 MARGINS = 64, 16  # bytes before and behind a chunk's keys and values at a layer, for a record's header and digest
 _LEAST_ROWS = 16  # a single row would take a matrix-vector kernel, whose sums round otherwise
@@ -95,27 +93,17 @@ def prefill_chunks(
     spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
     brought = _Brought(decoder, wanted, spans)
 
-    def collect(keys: torch.Tensor, values: torch.Tensor, layer: int) -> KV:
-        if not going():
-            raise PrefillStopped
-        brought.bring(layer, decoder.rotary.rotate(keys, undo, layer)[0], values[0])
-        if layer == wanted - 1:
-            raise ForwardEnded
-        return keys, values
+    class Collect(OnLayer):
+        def attend(
+            self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+        ) -> bool:
+            if not going():
+                raise PrefillStopped
+            brought.bring(layer, decoder.rotary.rotate(keys, undo, layer)[0], values[0])
+            return layer == wanted - 1
 
-    with (
-        out_of_memory_hint(len(tokens)),
-        suppress(ForwardEnded),
-        rows_of_pass(lambda: rows),
-        preemptible(decoder.layers),
-    ):
-        decoder.base(
-            input_ids=decoder.device_ids(tokens)[None],
-            position_ids=positions[None],
-            use_cache=True,
-            rows=rows,
-            **{cache_name(decoder.base): CacheProxy(collect)},
-        )
+    with out_of_memory_hint(len(tokens)):
+        decoder.passes.fill(Pass(decoder.device_ids(tokens), rows, positions, None, Collect(), exact=True))
     if decoder.device.startswith("cuda"):
         torch.cuda.current_stream(decoder.device).synchronize()
     return [brought.chunk(number) for number in range(len(items))]

@@ -1,19 +1,13 @@
-"""Prompt cache: one prompt's keys and values in preallocated buffers, usable as a `transformers` cache.
-
-`transformers` is not imported: vLLM brings another version of it than kvtool takes.
-"""
+"""Prompt cache: one prompt's keys and values in preallocated buffers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from kvtool.core.errors import ModelError
-from kvtool.core.model.attention import PlacedRows
 from kvtool.core.model.kinds import KVShape
 
 _STEP = 1024  # rows: adjacent buffers come in so few sizes
@@ -81,34 +75,12 @@ def adjacent_buffers(shapes: Sequence[KVShape], capacity: int, dtype: torch.dtyp
 
 
 class PromptCache:
-    """The fused cache of one prompt. During a pass `rows` names the positions the model computes; `update` scatters
-    them."""
+    """The fused cache of one prompt."""
 
     def __init__(self, buffers: Sequence[BufferLayer]) -> None:
-        self.buffers = self.layers = list(buffers)
-        self.rows: PlacedRows | None = None
-        # Called with a layer and the number of its rows before they are scattered: waits for the loader.
-        self.before_update: Callable[[int, int], None] | None = None
-        self.after_update: Callable[[int], None] | None = None  # before anything attends to them
+        self.buffers = list(buffers)
         # The position of each place, where some differ from it since tokens of the prompt have no row here.
         self.position_ids: list[int] | None = None
-
-    is_compileable = False
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self.buffers)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.buffers[layer_idx].length
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.buffers[layer_idx].get_mask_sizes(query_length)
-
-    def unhook(self) -> None:
-        self.before_update = self.after_update = None
 
     @property
     def dropped(self) -> int:
@@ -142,16 +114,3 @@ class PromptCache:
         finally:
             for buffer in self.buffers:
                 buffer.length = before
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        buffer = self.buffers[layer_idx]
-        if self.before_update is not None:
-            self.before_update(layer_idx, key_states.shape[2])
-        if self.rows is None:
-            raise ModelError("rows over a prompt cache need their positions", "this is a bug in kvtool")
-        buffer.scatter(self.rows.places, key_states, value_states)
-        if self.after_update is not None:
-            self.after_update(layer_idx)
-        return buffer.view()

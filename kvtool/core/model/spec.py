@@ -104,6 +104,12 @@ class LayerSpec:
     mlp: GatedMLP | None  # None: something else, which only its module computes (experts)
 
     @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for layers that compute alike, over other weights."""
+        modules = self.module, self.module.self_attn, self.module.mlp
+        return *map(type, modules), self.kind, self.rotary, self.scale, len([*self.norms])
+
+    @property
     def norms(self) -> Iterator[NormSpec]:
         yield from (norm for norm in (*self.before, *self.after, *(self.head_norms or ())) if norm is not None)
 
@@ -131,6 +137,7 @@ class ModelSpec:
     norm: NormSpec
     head: Projection
     hidden: int
+    vocabulary: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -150,10 +157,13 @@ class ModelSpec:
             raise UnsupportedArchitecture("an MLP has another activation")
         return found.pop()
 
-    def check_halves(self) -> None:
-        """Refuse a model that rotates heads otherwise than by halves, which is what all machine code here does."""
+    def check_served(self) -> None:
+        """Refuse a model that rotates heads otherwise than by halves, which is what all machine code here does, or that
+        computes something between embedding and head that is not known."""
         if not all(layer.by_halves for layer in self.layers):
             raise UnsupportedArchitecture("heads are not rotated in halves")
+        if self.unknown:
+            raise UnsupportedArchitecture(self.unknown)
 
 
 def read_model_spec(stack: DecoderStack) -> ModelSpec:
@@ -184,6 +194,7 @@ class _Reader:
             norm=self._norm_of(base.norm),
             head=_whole(stack.model.get_output_embeddings()),
             hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
             heads=self._heads,
             kv_heads=shape.heads,
             head_dim=shape.key_dim,

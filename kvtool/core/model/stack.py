@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -17,10 +17,10 @@ from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.kernels.attention import dispatch
-from kvtool.core.model import attention
+from kvtool.core.model.hf.attention import IMPLEMENTATION, rows_attention
+from kvtool.core.model.hf.mla import attend_latents
+from kvtool.core.model.hf.modules import attentions_of, base_of, disable_query_scaling, layers_of
 from kvtool.core.model.kinds import KVShape, kinds_of
-from kvtool.core.model.mla import attend_latents
-from kvtool.core.model.modules import attentions_of, base_of, disable_query_scaling, layers_of
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache, adjacent_buffers
 from kvtool.core.model.rope import Rotary
 
@@ -51,14 +51,16 @@ class DecoderStack:
     """The decoder layers of a loaded model, whose attention is computed by kvtool from here on. If last layers attend
     to KV of earlier ones, `shapes` are of the latter."""
 
+    _between: Callable[[], None] | None = None
+
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         from transformers.modeling_utils import AttentionInterface
 
-        AttentionInterface.register(attention.IMPLEMENTATION, attention.rows_attention)
+        AttentionInterface.register(IMPLEMENTATION, rows_attention)
         self.loaded = loaded
         self.turns = Turns()
         self.model: Any = loaded.model
-        self.model.set_attn_implementation(attention.IMPLEMENTATION)
+        self.model.set_attn_implementation(IMPLEMENTATION)
         self.model.generation_config = _special_ids_only(self.model.generation_config)
         self.config = self.model.config
         self.base: Any = base_of(self.model)  # without its LM head
@@ -71,7 +73,7 @@ class DecoderStack:
         dispatch.prepare(self.dtype, self.device)
         attentions = attentions_of(self.layers, in_some=self.keeps_states)
         modules = list(attentions.values())
-        attend_latents(modules, attention.IMPLEMENTATION)
+        attend_latents(modules, IMPLEMENTATION)
         disable_query_scaling(modules)
         self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)
         self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
@@ -87,15 +89,25 @@ class DecoderStack:
             raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
         return self._rotary
 
-    @property
-    def hooked(self) -> bool:
-        """Fast paths bypass modules, so hooks need the model's own forward."""
-        listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
-        return next(listened, None) is not None
+    @contextmanager
+    def pausing(self, work: Callable[[], None] | None) -> Iterator[None]:
+        """Call `work` before each layer of all passes inside; its errors end the pass. It may run the model over other
+        caches, and is not interrupted itself."""
+        before, self._between = self._between, work
+        try:
+            yield
+        finally:
+            self._between = before
+
+    def pause(self) -> None:
+        """Do the work that others have between two layers (`pausing`)."""
+        if (work := self._between) is not None:
+            with self.pausing(None):
+                work()
 
     def new_cache(self, capacity: int) -> PromptCache:
         if self.keeps_states:
-            from kvtool.core.model.states import StateCache  # of transformers
+            from kvtool.core.model.hf.states import StateCache  # of transformers
 
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))

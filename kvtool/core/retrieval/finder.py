@@ -21,7 +21,6 @@ from kvtool.core.common.spelling import composed, regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError, ModelError, NoDocumentsError, NothingFoundError, UsageError
-from kvtool.core.model.preemption import run_pending
 from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, holds_passage, passages_in, recent_first
@@ -235,7 +234,6 @@ class Finder:
         for name in chunks or documents:
             places = self.places.of_chunks(name) if chunks else self.places.of_document(name)
             hits += [Hit(place, math.nan) for place in places]
-            run_pending()
         return hits
 
     def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
@@ -335,7 +333,6 @@ class Finder:
 
 
 def token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
-    run_pending()  # the first question of a process asks for all chunks: other answers go on meanwhile
     with suppress(DamagedError):
         if (info := store.chunk_info(chunk_id)) is not None:
             return info.token_ids

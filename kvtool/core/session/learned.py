@@ -21,7 +21,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
 from kvtool.core.common.types import Ids, Warn
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError, StoreLockedError
-from kvtool.core.model.preemption import run_pending
 from kvtool.core.records.encode import LeadIns, make
 from kvtool.core.retrieval.passages import Passage
 from kvtool.core.retrieval.spotting import Span, Spotter
@@ -100,7 +99,6 @@ class LearnedStore:
         return owner, bytes.fromhex(chunk_id)
 
     def _token_ids(self, owner: str, chunk_id: bytes) -> Sequence[int]:
-        run_pending()
         with suppress(DamagedError):
             info = self.store.chunk_info(chunk_id)
             if info is not None:

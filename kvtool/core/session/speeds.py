@@ -18,7 +18,6 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.preemption import between_layers, run_pending
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.identity import ProfileCache
 
@@ -188,8 +187,8 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
     rows = QueryRows.of(torch.tensor(list(positions)), decoder.device)
 
     def timed() -> float:
-        run_pending()
-        with between_layers(None):
+        decoder.pause()
+        with decoder.pausing(None):
             started = time.perf_counter()
             decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
             return time.perf_counter() - started
@@ -267,10 +266,10 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     tokens = segments[-1].stop
     cache = decoder.new_cache(tokens)
     cache.set_length(tokens)
-    run_pending()
+    decoder.pause()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with between_layers(None), Loader(decoder, segments, cache, source) as loader:
+        with decoder.pausing(None), Loader(decoder, segments, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU

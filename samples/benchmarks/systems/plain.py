@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import resolve_dtype
 from kvtool.core.common.collecting import quiet
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.hf.modules import cache_name
 from samples.benchmarks.systems.task import About, PeerPrompt, Task
 
 

@@ -42,8 +42,6 @@ class TorchBackend:
 
 
 def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
-    if decoder.hooked:
-        return TorchBackend(decoder, cache, "someone listens to the model's layers")
     if cache.dropped and any(kind.window for kind in decoder.kinds):
         return TorchBackend(decoder, cache, "windows over rows that are not at their places")
     if decoder.keeps_states:

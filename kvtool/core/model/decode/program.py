@@ -54,9 +54,7 @@ def decoding_weights(decoder: Decoder) -> Weights:
     if decoder.device != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
     spec = decoder.spec
-    spec.check_halves()
-    if spec.unknown:
-        raise UnsupportedArchitecture(spec.unknown)
+    spec.check_served()
     for layer in spec.layers:
         layer.gated_mlp()
     for norm in (spec.norm, *(norm for layer in spec.layers for norm in layer.norms)):

@@ -11,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.cuda_layer import cuda_layers
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.forward import Forward
+from kvtool.core.model.hf.adapter import HfForward
 from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.layer_cuda import FusedForward
+from kvtool.core.model.passes import Pass
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
-from kvtool.core.model.spec import UnsupportedArchitecture
 from tests.codec.processes import needs_triton
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import MOE, decoder_of, rms, tokens
@@ -29,19 +31,24 @@ def prefilled(decoder: Decoder) -> PromptCache:
     return decoder.prefill(PROMPT, 5)[1]
 
 
+def cuda_forward(decoder: Decoder) -> Forward:
+    return Forward(decoder, *cuda_layers(decoder, decoder.spec))
+
+
+@torch.inference_mode()
 def both(decoder: Decoder, keep: int) -> list[tuple[torch.Tensor, PromptCache]]:
     """Rows in the midst of a prompt, fused and by the model's own forward: with other tokens than before."""
     ids = [(PROMPT[at] + 1) % 500 for at in SCATTERED.tolist()]
     rows = QueryRows.of(SCATTERED, "cpu")
     ours, theirs = prefilled(decoder), prefilled(decoder)
     return [
-        (FusedForward(decoder, decoder.spec).compute(torch.tensor(ids), rows, ours, keep), ours),
-        (decoder.compute(ids, rows, theirs, keep), theirs),
+        (cuda_forward(decoder).logits(Pass(torch.tensor(ids), rows, rows.places, ours), keep), ours),
+        (HfForward(decoder, "").logits(Pass(torch.tensor(ids), rows, rows.places, theirs), keep), theirs),
     ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*(name for name in NATIVE if name != "gemma3"), "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", [*NATIVE, "mixtral", "qwen3-moe"])
 def test_what_the_model_computes(name: str, dtype: str) -> None:
     (found, ours), (wanted, theirs) = both(decoder_of(tiny_model(name, dtype), "cpu"), keep=3)
     # bfloat16: rounded otherwise; of logits whose standard deviation is 3, experts are now and then others.
@@ -75,53 +82,34 @@ class Counting(TorchDispatchMode):
 def test_few_operations_a_layer(name: str) -> None:
     """All but attention and the placing of heads: 7 products, 2 norms, 2 sums, the gate."""
     decoder = decoder_of(tiny_model(name), "cpu")
-    layer = FusedForward(decoder, decoder.spec)._layers[0]
-    hidden = torch.zeros((7, 64))
+    layer = cuda_forward(decoder).layers[0]
+    hidden, positions = torch.zeros((7, 64)), torch.arange(7)
 
     mixed = torch.zeros((7, decoder.config.num_attention_heads * decoder.shapes[0].key_dim))
     with torch.inference_mode(), Counting() as counting:
-        layer.heads(hidden)
-        layer.after_attention(mixed, hidden)
+        layer.project(hidden, positions, False)
+        layer.finish(mixed, hidden, False)
     assert counting.count <= 16
 
 
 @pytest.mark.slow
 def test_a_model_that_computes_something_else_has_none() -> None:
     with pretended():
-        decoder = decoder_of(tiny_model("llama"), "cuda")
-        assert decoder.fused_forward is not None
-        handle = decoder.layers[0].register_forward_hook(lambda *ignored: None)
-        assert decoder.fused_forward is None  # only the model's own forward calls the hook
-        handle.remove()
+        assert decoder_of(tiny_model("llama"), "cuda").passes.captures
         model = tiny_model("llama")
         model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
-        assert decoder_of(model, "cuda").fused_forward is not None  # whatever function it is, it is called
+        assert decoder_of(model, "cuda").passes.captures  # whatever function it is, it is called
         strange = tiny_model("llama")
         strange.model.layers[2].add_module("more", torch.nn.Identity())
         declined = decoder_of(strange, "cuda")
-        assert declined.fused_forward is None
-        assert "has more" in str(declined.unfused)
-
-
-@pytest.mark.slow
-def test_one_whose_forward_is_not_what_its_modules_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended():
-        decoder = decoder_of(tiny_model("llama"), "cuda")
-        decoder._fused = None  # as while it is made
-        monkeypatch.setattr(FusedForward, "compute", lambda self, ids, *more: torch.zeros((1, 512), device="cuda"))
-        with pytest.raises(UnsupportedArchitecture, match="own forward differs"):
-            FusedForward.tried(decoder, decoder.spec, decoder.prefill)
-
-
-def test_no_fused_forward_on_a_cpu() -> None:
-    assert decoder_of(tiny_model("llama"), "cpu").fused_forward is None
+        assert not declined.passes.captures
+        assert "has more" in declined.passes.why
 
 
 def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny_model("llama"), "cpu")
     monkeypatch.setattr(decoder.rotary, "rotate", lambda keys, table, layer: keys * 2)
-    with pytest.raises(UnsupportedArchitecture, match="halves"):
-        FusedForward(decoder, decoder.spec)
+    assert "halves" in decoder.passes.why
 
 
 def _kernel_and_torch(
@@ -146,10 +134,7 @@ def _kernel_and_torch(
     ours = place(*parts, norms, table, at, buffers[0].keys, buffers[0].values)
     query, key, value = (part.reshape(1, rows, -1, dim).transpose(1, 2) for part in parts)
     if norms is not None:
-        query, key = (
-            torch.nn.functional.rms_norm(side, (dim,), norm.weight, norm.epsilon)
-            for side, norm in zip((query, key), norms, strict=True)
-        )
+        query, key = norms[0].normed(query), norms[1].normed(key)
     if table is not None:
         query, key = rotate_halves_torch(query, table), rotate_halves_torch(key, table)
     buffers[1].scatter(at, key, value)

@@ -1,22 +1,20 @@
-"""Modules of a model: found by what their code calls, swapped for others, and run only as far as it matters."""
+"""Modules of a model: found by what their code calls, swapped for others, or run only up to their attention."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
-from kvtool.core.model.preemption import pass_hooks
 
 # What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
 CACHES = ("past_key_values", "cache", "layer_past")
-Some = slice | torch.Tensor
 _BY = "_swapped_by"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 HINT = "use a causal language model with ordinary rotary attention"
@@ -176,30 +174,3 @@ def _class_of(kind: Any, own: Any) -> type[torch.nn.Module]:
 
     space = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (kind, own), space)
-
-
-@contextmanager
-def prune_rows(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
-    """Let the KV-sharing layers at a model's end compute only the last `keep` rows: they attend to what earlier layers
-    keep (Gemma 3n, Gemma 4)."""
-    some = slice(-keep, None)
-
-    def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        changed = {
-            "position_embeddings": tables_of_rows(kwargs["position_embeddings"], some),
-            "rows": kwargs["rows"].last(keep),
-        }
-        if kwargs.get("position_ids") is not None:
-            changed["position_ids"] = kwargs["position_ids"][:, some]
-        return of_rows(args, some), kwargs | changed
-
-    with pass_hooks((layer, cut) for layer in layers):
-        yield
-
-
-def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
-    return tuple(one[:, some] if isinstance(one, torch.Tensor) else one for one in args)
-
-
-def tables_of_rows(tables: Any, some: Some) -> Any:
-    return tables[:, some] if isinstance(tables, torch.Tensor) else tuple(side[:, some] for side in tables)

@@ -21,6 +21,8 @@ from transformers.cache_utils import (
 )
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.attention.params import KV
+from kvtool.core.model.passes import Pass
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 
 CONV, RECURRENT = "conv", "recurrent"  # what a state consists of; either may be missing
@@ -92,9 +94,15 @@ class StateCache(Cache, PromptCache):
         kinds = DynamicCache(config=config).layers
         PromptCache.__init__(self, [_layer(kind, rows, number) for number, kind in enumerate(kinds)])
         Cache.__init__(self, layers=self.buffers)
+        self.running: Pass | None = None
         self._marked: Marked | None = None
 
-    update = PromptCache.update
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> KV:
+        if self.running is None:
+            raise ModelError("rows over a prompt cache need their positions", "this is a bug in kvtool")
+        return self.running.write(layer_idx, key_states, value_states)
 
     @torch.inference_mode()
     def mark(self) -> Marked:

@@ -21,7 +21,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV
-from kvtool.core.model.modules import CacheProxy, Swapped, cache_name, own_class, swap, swapped_by
+from kvtool.core.model.hf.modules import CacheProxy, Swapped, cache_name, own_class, swap, swapped_by
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 

@@ -1,0 +1,110 @@
+"""Forward pass: the loop over a model's layers, the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.kernels.rope import CosSin
+from kvtool.core.model.passes import Pass
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.stack import DecoderStack
+
+
+class Heads(NamedTuple):
+    """A layer's queries, keys and values before rotation: `[rows, heads · head_dim]` each, rows of adjacent numbers."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def of(self, rows: torch.Tensor) -> Heads:
+        return Heads(*(side.index_select(0, rows) for side in self))
+
+
+class Layer(Protocol):
+    """One decoder layer; `exact` as of `Pass`."""
+
+    @property
+    def params(self) -> AttentionParams: ...
+
+    def project(self, hidden: torch.Tensor, positions: torch.Tensor, exact: bool) -> Heads:
+        """Norm rows `[rows, hidden]` at positions `[rows]`, and project them."""
+
+    def rotate(self, heads: Heads, angles: CosSin | None) -> Heads:
+        """Return rotated queries and keys, and values, `[1, heads, rows, head_dim]`. Those given may be overwritten."""
+
+    def place(self, heads: Heads, angles: CosSin | None, places: torch.Tensor, buffer: BufferLayer) -> torch.Tensor:
+        """Rotate heads, and write keys and values to their places in a buffer; return rotated queries."""
+
+    def finish(self, attended: torch.Tensor, hidden: torch.Tensor, exact: bool) -> torch.Tensor:
+        """Add to rows what attention gives, `[rows, heads · head_dim]`, projected, and then the MLP."""
+
+
+class Ends(Protocol):
+    """What is before the first layer, and after the last one."""
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return `[rows, hidden]`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 `[rows, vocabulary]`."""
+
+    def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
+        """Set up the threads that compute a pass of so many rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """`captures`: a pass reads nothing on the host, so that a CUDA graph can be made of it."""
+
+    stack: DecoderStack
+    layers: Sequence[Layer]
+    ends: Ends
+    captures: bool = False
+    why: str = ""  # it is not as fast as it could be
+
+    def logits(self, one: Pass, keep: int) -> torch.Tensor:
+        """Compute a pass; return logits of its last `keep` rows, float32 `[keep, vocabulary]`."""
+        with self.ends.threads(len(one.ids), one.exact):
+            hidden = self.hidden(one, keep)
+            assert hidden is not None, "a pass that ends early has no logits"
+            return self.ends.logits(hidden)
+
+    def fill(self, one: Pass) -> None:
+        """Compute a pass up to the keys and values of the last layer."""
+        with self.ends.threads(len(one.ids), one.exact):
+            self.hidden(one, keep=0)
+
+    def hidden(self, one: Pass, keep: int) -> torch.Tensor | None:
+        """Return the last layer's output `[keep, hidden]` of the last rows; None where nothing needs it."""
+        hidden, rows, on_layer, last = self.ends.embed(one.ids), one.placed, one.on_layer, len(self.layers) - 1
+        positions, table = one.positions, self.stack.rotary.table(one.positions)
+        for number, layer in enumerate(self.layers):
+            self.stack.pause()
+            heads, angles = layer.project(hidden, positions, one.exact), self.stack.rotary.angles(table, number)
+            if number in on_layer.narrows:
+                copies = Heads(*(side.clone() for side in heads))
+                chosen, rows = on_layer.choose(number, *layer.rotate(copies, angles)[1:])
+                hidden, heads = hidden.index_select(0, chosen), heads.of(chosen)
+                positions, table = positions[chosen], table[chosen]
+                angles = self.stack.rotary.angles(table, number)
+            on_layer.load(number, len(hidden))
+            if one.cache is None:
+                queries, keys, values = layer.rotate(heads, angles)
+            else:
+                buffer = one.cache.buffers[number]
+                queries = layer.place(heads, angles, rows.places, buffer)
+                keys, values = buffer.view()
+            if on_layer.attend(number, queries, keys, values, layer.params) or (number == last and not keep):
+                return None
+            if number == last and keep < len(hidden):  # nothing needs the others any more
+                queries, hidden, rows = queries[:, :, -keep:], hidden[-keep:], rows.last(keep)
+            attended = rows.attend(number, queries, keys, values, layer.params)
+            hidden = layer.finish(attended.transpose(1, 2).reshape(len(hidden), -1), hidden, one.exact)
+        return hidden

@@ -1,0 +1,147 @@
+"""Our forward gives the numbers of the model's own; a model that it does not know is computed by its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.model import cpu_layer
+from kvtool.core.model.attention import QueryRows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.forward import Forward
+from kvtool.core.model.hf.adapter import HfForward
+from kvtool.core.model.passes import OnLayer
+from kvtool.core.model.prefill import LeadIn
+from kvtool.core.native.isa import isa_here
+from tests.fusion.making import NAMES, new_case
+from tests.spying import calls_of
+
+pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
+IDS = list(range(5, 45))
+# Families of `NAMES` that the model's own modules compute, and why.
+ADAPTED = {
+    **dict.fromkeys(("gemma2", "gpt-oss"), "capped scores or sinks"),
+    **dict.fromkeys(("minicpm3", "youtu", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"), "latents"),
+    **{"gemma4": "different shapes", "gemma4-shared": "attend to what others keep"},
+    **{"cohere2": "norms in other places", "glm": "not rotated in halves", "stablelm": "has dropout"},
+}
+# Root mean square difference by that of the numbers. In bfloat16 most are the same bits; a norm's sum in another order
+# moves a last place, and the layers after it differ by no more than that.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all rows, some of which were computed apart from the others, and all keys and values."""
+    cache = decoder.new_cache(len(IDS))
+    cache.set_length(len(IDS))
+    logits = []
+    for part in (range(30), range(30, len(IDS))):
+        rows = QueryRows.of(torch.tensor(part), "cpu")
+        logits.append(decoder.compute([IDS[place] for place in part], rows, cache, keep=len(part)))
+    sides = [side.flatten() for buffer in cache.buffers for side in (buffer.keys, buffer.values)]
+    return torch.cat(logits), torch.cat(sides)
+
+
+def by_its_own(decoder: Decoder) -> HfForward:
+    """Let a decoder compute by the model's own modules."""
+    own = vars(decoder)["passes"] = HfForward(decoder, "a test")
+    return own
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_own_numbers(name: str, dtype: str) -> None:
+    decoder = new_case(name, dtype).decoder
+    found = prefilled(decoder)
+    assert ADAPTED[name] in decoder.passes.why if name in ADAPTED else isinstance(decoder.passes, Forward)
+    by_its_own(decoder)
+    for ours, own in zip(found, prefilled(decoder), strict=True):
+        ours, own = ours.float(), own.float()
+        assert (ours - own).square().mean().sqrt() <= TOLERANCE[dtype] * own.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_what_is_stored_in_bfloat16_has_the_models_own_bits(name: str) -> None:
+    decoder, other = (new_case(name, "bfloat16").decoder for _ in range(2))
+    by_its_own(other)
+    for ours, own in zip(LeadIn(decoder, IDS).layers, LeadIn(other, IDS).layers, strict=True):
+        assert all(map(torch.equal, ours, own))
+
+
+def test_gradients_and_plain_attention_pass_through_the_models_own() -> None:
+    decoder = new_case("llama", "float32").decoder
+    prefilled(decoder)
+    with decoder.plain_attention():
+        decoder.model(input_ids=torch.tensor([IDS])).logits.sum()
+    embedded = decoder.base.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
+    decoder.model(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is not None
+
+
+def test_a_layer_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules are all known; what it makes of them is not."""
+    decoder = new_case("llama").decoder
+    own = type(decoder.layers[0]).forward
+    monkeypatch.setattr(type(decoder.layers[0]), "forward", lambda *given, **more: 1.01 * own(*given, **more))
+    assert isinstance(decoder.passes, HfForward)
+    assert "own forward differs" in decoder.passes.why
+    assert len(decoder.base.layers) == len(decoder.layers)
+
+
+class Ending(OnLayer):
+    """Ends a pass at a layer; `seen`: which layers it was called at."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.seen = last, list[int]()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> bool:
+        self.seen.append(layer)
+        return layer == self.last
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_pass_that_is_ended(own: bool) -> None:
+    decoder, on_layer = new_case("llama").decoder, Ending(1)
+    if own:
+        by_its_own(decoder)
+    cache = decoder.new_cache(len(IDS))
+    cache.set_length(len(IDS))
+    decoder.fill_cache(IDS, QueryRows.of(torch.arange(len(IDS)), "cpu"), cache, on_layer=on_layer)
+    assert on_layer.seen == [0, 1]
+
+
+def test_only_wanted_rows_go_through_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("qwen3").decoder
+    expected = prefilled(decoder)[0]
+    rows = calls_of(monkeypatch, cpu_layer.CpuLayer, "finish", lambda layer, attended, *_: len(attended))
+    cache = decoder.new_cache(len(IDS))
+    cache.set_length(len(IDS))
+    given = IDS, QueryRows.of(torch.arange(len(IDS)), "cpu"), cache
+    assert torch.allclose(decoder.compute(*given, keep=3), expected[-3:], rtol=1e-4, atol=1e-4)
+    assert rows == [40, 40, 40, 3]
+    rows.clear()
+    decoder.fill_cache(*given)
+    assert rows == [40, 40, 40]
+
+
+def test_a_pool_computes_where_all_products_are_our_own(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    """In addition to torch's threads, which wait spinning, a pool would only slow them down."""
+    decoder = new_case("qwen2", "bfloat16").decoder
+    prefilled(decoder)
+    asked = calls_of(monkeypatch, cpu_layer, "use_pool", lambda count: count)
+    expected = prefilled(decoder)
+    assert asked == [1, 1]
+    monkeypatch.setattr(cpu_layer.CpuEnds, "_products", (_FewRows(),))
+    torch.set_num_threads(2)
+    found = prefilled(decoder)
+    assert asked[2:] == [1, 2]
+    LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
+    assert asked[4:] == [1]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+class _FewRows:
+    in_team = staticmethod(lambda count, dtype: count < 30)
