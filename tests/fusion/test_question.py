@@ -116,12 +116,12 @@ def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
 
 
 def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its queries and keys, before it attends to anything; a hole's rows are computed to the end."""
+    """With its queries and keys, before it attends to anything; a hole's rows are computed at every layer."""
     one, attended = case("llama"), calls_of(monkeypatch, attention, "attend")
     for plan, layers, count in (
         (one.plan(lead_in=BOS), range(1, 3), 2),
         (one.plan(lead_in=BOS), range(LAYERS), LAYERS - 1),
-        (one.plan(lead_in=BOS, holes=(1,)), range(1, 3), LAYERS),
+        (one.plan(lead_in=BOS, holes=(1,)), range(1, 3), LAYERS - 1),
     ):
         attended.clear()
         ours(one, plan, layers)

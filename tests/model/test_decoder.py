@@ -17,6 +17,7 @@ def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
     """With a slice's strides `matmul` takes the batched kernel, which copies the LM head's weight at every call."""
     model = tiny_model("llama")
     decoder = decoder_of(model, "cpu")
+    decoder.prefill([1])
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def spy(head: Any, args: tuple[torch.Tensor, ...]) -> None:

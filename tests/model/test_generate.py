@@ -89,15 +89,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(decode, "compiled_model", lambda _: "the model's own forward is to say them")
         fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
         rest = iter([*ids[1:], *[1] * 100])
-        real = shared.decoder.model.forward
+        real = shared.decoder.extend
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            out = real(*args, **kwargs)
-            out.logits[:] = 0
-            out.logits[..., next(rest)] = 50
-            return out
+        def extend(*given: Any) -> torch.Tensor:
+            logits = real(*given).zero_()
+            logits[..., next(rest)] = 50
+            return logits
 
-        monkeypatch.setattr(shared.decoder.model, "forward", forward)
+        monkeypatch.setattr(shared.decoder, "extend", extend)
         pieces: list[str] = []
         sampling = Sampling(max_tokens=options.pop("max_tokens", len(ids)))
         found = generate(shared.decoder, fused.cache, ids[0], sampling, pieces.append)

@@ -74,17 +74,22 @@ class Decoder(DecoderStack):
         rows = QueryRows.of(torch.arange(_TRIED), self.device)
         caches = self._filled_cache(_TRIED), self._filled_cache(_TRIED)
         ours, theirs = (Pass(ids, rows, rows.places, cache) for cache in caches)
+        outputs: list[torch.Tensor] = []  # of the layers: the last norm hides a factor of theirs
+        hook = self.base.norm.register_forward_pre_hook(lambda module, given: outputs.append(given[0][0, -1:]))
         whole = self.base.layers
         self.base.layers = whole[:count]
         try:
             expected = HfForward(self, "").logits(theirs, 1)
         finally:
             self.base.layers = whole
+            hook.remove()
         try:
-            found = replace(forward, layers=forward.layers[:count]).logits(ours, 1)
+            output = replace(forward, layers=forward.layers[:count]).hidden(ours, 1)
+            assert output is not None
+            check_trial(output, outputs[0], self.dtype, count)
+            check_trial(forward.ends.logits(output), expected, self.dtype, count)
         except (AttributeError, ValueError, RuntimeError, TypeError) as error:
             raise UnsupportedArchitecture(str(error)) from error
-        check_trial(found, expected, self.dtype, count)
         for number, (one, other) in enumerate(zip(*(cache.buffers for cache in caches), strict=True)):
             if number < count:
                 for side, expected in zip(one.view(), other.view(), strict=True):

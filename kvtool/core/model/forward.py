@@ -97,6 +97,8 @@ class Forward:
             on_layer.load(number, len(hidden))
             if one.cache is None:
                 queries, keys, values = layer.rotate(heads, angles)
+                if on_layer.collect(number, keys, values):
+                    return None
             else:
                 buffer = one.cache.buffers[number]
                 queries = layer.place(heads, angles, rows.places, buffer)

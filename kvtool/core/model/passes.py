@@ -30,6 +30,10 @@ class OnLayer:
     def load(self, layer: int, rows: int) -> None:
         """Called before so many rows of a layer are written to the cache."""
 
+    def collect(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Called, in a pass without a cache, with what a layer would write to one; returns True to end the pass."""
+        return False
+
     def attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> bool:

@@ -10,7 +10,6 @@ from itertools import chain
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import ChunkWatch, PackedChunks
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.kinds import KVShape
@@ -94,9 +93,7 @@ def prefill_chunks(
     brought = _Brought(decoder, wanted, spans)
 
     class Collect(OnLayer):
-        def attend(
-            self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-        ) -> bool:
+        def collect(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
             if not going():
                 raise PrefillStopped
             brought.bring(layer, decoder.rotary.rotate(keys, undo, layer)[0], values[0])

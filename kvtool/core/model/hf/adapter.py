@@ -74,6 +74,8 @@ class _PassCache(CacheProxy):
 
     def __init__(self, one: Pass) -> None:
         def write(keys: torch.Tensor, values: torch.Tensor, layer: int) -> KV:
+            if one.cache is None and one.on_layer.collect(layer, keys, values):
+                raise ForwardEnded
             return one.write(layer, keys, values)
 
         super().__init__(write)
