@@ -96,19 +96,6 @@ def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
     assert state(tmp_path / "all") == state(parts / "whole")
 
 
-def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: Path) -> None:
-    folder = shutil.copytree(parts / "corpus", tmp_path / "corpus")
-    _ingest(tmp_path, "old", tiny)
-    changed = folder / "mill0.md"
-    changed.write_text("The first mill was sold.\n", encoding="utf-8")
-    _ingest(tmp_path, "new", tiny)
-    for order in (["old", "new"], ["new", "old"]):
-        path = tmp_path / "-".join(order)
-        import_sources(path, [tmp_path / name for name in order], trust=MINE)
-        with Store.open(path) as store:
-            assert store.document(str(changed)).text == "The first mill was sold.\n"  # type: ignore[union-attr]
-
-
 def test_a_shard_forgets_only_what_is_gone(parts: Path, tmp_path: Path, tiny: Path) -> None:
     shutil.copytree(parts / "corpus", tmp_path / "corpus")
     _ingest(tmp_path, "whole", tiny)

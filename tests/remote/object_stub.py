@@ -4,11 +4,12 @@ No package has a server of theirs that runs without their clouds, so these answe
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -40,6 +41,9 @@ class Answer(NamedTuple):
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = {}
+
+
+BREAK = Answer(0)  # no answer at all
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -106,6 +110,30 @@ class AnsweringServer(HttpServer):
 
     def answer(self, request: Request) -> Answer | None:
         return self._answer(request)
+
+
+class Way(HttpServer):
+    """An HTTP proxy before a port: it counts, and `trouble` answers in the port's place where it returns an answer."""
+
+    trouble: Callable[[Request], Answer | None] | None = None
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        super().__init__()
+
+    def answer(self, request: Request) -> Answer | None:
+        answer = self.trouble(request) if self.trouble is not None else None
+        return None if answer is BREAK else answer or self.forwarded(request)
+
+    def forwarded(self, request: Request) -> Answer:
+        with closing(http.client.HTTPConnection("127.0.0.1", self._to, timeout=60)) as there:
+            there.request(request.method, request.target, request.body, dict(request.headers))
+            found = there.getresponse()
+            body = found.read()
+        own = {"connection", "transfer-encoding", "content-length", "date", "server"}
+        headers = {name: value for name, value in found.getheaders() if name.lower() not in own}
+        length = found.headers["Content-Length"] if request.method == "HEAD" else str(len(body))
+        return Answer(found.status, body, {**headers, "Content-Length": length or "0"})
 
 
 class TcpServer:

@@ -224,17 +224,6 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3_server.folder()
 
 
-# A tier of each kind: the fixture of a server's URL, or the URL of a place below the test's own folder.
-TIERS = {"file": "file://{folder}/shared", "redis": "redis_url", "s3": "s3_url"}
-
-
-@pytest.fixture(params=TIERS)
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the URL of an empty shared store of each kind; `WRITABLE` of `backends.py` is for several at once."""
-    tier = TIERS.get(request.param, f"{request.param}_url")
-    return tier.format(folder=tmp_path) if "://" in tier else str(request.getfixturevalue(tier))
-
-
 @pytest.fixture
 def blobs(url: str) -> Iterator[Blobs]:
     with contextlib.closing(open_blobs(url)) as opened:

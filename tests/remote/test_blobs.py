@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import time
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +17,6 @@ from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.prefetch import Prefetcher
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
-from tests.remote.trouble_folder import in_the_way
 
 BIG = bytes(range(256)) * 4096
 
@@ -198,6 +199,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
             blobs.put({"x": b"1"})
         with pytest.raises(KvtoolError):
             blobs.compare_and_swap("head", None, b"1")
+
+
+def in_the_way(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path may not be long
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+        os.chdir(here)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**40)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])

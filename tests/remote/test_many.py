@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import tables, tree
+from kvtool.core.cache import tree
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.environment import Environment
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import RemoteError
-from kvtool.core.remote import catalogue_io, values
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file, id_of, put
 from tests.remote.test_sharing import MANIFEST, add
+from tests.spying import calls_of
 
 CHUNKS = 4  # of a file
 
@@ -40,22 +38,10 @@ def made(path: Path, files: int) -> Path:
     return path
 
 
-def calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[object, ...]]:
-    seen: list[tuple[object, ...]] = []
-    before: Callable[..., object] = getattr(owner, name)
-
-    def counted(*given: object, **named: object) -> object:
-        seen.append(given)
-        return before(*given, **named)
-
-    monkeypatch.setattr(owner, name, counted)
-    return seen
-
-
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(tree, "_LEAVES", 4)
-    return calls(monkeypatch, tree, "parse_page")
+    return calls_of(monkeypatch, tree, "parse_page")
 
 
 def pushed(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, str]:
@@ -73,7 +59,7 @@ def test_pages_of_an_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pa
         store, url = pushed(tmp_path, files, monkeypatch)
         monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
         parsed.clear()
-        written = calls(monkeypatch, Environment, "write")
+        written = calls_of(monkeypatch, Environment, "write")
         open_shared(url).close()
         counts.append(len(parsed))
         assert len(written) < 12
@@ -89,21 +75,12 @@ def test_cost_of_a_small_push(
     with store, closing(open_blobs(url)) as blobs:
         add(store, "f0", "new 0", "new 1")
         parsed.clear()
-        begun = calls(monkeypatch, Environment, "begin")
-        decoded = calls(monkeypatch, values, "records_of")
+        begun = calls_of(monkeypatch, Environment, "begin")
+        decoded = calls_of(monkeypatch, values, "records_of")
         assert push(store, blobs).files.transferred == 1
     assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}
     assert len(begun) < 200 * CHUNKS / 2
     assert len(parsed) < 200 * CHUNKS
-
-
-def test_rows_are_put_in_the_order_of_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touched = calls(monkeypatch, tree.Tree, "touch")
-    made(tmp_path / "store", 30)
-    runs = [key for _, key in touched]
-    commits = sum(before > after for before, after in pairwise(runs))
-    assert runs.count(tables.META + b"revision") >= commits
-    assert len(runs) > 30 * CHUNKS * 4
 
 
 def test_files_are_committed_together_or_not_at_all(tmp_path: Path) -> None:
@@ -141,22 +118,6 @@ def test_descriptions_stay_when_the_store_dies(came: int, tmp_path: Path, monkey
     with open_shared(url) as opened:
         for number in range(20):
             check_file(opened, f"f{number}", CHUNKS)
-
-
-def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, url = pushed(tmp_path, 20, monkeypatch)
-    searching = []
-    for name in ("rows_of", "entries_of"):
-        before = getattr(catalogue_io, name)
-        monkeypatch.setattr(
-            catalogue_io, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
-        )
-    with store, closing(open_blobs(url)) as blobs:
-        add(store, "f0", "new 0", "new 1")
-        push(store, blobs)
-    assert searching
-    assert not any(searching)
-    assert gc.isenabled()
 
 
 def test_shared_stores_are_opened_without_torch() -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-import trustme
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
@@ -28,6 +25,7 @@ from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.remote.object_stub import Answer, AnsweringServer, Request, WebServer
 from tests.remote.test_sharing import new_store
 from tests.remote.trouble_http import error
+from tests.spying import calls_of
 
 PATIENCE = 60.0  # seconds for a value: an imitated service on a busy machine takes longer than a real one
 SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environment
@@ -166,14 +164,12 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
 
 def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_MANY", 4)
-    asked: list[str] = []
     with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         blobs.put({f"pack/{number}": bytes(number + 1) for number in range(6)} | {"head": b"1"})
-        real = ObjectBlobs._sizes
-        monkeypatch.setattr(ObjectBlobs, "_sizes", lambda self, names: (asked.extend(names), real(self, names))[1])
+        asked = calls_of(monkeypatch, ObjectBlobs, "_sizes", lambda self, names: [*names])
         names = [f"pack/{number}" for number in range(7)]
         assert blobs.sizes([*names, "head"]) == [1, 2, 3, 4, 5, 6, 0, 1]
-    assert asked == ["pack/6", "head"]
+    assert asked == [["pack/6", "head"]]
 
 
 def test_credentials_are_shown_and_written_nowhere(s3_url: str, store: Path, tmp_path: Path) -> None:
@@ -215,28 +211,6 @@ def test_a_web_server_is_read(shared: Path, tmp_path: Path) -> None:
             with pytest.raises(RemoteError, match="can only be read"):
                 push(store, blobs)
     assert all(request.path.startswith("/kv/") for request in service.asked)
-
-
-def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost").configure_cert(context)
-    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
-
-    class Encrypted(WebServer):
-        def get_request(self) -> tuple[Any, Any]:
-            line, address = super().get_request()
-            return context.wrap_socket(line, server_side=True), address
-
-    with closing(Encrypted(shared)) as server:
-        url = f"https://localhost:{server.port}/kv"
-        for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
-            monkeypatch.setenv(name, str(tmp_path / "authority.pem"))
-        with closing(open_blobs(url, PATIENCE)) as blobs, pytest.raises(RemoteError, match="certificate") as caught:
-            blobs.get(["head"])
-        assert "SSL_CERT_FILE" in caught.value.hint
-        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
-        with closing(open_blobs(url, PATIENCE)) as blobs:
-            assert pull(tmp_path / "pulled", blobs).damaged == []
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------

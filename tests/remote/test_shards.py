@@ -17,6 +17,7 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file, id_of
 from tests.remote.test_sharing import add, forget, is_whole, new_store
+from tests.spying import calls_of
 
 MANY = 40  # files of two chunks
 
@@ -34,63 +35,50 @@ def store(tmp_path: Path) -> Store:
     return Store.open(new_store(tmp_path / "store", files=MANY))
 
 
-class Counted:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.names: list[str] = []
-        self.put: list[str] = []
-        read, put = FolderBlobs._wanted, FolderBlobs.put
-        get = FolderBlobs.get
-
-        def counted_get(blobs: FolderBlobs, names: list[str]) -> list[bytes | None]:
-            self.names += names
-            return get(blobs, names)
-
-        monkeypatch.setattr(FolderBlobs, "get", counted_get)
-        monkeypatch.setattr(
-            FolderBlobs, "_wanted", lambda blobs, one: (self.names.append(one.pack or one.name), read(blobs, one))[1]
-        )
-        monkeypatch.setattr(FolderBlobs, "put", lambda blobs, values: (self.put.extend(values), put(blobs, values))[1])
-
-    def shards(self) -> int:
-        return len({name for name in self.names if name.startswith("shard/")})
-
-    def clear(self) -> None:
-        self.names.clear()
-        self.put.clear()
-
-
 @pytest.mark.usefixtures("small_shards")
 def test_change_moves_only_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change one file of forty: its two chunks, and the two that it had before."""
-    counted = Counted(monkeypatch)
+    fetched = calls_of(monkeypatch, FolderBlobs, "get", lambda blobs, names: {*names})
+    read = calls_of(monkeypatch, FolderBlobs, "_wanted", lambda blobs, one: one.pack or one.name)
+    put = calls_of(monkeypatch, FolderBlobs, "put", lambda blobs, values: [*values])
+
+    def asked() -> set[str]:
+        names = set().union(read, *fetched)
+        read.clear()
+        fetched.clear()
+        return names
+
+    def shards() -> int:
+        return sum(name.startswith("shard/") for name in asked())
+
     url = f"file://{tmp_path / 'shared'}"
     with store, closing(open_blobs(url)) as blobs:
         push(store, blobs)
-        assert sum(name.startswith("shard/") for name in counted.put) == 32
+        assert sum(name.startswith("shard/") for names in put for name in names) == 32
         monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
+        asked()
         open_shared(url).close()
-        assert counted.shards() == 32
+        assert shards() == 32
         monkeypatch.delenv("KVTOOL_CACHE")
         add(store, "f7", "new 0", "new 1")
         forget(store)
-        counted.clear()
+        put.clear()
         push(store, blobs)
-        sent = [name.partition("/")[0] for name in counted.put]
+        sent = [name.partition("/")[0] for names in put for name in names]
         assert 1 <= sent.count("shard") <= 5
         assert (sent.count("pack"), sent.count("catalogue"), len(sent)) == (2, 1, 3 + sent.count("shard"))
-        assert counted.shards() == 0  # what this machine has sent it knows
+        assert shards() == 0  # what this machine has sent it knows
         monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
-        counted.clear()
         with open_shared(url) as front:
-            assert counted.shards() == sent.count("shard")
+            assert shards() == sent.count("shard")
             check_file(front, "f3")
             assert front.chunk_info(id_of("new 1")) is not None
             assert front.chunk_info(id_of("f7.0")) is None
             assert set(front.chunk_ids()) == set(store.chunk_ids())
-        counted.clear()
+        asked()
         with open_shared(url) as front:
             assert front.levels(id_of("new 1")) == ["raw"]
-        assert counted.names == ["head"]  # nothing has changed: all else is here
+        assert asked() == {"head"}  # nothing has changed: all else is here
         assert is_whole(blobs)
         assert local_place(url).is_relative_to(tmp_path / "reader")
 

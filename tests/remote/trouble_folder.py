@@ -1,16 +1,14 @@
-"""Faults of a folder: its mount disappears, refuses or hangs, and its files are no regular files."""
+"""Faults of a folder: its mount disappears, refuses or hangs."""
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tests.remote.scene import Scene
+from tests.remote.backends import Scene
 
 Make = Callable[[Scene], object]
 
@@ -93,25 +91,3 @@ def crawls(scene: Scene) -> None:
 
 def cannot_sync(error: int) -> Make:
     return lambda scene: scene.patch.setattr(os, "fsync", _raising(error))
-
-
-def in_the_way(path: Path, kind: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "link":
-        path.symlink_to("/etc/passwd")
-    elif kind == "socket":
-        here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path may not be long
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-        os.chdir(here)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        with path.open("wb") as file:
-            file.truncate(2**40)

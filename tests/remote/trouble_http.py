@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import unquote
 
-from tests.remote.object_stub import Answer, Request
-from tests.remote.scene import Scene
+from tests.remote.backends import Scene
+from tests.remote.object_stub import BREAK, Answer, Request, Way
 from tests.remote.serving import Link
-from tests.remote.way import BREAK, Way
 
 Make = Callable[[Scene], object]
 Which = Callable[[Request], bool]

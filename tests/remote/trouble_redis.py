@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.remote.backends import Scene
 from tests.remote.object_stub import GoogleServer
-from tests.remote.scene import Scene
 
 Make = Callable[[Scene], object]
 
