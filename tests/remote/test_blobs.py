@@ -16,7 +16,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.prefetch import Prefetcher
-from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
+from tests.remote.serving import Link
 
 BIG = bytes(range(256)) * 4096
 
@@ -139,37 +139,6 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == [name]
         with closing(open_blobs(blobs.url)) as again:
             assert again.get(["x"]) == [b"1"]
-
-
-def test_no_redis_there() -> None:
-    with closing(open_blobs(f"redis://127.0.0.1:{free_port()}/0")) as blobs:
-        for call in (lambda: blobs.get(["x"]), lambda: blobs.put({"x": b""}), lambda: list(blobs.names())):
-            with pytest.raises(RemoteError, match="cannot be reached") as caught:
-                call()
-            assert caught.value.hint
-        with pytest.raises(RemoteError, match="cannot be reached"):
-            fetch(blobs, whole("x"))
-    with closing(open_blobs("redis://no.such.host.invalid/0")) as blobs, pytest.raises(RemoteError, match=r"invalid"):
-        blobs.get(["x"])
-
-
-def test_a_password(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, "--requirepass", PASSWORD)
-    try:
-        for user in ("", ":wrong@"):
-            with (
-                closing(open_blobs(f"redis://{user}127.0.0.1:{server.port}/0")) as blobs,
-                pytest.raises(RemoteError, match="refuses") as caught,
-            ):
-                blobs.get(["x"])
-            assert "password" in caught.value.hint
-            assert "wrong" not in caught.value.message
-        with closing(open_blobs(f"redis://:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{server.port}/0")) as blobs:
-            blobs.put({"x": b"1"})
-            assert blobs.get(["x"]) == [b"1"]
-            assert blobs.url == server.url.replace("://", "://***@")
-    finally:
-        server.kill()
 
 
 def test_who_waits_may_give_up(behind: Link) -> None:

@@ -202,7 +202,7 @@ def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pyt
     blobs.put({HEAD: seal_head(Head("../../secret"))})
     with pytest.raises(DamagedError):
         read_catalogue(blobs)
-    assert asked == [[HEAD]]
+    assert {name for names in asked for name in names} == {HEAD}
 
 
 # ---- values ----
@@ -239,12 +239,8 @@ def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp
         assert other.chunk_info(key) is None
 
 
-def test_a_sealed_value_is_held_to_its_name() -> None:
+def test_a_sealed_profile_is_held_to_its_name() -> None:
     """Check names in spite of seals: a user who writes to the shared store can seal any value under any name."""
-    key = id_of("f0.1")
-    for info in OTHER_CHUNKS:
-        with pytest.raises(DamagedError, match="describes another chunk"):
-            values.open_chunk(key, seal(key, Kind.CHUNK, info.to_bytes()), IDENTITY, LAYERS)
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
     assert values.open_profile(digest.hex(), seal(digest, Kind.PROFILE, b"profile")) == b"profile"
     with pytest.raises(DamagedError, match="another profile"):

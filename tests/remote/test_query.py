@@ -251,6 +251,7 @@ def test_one_that_cannot_be_reached(store: Path, redis_server: RedisServer, redi
     kvtool("store", "push", nobody, "--store", store).failed(1, "cannot be reached")
     kvtool("store", "pull", nobody, "--store", tmp_path / "new").failed(1, "cannot be reached")
     assert not (tmp_path / "new").exists()
+    ask("redis://no.such.host.invalid/0").failed(1)
     ask(redis_url).failed(10, "no store at")
     ask("ftp://host/x").failed(2, "known: redis, rediss, file")
     link = Link(redis_server.port)
