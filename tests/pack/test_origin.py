@@ -55,15 +55,15 @@ def scene(made: Scene, tmp_path: Path) -> Scene:
     return Scene(made.own, mine, theirs)
 
 
-def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> dict[str, object]:
+def bring(scene: Scene, way: str, *more: object, store: Path | None = None, code: int = 0) -> dict[str, object]:
     into = ("--store", store or scene.mine, "--json", *more)
     if way == "import":
-        return kvtool("store", "import", scene.pack(), *into).fine().json
+        return kvtool("store", "import", scene.pack(), *into).fine(code).json
     if way == "merge":
         return kvtool("store", "import", scene.theirs, *into).fine().json["merged"][0]
     url = f"file://{scene.theirs.parent / 'shared'}"
     kvtool("store", "push", url, "--store", scene.theirs).fine()
-    return kvtool("store", way, url, *into).fine().json
+    return kvtool("store", way, url, *into).fine(code).json
 
 
 def foreign_chunks(path: Path) -> set[bytes]:
@@ -110,15 +110,11 @@ def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scen
 
 
 @pytest.mark.parametrize("way", ["import", "pull"])
-def test_a_file_claims_no_document_of_another_path(way: str, scene: Scene, tmp_path: Path) -> None:
+def test_a_file_claims_no_document_of_another_path(way: str, scene: Scene) -> None:
     rewrite(scene, lambda entry, document: (replace(entry, path="/elsewhere/other.md"), document))
     before = own_state(scene)
-    place: object = scene.pack()
-    if way == "pull":
-        place = f"file://{tmp_path / 'shared'}"
-        kvtool("store", "push", place, "--store", scene.theirs).fine()
-    said = kvtool("store", way, place, "--store", scene.mine, "--json").json
-    assert [row["reason"] for row in said["damaged"]] == ["one of its documents is another file's"]
+    damaged = bring(scene, way, code=13)["damaged"]
+    assert [row["reason"] for row in damaged] == ["one of its documents is another file's"]
     assert own_state(scene) == before
 
 

@@ -60,15 +60,6 @@ class Scene:
         self.middle = 0.0
         self.patch, self.later = pytest.MonkeyPatch(), ExitStack()
 
-    @property
-    def folder(self) -> Path:
-        assert self.site.folder is not None
-        return self.site.folder
-
-    def through(self) -> Link:
-        assert self.link is not None
-        return self.link
-
     @contextmanager
     def made(self, make: Callable[[Scene], object], middle: float) -> Iterator[None]:
         self.middle = middle

@@ -267,22 +267,6 @@ def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> N
     bench.ahead.finish()
 
 
-def test_chunk_refined_at_once_says_nothing_of_speed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.put(0)
-    bench.through(0, "4")
-    wait_until_idle(bench)
-
-    def forget(segment: Segment) -> None:
-        monkeypatch.undo()
-        bench.put(0, "3")
-
-    monkeypatch.setattr(bench.held, "forget", forget)
-    bench.put(0)  # begun, and refined at once
-    assert bench.begun() == (0, "3", 0)
-    assert bench.ahead.seconds(100, "4") == 0.0
-    finish_in_the_middle(bench)
-
-
 # ---- the driver --------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file, make_store
-from tests.remote.object_stub import Answer, AnsweringServer, Request, TcpServer
+from tests.remote.object_stub import Answer, HttpServer, Request, Serve, TcpServer
 from tests.remote.serving import AMAZON
 
 NOW, DAY = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
@@ -225,7 +225,6 @@ S3: dict[str, Callable[[Request], Answer | None]] = {
 
 
 S3_URL = "s3://bucket/team/kv"
-Start = Callable[[Callable[[Request], Answer | None]], AnsweringServer]
 
 
 def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
@@ -234,25 +233,23 @@ def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    with ExitStack() as stack:
+def s3(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    def start(say: Callable[[Request], Answer | None]) -> HttpServer:
+        server = serve(say)
+        point_at(monkeypatch, server.port)
+        return server
 
-        def start(say: Callable[[Request], Answer | None]) -> AnsweringServer:
-            server = stack.enter_context(closing(AnsweringServer(say)))
-            point_at(monkeypatch, server.port)
-            return server
-
-        yield start
+    return start
 
 
 @pytest.mark.parametrize("name", S3)
-def test_a_hostile_s3(name: str, store: Path, s3: Start) -> None:
+def test_a_hostile_s3(name: str, store: Path, s3: Serve) -> None:
     server = s3(S3[name])
     both_ways(S3_URL, store)
     assert len(server.asked) < 200
 
 
-def test_no_signature_goes_where_a_server_sends_us(store: Path, s3: Start) -> None:
+def test_no_signature_goes_where_a_server_sends_us(store: Path, s3: Serve) -> None:
     """Check that a request is made again elsewhere without what was signed for the first host, or not at all."""
     thief = s3(lambda request: Answer(404))
     s3(lambda request: Answer(307, headers={"Location": f"http://127.0.0.1:{thief.port}/bucket/head"}))
@@ -271,7 +268,7 @@ def _page(*keys: str, more: bool) -> bytes:
     return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}</ListBucketResult>".encode()
 
 
-def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_never_ends(s3: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "MOST_NAMES", 100)
     monkeypatch.setattr(object_store, "_MANY", 1)
     s3(lambda request: Answer(200, _page("team/kv/pack/a", "team/kv/pack/a", more=True)))
@@ -281,7 +278,7 @@ def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
-def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
+def test_names_of_a_list_that_are_none(key: str, s3: Serve) -> None:
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -335,7 +332,7 @@ def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch)
         both_ways(S3_URL, store)
 
 
-def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
+def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Serve) -> None:
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
     with closing(RawServer(first, b"x" * 2**20)) as server, pytest.MonkeyPatch.context() as patch:

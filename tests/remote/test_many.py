@@ -88,19 +88,6 @@ def test_cost_of_a_small_push(
     assert len(parsed) < 200 * CHUNKS
 
 
-def test_files_are_committed_together_or_not_at_all(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        with store.writer() as writer:
-            ref = put(writer, "a.0")
-            sound = FileEntry("a", 1, 2, "d", "s", ("a",)), [DocumentEntry("a", "text", "a", (ref,))]
-            other = FileEntry("b", 1, 2, "d", "s", ("b",)), [DocumentEntry("c", "text", "c", (ref,))]
-            with pytest.raises(ValueError, match="exactly its documents"):
-                writer.commit_files([sound, other])
-            assert [*store.files()] == []
-            writer.commit_files([sound])
-        assert [entry.path for entry in store.files()] == ["a"]
-
-
 @pytest.mark.parametrize("came", [30, 90])
 def test_descriptions_stay_when_the_store_dies(came: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, url = pushed(tmp_path, 20, monkeypatch)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file
 from tests.cli.working import QUESTION, SHORT, kvtool
-from tests.remote.object_stub import Answer, AnsweringServer, Request, WebServer
+from tests.remote.object_stub import Answer, Serve, WebServer
 from tests.remote.test_sharing import new_store
 from tests.spying import calls_of
 
@@ -29,21 +28,8 @@ PATIENCE = 60.0  # seconds for a value: an imitated service on a busy machine ta
 SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environment
 
 
-Serve = Callable[[Callable[[Request], Answer]], AnsweringServer]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    with ExitStack() as stack:
-        yield lambda answer: stack.enter_context(closing(AnsweringServer(answer)))
-
-
-def found_nothing(request: Request) -> Answer:
-    return Answer(404)
-
-
 def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = serve(found_nothing)
+    service = serve(lambda request: Answer(404))
     monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", service.url)  # of a machine's role

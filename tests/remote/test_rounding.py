@@ -1,4 +1,4 @@
-"""Levels of one chunk, and their measured losses, that were made on two machines, each of which rounds in its own way."""
+"""Levels of one chunk, and their measured losses, that were made on two machines, which round in different ways."""
 
 from __future__ import annotations
 

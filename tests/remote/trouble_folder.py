@@ -14,9 +14,9 @@ Make = Callable[[Scene], object]
 
 
 def unmounted(scene: Scene) -> None:
-    aside = scene.folder.with_name("aside")
-    scene.folder.rename(aside)
-    scene.later.callback(aside.rename, scene.folder)
+    aside = scene.site.folder.with_name("aside")
+    scene.site.folder.rename(aside)
+    scene.later.callback(aside.rename, scene.site.folder)
 
 
 def _before_reads(scene: Scene, what: Callable[[], object]) -> None:
@@ -59,7 +59,7 @@ def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
         real = os.open
 
         def opened(path: Any, flags: int, *given: Any, **more: Any) -> int:
-            inside = more.get("dir_fd") is not None or str(path).startswith(str(scene.folder))
+            inside = more.get("dir_fd") is not None or str(path).startswith(str(scene.site.folder))
             if inside and of(flags):
                 raise OSError(error, os.strerror(error), str(path))
             return real(path, flags, *given, **more)
