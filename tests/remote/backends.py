@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtool.core.remote.blobs import Blobs, open_blobs
-from tests.remote.object_stub import AzureServer, GoogleServer, Way, WebServer
+from tests.remote.object_stub import AzureServer, GoogleServer, WebServer
 from tests.remote.serving import AMAZON, Link
 
 Server = Callable[[str], Any]  # one that is there for all tests: `pytest`'s `getfixturevalue`
@@ -26,15 +26,15 @@ class Site:
     Attributes
     ----------
     at : lets it be reached through a port, and returns the URL by which it is read then.
-    folder : where its values are files.
-    way : a proxy that knows HTTP, before its server.
+    folder : where its values are files, or None.
+    way : the proxy (`Way`) before a server of HTTP whose answers are to fail.
     pulled, asked : what comes in a pull of all, and in a question: bytes, or reads of a folder.
     """
 
     at: Callable[[int], str]
     port: int = 0
-    folder: Path | None = None
-    way: Way | None = None
+    folder: Any = None
+    way: Any = None
     pulled: float = 0
     asked: float = 0
     url: str = ""
@@ -54,7 +54,7 @@ class Scene:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.link = Link(site.way.port if site.way is not None else site.port) if site.port else None
+        self.link: Any = Link(site.way.port if site.way is not None else site.port) if site.port else None
         if self.link is not None:
             site.reach(self.link.port)
         self.middle = 0.0
