@@ -92,10 +92,3 @@ def test_it_completes_in_a_real_shell(home: Home, shell: str) -> None:
         shown = home.typed(shell, f"{first}kvtool insp\t\x01echo said \nexit\n")
         assert "said kvtool inspect" in shown
         assert "starting" not in shown  # nobody waits for a command
-
-
-def test_the_script_that_is_shown_is_the_installed_one(home: Home) -> None:
-    needed("bash")
-    home.run("bash", "-c", "kvtool --install-completion; true")
-    shown = home.run("bash", "-c", "kvtool --show-completion; true").stdout.strip()
-    assert (home.folder / INSTALLED["bash"]).read_text("utf-8").strip() == shown

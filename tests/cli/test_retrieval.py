@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,6 @@ def test_only_some_documents(store: Path) -> None:
     done.failed(2, "no document matches *.zip")
 
 
-@pytest.mark.slow
-def test_orders(store: Path) -> None:
-    best = [chunk["id"] for chunk in ask(store, "--set", "search.order=relevance")["chunks"]]
-    for more in ((), ("--set", "search.order=best-last")):
-        assert [chunk["id"] for chunk in ask(store, *more)["chunks"]] == best[::-1]
-    chunks = ask(store, "--set", "search.order=document")["chunks"]
-    assert sorted(chunk["id"] for chunk in chunks) == sorted(best)
-    for one, other in itertools.pairwise(chunks):
-        assert one["source"] != other["source"] or one["start"] < other["start"]
-    given = ask(store, "--set", "search.order=best-last", "--chunks", *best[:2])["chunks"]
-    assert [chunk["id"] for chunk in given] == best[:2]  # named chunks keep their order
-
-
 def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
     row = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json
     scores = [chunk["score"] for chunk in row["chunks"]]
@@ -67,18 +53,6 @@ def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
         assert all(word in text for word in chunk["keywords"])
     shown = kvtool("inspect", "plan", QUESTION, "--store", store).fine().out
     assert row["chunks"][0]["keywords"][0] in shown
-
-
-def test_the_plan_says_what_came_without_a_word(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "one.md").write_text("# Watermill\n\nIts miller left notes.\n", encoding="utf-8")
-    (tmp_path / "docs" / "two.md").write_text("# Notes\n\nBeetles eat bark.\n", encoding="utf-8")
-    store = tmp_path / "store"
-    kvtool("ingest", tmp_path / "docs", "--store", store, "--model", tiny, *CHUNKS).fine()
-    asked = ("inspect", "plan", "Who was the miller?", "--set", "search.min_score=0")
-    found = kvtool(*asked, "--store", store).fine().out.splitlines()
-    (row,) = [line for line in found if "two.md" in line]
-    assert row.rstrip().endswith("no word: by its title or by vectors")
 
 
 @pytest.mark.slow
@@ -97,10 +71,6 @@ def test_vectors(tiny: Path, corpus: Path, tmp_path: Path, embedder: Path) -> No
     found = kvtool("query", "river", "--retriever", "dense", *SHORT, "--json", "--store", path).fine().json["chunks"]
     assert Path(found[0]["source"]).name == "stream.md"
     embedder.rename(tmp_path / "gone")
-    done = kvtool("query", QUESTION, *SHORT, "--json", "--store", path).fine()
-    assert "found only by words" in done.err
-    assert done.json["chunks"]
-    kvtool("query", QUESTION, "--retriever", "hybrid", "--store", path).failed(12, "no embedding model")
     (corpus / "stream.md").unlink()
     done = kvtool("ingest", corpus, "--sync", "--json", *at).fine()
     assert "no vectors" in done.json["warnings"][0]

@@ -10,8 +10,7 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, channels_of, shape_of_layer, wide_sides
-from kvtool.core.codec.fit import default_groups, fit_profile
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.prefill import ChunkKV
@@ -109,41 +108,6 @@ def layers_of(tokens: int, seed: int) -> list[LayerKV]:
         (torch.randn((heads, tokens, k), generator=draw), torch.randn((heads, tokens, v), generator=draw))
         for heads, _, k, v in SHAPES
     ]
-
-
-@pytest.fixture(scope="module")
-def profile() -> Profile:
-    kvs = layers_of(400, 0)
-    shapes = [shape_of_layer(kv) for kv in kvs]
-    channels = channels_of(shapes)
-    assert channels == 64
-    matters = torch.eye(channels).expand(2, len(kvs), channels, channels).contiguous()
-    return fit_profile(lambda layer: wide_sides(kvs[layer], channels), matters, default_groups(shapes), {}, 0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [*NESTED, "cachegen-2"])
-def test_layers_of_different_shapes(level: str, profile: Profile) -> None:
-    kvs = layers_of(37, 1)
-    records = CODECS[level].encode_layers(kvs, profile)
-    items = [
-        Encoded(bytearray().join(parts), shape_of_layer(kv), "float32") for parts, kv in zip(records, kvs, strict=True)
-    ]
-    back = CODECS[level].decode_layers(items, lambda digest: profile)
-    one_by_one = [CODECS[level].decode([item], layer, lambda digest: profile)[0] for layer, item in enumerate(items)]
-    for item, kv, made, alone in zip(items, kvs, back, one_by_one, strict=True):
-        for exact, side, same, stated in zip(kv, made, alone, CODECS[level].stated_error(item.payload), strict=True):
-            assert side.shape == exact.shape
-            assert float((side.double() - exact).norm() / exact.double().norm()) <= stated + 1e-6
-            assert torch.allclose(side, same, atol=1e-5)
-
-
-@pytest.mark.parametrize("level", ["raw", "lossless"])
-def test_sides_of_different_width_to_the_bit(level: str) -> None:
-    for layer, kv in enumerate(layers_of(9, 2)):
-        payload = bytearray().join(bytes(part) for part in CODECS[level].encode_layers([kv])[0])
-        made = CODECS[level].decode([Encoded(payload, shape_of_layer(kv), "float32")], layer)[0]
-        assert all(map(torch.equal, made, kv))
 
 
 def test_zeros_behind_a_narrow_side_take_next_to_nothing(profile: Profile) -> None:

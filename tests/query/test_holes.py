@@ -28,6 +28,7 @@ from tests.cli.working import (
     prefix_chunk,
     write_corpus,
 )
+from tests.compress.making import flip, levels_in, replace_record
 
 
 def ask(store: Path, *more: object) -> Done:
@@ -72,53 +73,15 @@ def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
     assert damages(store) == []
 
 
-def break_level(store: Path, chunk: str, level: str) -> None:
-    with Store.open(store) as opened:
-        record = opened.read_kv(bytes.fromhex(chunk), level, 0)
-        payload = bytes(record[1])
-    data = next((store / "data").glob("gen-*/data.mdb"))
-    broken = bytearray(payload)
-    broken[len(broken) // 2] ^= 4
-    content = data.read_bytes()
-    assert payload in content
-    data.write_bytes(content.replace(payload, bytes(broken)))  # a page that was given up may hold a copy
-
-
-def levels_of(store: Path, chunk: str) -> list[str]:
-    with Store.open(store) as opened:
-        return opened.levels(bytes.fromhex(chunk))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("broken", "left"),
-    [
-        ("cachegen-1", ["cachegen-2", "raw"]),
-        ("cachegen-2", ["cachegen-1", "raw"]),
-        ("raw", ["cachegen-1", "cachegen-2", "raw"]),
-    ],
-)
-def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store: Path) -> None:
-    kvtool("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0", "--store", store)
-    before = payloads(store)
-    chunk = chunks_of(store, "mill2.md")[1]
-    assert levels_of(store, chunk) == ["cachegen-1", "cachegen-2", "raw"]
-    break_level(store, chunk, broken)
-    assert statuses(ask(store, "--level", broken, "--fusion", "reuse").json)[1] == "miss"
-    assert levels_of(store, chunk) == left
-    assert payloads(store) == before
-    assert damages(store) == []
-
-
 @pytest.mark.slow
 def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
     """Of a compressed store one level is damaged: the chunk is computed, and what else there was of it is kept."""
     compress = ("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0")
     kvtool(*compress, "--drop-raw", "--yes", "--store", store).fine()
     chunk = chunks_of(store, "mill2.md")[1]
-    break_level(store, chunk, "cachegen-1")
+    replace_record(store, chunk, "cachegen-1", 0, flip)
     assert statuses(ask(store, "--level", "cachegen-1", "--fusion", "reuse").json)[1] == "miss"
-    assert levels_of(store, chunk) == ["cachegen-2", "raw"]
+    assert levels_in(store)[chunk] == ["cachegen-2", "raw"]
     assert damages(store) == []
 
 
