@@ -257,18 +257,6 @@ def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) ->
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_file_that_takes_only_a_part(unbuffered: str, tmp_path: Path) -> None:
-    """As a disk does that becomes full in the middle of a page."""
-    line = f"ulimit -f 1; '{sys.executable}' -m kvtool help json > '{tmp_path / 'page'}'"
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: cannot write to standard output")
-
-
 SLEEPER = """
 import sys, time, types, kvtool.cli.app as app
 from kvtool.cli.commands import new_app
@@ -337,22 +325,6 @@ def test_config_show_says_where_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert shown["ratio"] == {"value": 0.15, "origin": "default", "location": ""}
     assert main(["config", "show"]) == 0
     assert "project kvtool.toml" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("load", "own", "expected"), [(9.0, None, "1000"), (0.0, None, None), (9.0, "7", "7"), (0.0, "7", "7")]
-)
-def test_threads_sleep_on_a_busy_machine(
-    load: float, own: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setenv("GOMP_SPINCOUNT", own or "")  # restored afterwards
-    if own is None:
-        monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert main(["--version"]) == 0
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_an_interruption_before_the_command_line_is_read() -> None:

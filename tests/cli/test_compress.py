@@ -41,27 +41,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAST = ("--questions", "0", "--fit-prompts", "4")  # the loss is most of the time
-NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
-
-
-def check_report(row: dict[str, Any], path: Path, before: dict[str, Any]) -> None:
-    with Store.open(path) as store:
-        after = store.stats()
-    for level in row["levels"]:
-        assert isinstance(level["level"], str)
-        assert type(level["chunks"]) is type(level["bytes"]) is int
-        assert all(isinstance(level[name], float | int) and level[name] >= 0 for name in NUMBERS)
-        assert level["ratio_vs_16bit"] == pytest.approx(2 * level["ratio_vs_8bit"], abs=2e-3)
-        assert level["ratio_vs_16bit"] == pytest.approx(16 / level["bits_per_element"], abs=2e-3)
-        assert level["bytes"] >= after["levels"][level["level"]]["bytes"]
-    assert row["bytes_before"] == before["bytes"]
-    assert row["bytes_after"] == after["bytes"]
-    assert row["seconds"] > 0
-    for name in ("encode_gb_per_s", "decode_gb_per_s"):
-        assert row[name] is None or row[name] >= 0
-    assert set(row["chunks"]) == {"encoded", "unchanged", "skipped", "exact_dropped"}
-    assert all(type(count) is int for count in row["chunks"].values())
-    assert isinstance(row["warnings"], list)
+NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error", "kl_answer", "kl_first")
 
 
 def stats(path: Path) -> dict[str, Any]:
@@ -74,12 +54,14 @@ def test_fit_and_several_levels(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--fit", "--level", *NESTED, "--questions", "2", "--json").fine()
     row = done.json
     assert done.err == ""
-    check_report(row, plain, before)
+    after = stats(plain)
     assert [level["level"] for level in row["levels"]] == list(NESTED)
     for level in row["levels"]:
-        assert level["kl_answer"] >= 0
-        assert level["kl_first"] >= 0
+        assert all(level[name] >= 0 for name in NUMBERS)
+        assert level["ratio_vs_16bit"] == pytest.approx(16 / level["bits_per_element"], abs=2e-3)
+        assert level["bytes"] >= after["levels"][level["level"]]["bytes"]
         assert 0 < level["top1_agrees"] <= 1
+    assert (row["bytes_before"], row["bytes_after"], row["warnings"]) == (before["bytes"], after["bytes"], [])
     bits = [level["bits_per_element"] for level in row["levels"]]
     assert bits == sorted(bits, reverse=True)
     assert row["chunks"] == {"encoded": len(chunks_in(plain)), "unchanged": 0, "skipped": 0, "exact_dropped": 0}
@@ -248,13 +230,11 @@ def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkey
 
 
 def test_jsonl(plain: Path) -> None:
-    before = stats(plain)
     done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
     *events, summary = done.lines
     assert {event["type"] for event in events} == {"status"}
     assert all(event["schema"] == 1 for event in done.lines)
-    assert summary["type"] == "summary"
-    check_report(summary, plain, before)
+    assert (summary["type"], summary["levels"][0]["level"]) == ("summary", "4")
     (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines
     assert (error["type"], error["error"]["exit_code"]) == ("error", 2)
 

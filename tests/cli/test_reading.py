@@ -55,10 +55,8 @@ def test_a_question_of_several_words(words: tuple[str, ...], question: str, stor
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (("query", "--bogus"), "kvtool query"),
         (("query", "x", "--top-k"), "kvtool query"),
         (("store", "prune", "--bogus"), "kvtool store prune"),
-        (("store", "prune", "--max-size"), "kvtool store prune"),
         (("inspect", "quality", "--html"), "kvtool inspect quality"),
         (("store", "--store"), "kvtool store"),
     ],

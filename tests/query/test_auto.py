@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import side_files
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
 from kvtool.core.query.answer import answer
@@ -179,14 +178,6 @@ def test_what_a_busy_machine_does_is_not_kept(path: Path, watch: Stopwatch, monk
     assert watch.measured == ["pass", "raw"] * 2
     ask(path)
     assert watch.measured == ["pass", "raw"] * 2
-
-
-def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(side_files, "atomic_write", full)
-    assert ask(path).json["fusion"] == "union"
 
 
 def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtool
-from kvtool.core.query.reply import Reply
+from kvtool.core.query.reply import Reply, read_batch
 
 
 @pytest.fixture
@@ -38,3 +38,8 @@ def test_options_that_were_made_before_are_asked_with(store: Path) -> None:
         assert asked.tokens["generated"] <= 3
         with pytest.raises(kvtool.KvtoolError, match="offline is the same for all"):
             cache.query("Where?", **vars(kvtool.QueryOptions(offline=True)))
+
+
+def test_a_line_may_hold_any_separator_that_json_allows(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "one\u2028two\x85three"}\r\n\n{"question": "b"}\n', "utf-8")
+    assert [one.question for one in read_batch(tmp_path / "q.jsonl")] == ["one\u2028two\x85three", "b"]

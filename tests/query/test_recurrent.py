@@ -226,17 +226,6 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
     assert damages(store) == []
 
 
-@pytest.mark.slow
-def test_repair_drops_the_stretch_whole(store: Path) -> None:
-    ask(store, FIRST)
-    before = stretches(store)["count"]
-    flip_row(store, tables.STRETCHES, list(each_kind(store))[2])
-    kvtool("store", "verify", "--repair", "--store", store)
-    assert stretches(store)["count"] == before - 1
-    assert damages(store) == []
-    assert {len(key) for key in keys_of(store)} == {20, 23}
-
-
 def test_a_missing_part_is_damage(store: Path) -> None:
     ask(store, FIRST)
     key = list(each_kind(store))[1]
@@ -291,14 +280,6 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
         assert verify(opened) == []
     second = ask(taken, SECOND).json
     assert {chunk["status"] for chunk in second["chunks"]} == {"exact"}
-    kvtool("store", "import", place, "--store", taken, "--mine").fine()  # what is there is skipped
-    content = place.read_bytes()
-    at = content.index(b'["keys"') + 500
-    place.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    again = kvtool("store", "import", place, "--store", tmp_path / "again", "--mine", "--json")
-    assert again.code == 13
-    assert "state checkpoint" in again.json["damaged"][0]["subject"]
-    assert ask(tmp_path / "again", SECOND).json["answer"] == second["answer"]
 
 
 @pytest.mark.slow

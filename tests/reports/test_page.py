@@ -64,10 +64,6 @@ def test_all_that_was_given_is_there_and_nothing_is_fetched() -> None:
     assert 'name="viewport"' in html
 
 
-def test_nothing_to_tell() -> None:
-    assert "Empty" in Outline(page("Empty", {}, [])).text
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")
 def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
