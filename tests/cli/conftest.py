@@ -1,5 +1,3 @@
-"""The shared fixtures of the command tests."""
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,3 @@
-"""The page that reports are written on."""
-
 from __future__ import annotations
 
 import re
