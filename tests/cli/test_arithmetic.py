@@ -48,12 +48,8 @@ def asked(store: Path, *more: object) -> dict[str, Any]:
     return kvtool("query", QUESTION, "--store", store, "--json", *SHORT, *more).fine().json
 
 
-def session_of(path: Path, **wanted: str) -> Session:
-    return Session(Store.open(path), ModelOptions(**wanted))
-
-
 def test_it_is_read_in_float32(elsewhere: Path) -> None:
-    session = session_of(elsewhere)
+    session = Session(Store.open(elsewhere), ModelOptions())
     assert session.identity.dtype == "bfloat16"
     assert session.arithmetic == ("float32", "cpu")  # before the model is loaded
     decoder = session.decoder

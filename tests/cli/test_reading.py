@@ -15,15 +15,6 @@ from tests.support.office.portable import pdf
 LONG = ("--max-tokens", "40")
 
 
-@pytest.mark.slow
-def test_a_question_from_a_pipe(store: Path) -> None:
-    given = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
-    piped = kvtool("query", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
-    assert (piped["question"], piped["answer"]) == (QUESTION, given["answer"])
-    runs = kvtool("query", "--store", store, *SHORT, "--compare", "reuse", "--json", stdin=QUESTION.encode())
-    assert runs.fine().json["runs"][0]["question"] == QUESTION
-
-
 def test_a_pipe_without_a_question(store: Path) -> None:
     """As cron has it, whose stdin is /dev/null."""
     for nothing in (b"", b" \n"):

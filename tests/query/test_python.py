@@ -14,6 +14,7 @@ from kvtool.core.api import Cache
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.query.reply import Reply, read_batch
 from tests.cli.working import SEEN, chunks_of, drop_records
+from tests.query.test_revision import facts
 
 
 @pytest.fixture
@@ -59,10 +60,6 @@ def cache(store: Path) -> Iterator[Cache]:
     with kvtool.open(store) as opened:
         opened.query(SEEN[0], fusion="auto", max_tokens=1)  # the machine is measured, the gate has run
         yield opened
-
-
-def facts(reply: Reply) -> tuple[object, ...]:
-    return (reply.answer, reply.fusion, [chunk.id for chunk in reply.chunks], reply.tokens, reply.fused.logits.tolist())
 
 
 @pytest.mark.slow
