@@ -121,18 +121,6 @@ def test_an_instruction_of_ones_own_is_told_by_what_it_is(store: Path) -> None:
     assert "the prompt's beginning was computed in place: another instruction than the store's" in done.err
 
 
-def test_the_beginning_of_the_prompt(store: Path) -> None:
-    before, prefix = payloads(store), prefix_chunk(store)
-    whole = ask(store, "--fusion", "reuse").json
-    drop_records(store, prefix)
-    done = ask(store, "--fusion", "reuse")
-    assert f"chunk {prefix[:12]} was computed in place" in done.err
-    assert done.json["tokens"]["fresh"] > whole["tokens"]["fresh"]
-    assert done.json["answer"] == whole["answer"]  # nothing is before it, so its rows are the same
-    assert payloads(store) == before
-    assert ask(store, "--fusion", "reuse").json["tokens"] == whole["tokens"]
-
-
 @pytest.mark.slow
 def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
@@ -190,15 +178,6 @@ def test_compare_with_a_hole(store: Path) -> None:
     row = ask(store, "--compare", "reuse,epic,blend").json
     assert [run["chunks"][1]["status"] for run in row["runs"]] == ["miss", "miss", "hit", "hit"]
     assert damages(store) == []
-
-
-def test_the_same_hole_twice_in_a_prompt(store: Path) -> None:
-    before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
-    drop_records(store, chunk)
-    args = ("query", QUESTION, "--store", store, "--chunks", chunk, chunk, "--fusion", "reuse", *SHORT, "--json")
-    assert statuses(kvtool(*args).fine().json) == ["miss", "miss"]
-    assert statuses(kvtool(*args).fine().json) == ["hit", "hit"]
-    assert payloads(store) == before
 
 
 def test_a_dry_run_needs_no_lock(store: Path, corpus: Path) -> None:

@@ -21,6 +21,7 @@ from tests.cli.working import (
     chunks_of,
     damages,
     files_below,
+    flip_row,
     kvtool,
     payloads,
     write_corpus,
@@ -221,11 +222,7 @@ def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], No
 
 def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
     know(fitted, l4=0.001)
-    with Store.open(fitted) as store, store.snapshot() as snapshot:
-        data = bytearray(snapshot.get(tables.META, tables.CODEC_KEY) or b"")
-    flip(data)
-    with Store.open(fitted) as store:
-        store.environment.write(lambda transaction: transaction.put(tables.META + tables.CODEC_KEY, bytes(data)), 0)
+    flip_row(fitted, tables.META, tables.CODEC_KEY)
     done = ask(fitted)
     assert statuses(done) <= {"hit", "exact"}
     assert done.json["bytes_read"] == payload_bytes(fitted, "raw")
