@@ -54,7 +54,7 @@ def test_documents_that_are_named_are_listed(mixed: Path, corpus: Path) -> None:
     ):
         found = listed(mixed, *map(str, words))
         assert found == [row for row in everything if Path(row["source"]).name in names]
-    kvtool("store", "ls", "mill9.md", "--store", mixed).failed(2, "no document of the store")
+    kvtool("store", "ls", "mill9.md", "--store", mixed).failed(2, "document not found")
 
 
 def document_lines(store: Path, *args: str) -> dict[str, list[str]]:
