@@ -18,7 +18,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
 from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers import READERS, read_documents
-from kvtool.core.corpus.readers.document import EXTRA, MissingPackage, UnreadableFile, opened
+from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
@@ -90,12 +90,6 @@ def test_pages_of_a_pdf(reading: Reading) -> None:
     assert labels.text.count("Fragile") == 4
 
 
-def test_a_missing_package_is_named_with_its_install_line() -> None:
-    with pytest.raises(MissingPackage) as raised, opened("thing", "nothing-like-it"):
-        import nothing_like_it  # noqa: F401
-    assert (raised.value.message, raised.value.hint) == ("nothing-like-it is not installed", EXTRA)
-
-
 def test_readers_import_their_libraries_late() -> None:
     libraries = "{'office_oxide', 'xlrd', 'xlfmt', 'pypdfium2', 'lxml'}"
     program = f"import sys, kvtool.core.corpus.readers; print(sorted({libraries} & set(sys.modules)))"
@@ -144,13 +138,6 @@ def test_a_line_of_what_a_command_says_is_called_so(tmp_path: Path) -> None:
     assert indices(places, "/in/a.doc:3") == indices(places, "/in/a.doc text line 3") == [1]
 
 
-def test_what_was_guessed_of_a_command_is_told_with_pages_too(tmp_path: Path) -> None:
-    (tmp_path / "a.djvu").write_bytes("가마는 서쪽에 있다.\f도자기는 동쪽에 있다.".encode("cp949"))
-    (document,) = Reading({".djvu": "cat {}"}).documents(tmp_path / "a.djvu", b"")
-    assert document.notes == ("not UTF-8, read as cp949: `--encoding NAME` sets another",)
-    assert [mark.place for mark in document.marks] == ["p. 1", "p. 2"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "seconds", "why"),
@@ -164,9 +151,6 @@ def test_what_was_guessed_of_a_command_is_told_with_pages_too(tmp_path: Path) ->
 def test_what_a_command_does_wrong_fails_its_file_alone(program: str, seconds: int, why: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile, match=why):
         Reading({".x": _python(program)}, Bounds(seconds)).documents(tmp_path / "a.x", b"")
-
-
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile, match="cannot be started"):
         Reading({".x": "/no/such/program {}"}).documents(tmp_path / "a.x", b"")
 

@@ -137,15 +137,6 @@ def test_links_and_folders_that_a_root_shows(shared: Path, tmp_path: Path) -> No
     assert found.path == str(tmp_path / "outside.md")
 
 
-def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Path] = []
-    plain = ignoring._read
-    monkeypatch.setattr(ignoring, "_read", lambda path: read.append(path) or plain(path))
-    put(shared, *(f"sub/deep/{number}.md" for number in range(50)))
-    find_files([shared / "sub"], roots=[shared])
-    assert max(map(read.count, read)) <= 2  # by the walk and by the root
-
-
 def test_another_case_passes_no_rule(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on file systems that take no notice of it: a folder is found as `Drafts`, and listed as `drafts`."""
     put(root, "drafts/a.md", "Drafts/a.md", "b.md")

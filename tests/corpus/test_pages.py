@@ -53,7 +53,6 @@ def test_stray_quotes_do_not_make_a_tag_text(tag: str) -> None:
 def test_wrapped_data_uris_keep_their_lines() -> None:
     wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
     assert without_data_uris(f"(data:image/png;base64,{wrapped}\niV=)\nnext") == f"([image]{chr(10) * 10})\nnext"
-    wrapped = "\n".join(PICTURE[at : at + 76] for at in range(0, 760, 76))
     document = read(f"Subject: Plan\n\n(data:image/png;base64,{wrapped}\niV=)\nnext\n", "a.eml")
     assert document.text.split() == ["Subject:", "Plan", "([image]", ")", "next"]
     assert place(document, "next") == "a:14"

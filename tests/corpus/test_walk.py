@@ -100,14 +100,6 @@ def test_a_fifo_is_passed_over(corpus: Path) -> None:
     assert found.skipped == [Skipped(str(corpus / "pipe.txt"), Skip.SPECIAL, "a FIFO, not a file")]
 
 
-@pytest.mark.parametrize(
-    "name", ["new\nline.txt", "[b]x[].md", "-dash.txt", "\x1b[31m.txt", os.fsdecode(b"\xff\xfe.txt")]
-)
-def test_strange_names(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("text")
-    assert [file.path.name for file in find_files([tmp_path]).files] == [name]
-
-
 def test_missing_and_empty(tmp_path: Path, corpus: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -14,7 +14,6 @@ from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.ir import blocks, counter, line
 from tests.corpus.test_mail import compound
-from tests.corpus.test_slides import edited, made_strict
 
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
 _SPACES = " ".join(
@@ -415,13 +414,6 @@ def test_tables_within_tables() -> None:
 def test_all_kinds_of_word_files_are_read(ending: str) -> None:
     document = read(docx(p(run("The winch needs oil.")), main="word/document2.xml"), ending)
     assert (document.text, document.kind) == ("The winch needs oil.\n", "markdown")
-
-
-def test_strict_files_are_read() -> None:
-    data = docx(p(run("Haul")) + table(cell("4")), {"footnotes": part("footnotes", "")})
-    for name in ("word/document.xml", "word/footnotes.xml", "word/_rels/document.xml.rels", "_rels/.rels"):
-        data = edited(data, name, made_strict)
-    assert read(data).text == "Haul\n\n4\n"
 
 
 @pytest.mark.parametrize("damage", ["<w:broken", '<?xml version="1.0" encoding="none"?><a/>', ""])
