@@ -90,16 +90,6 @@ def test_values_are_written_as_excel_shows_them(value: float | str, code: str, t
     assert " ".join(shown(value if isinstance(value, str) else float(value), code).split()) == text
 
 
-@pytest.mark.parametrize(
-    "code", ["0", "0.00", "#,##0", "0.0%", '"£"#,##0.00', "#,##0.00_);(#,##0.00)", "0.0;[Red]-0.0"]
-)
-@pytest.mark.parametrize("value", [1234.5, -1234.5, 0.125, -0.25, 99.995])
-def test_plain_numbers_are_written_like_all_others(value: float, code: str) -> None:
-    from xlfmt import format_value
-
-    assert shown(value, code).split() == str(format_value(value, code)).split()
-
-
 def test_cells_show_dates_shares_flags_and_errors() -> None:
     book = rows(("A1", datetime(2031, 3, 4)), ("B1", 0.25), ("C1", True), ("D1", "#N/A"), ("E1", 14))
     book["Costs"]["A1"].number_format, book["Costs"]["B1"].number_format = "mmmm d, yyyy", "0%"

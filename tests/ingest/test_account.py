@@ -15,7 +15,6 @@ from kvtool.core.ingest import account
 from kvtool.core.ingest.account import Estimate
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.report import PHASES, Forecast, IngestReport
-from tests.checkpoint.gguf_files import write_gguf
 from tests.cli.working import CHUNKS, PREFIX, kvtool, write_corpus
 
 
@@ -27,22 +26,6 @@ def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, 
     assert all(seconds > 0 for seconds in first["phases"].values())
     assert sum(first["phases"].values()) + first["prefill_seconds"] <= first["seconds"]
     assert set(fresh(folder).fine().json["phases"]) == {"model_files"}
-
-
-@pytest.mark.slow
-def test_the_first_use_of_a_gguf_file_is_a_phase_of_its_own(tmp_path: Path) -> None:
-    model, folder = write_gguf(tmp_path / "tiny.gguf"), write_corpus(tmp_path / "in", 1, 1)
-    first, second = (
-        kvtool("ingest", folder, "--store", tmp_path / store, "--model", model, "--json", "-v").fine()
-        for store in ("first", "second")
-    )
-    phases = first.json["phases"]
-    assert phases["model_unpack"] > 0
-    assert all(seconds >= 0 for seconds in phases.values())
-    assert sum(phases.values()) <= first.json["seconds"]  # none counts twice
-    assert "unpacking the model from its GGUF file, once" in first.err
-    assert second.json["phases"].keys() == phases.keys() - {"model_unpack"}
-    assert "unpacking" not in second.err
 
 
 def test_a_phase_within_a_phase_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,17 +142,3 @@ def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_p
     assert done.json["documents"]["added"] == 1
     assert done.json["skipped"]["unsupported"] == 1
     assert f"warning: skipped {tmp_path / name}: " in done.err
-
-
-def test_a_named_file_of_an_unknown_kind_is_read_where_it_is_text(fresh: Any, tmp_path: Path) -> None:
-    (tmp_path / "notes.xyz").write_text("The mill stands on the river.")
-    assert fresh(tmp_path / "notes.xyz").fine().json["documents"]["added"] == 1
-
-
-@pytest.mark.slow
-def test_the_summary_counts_what_was_passed_over(folder: Path, tmp_path: Path) -> None:
-    (folder / "empty.txt").touch()
-    (folder / "photo.png").write_bytes(b"\x89PNG")
-    done = kvtool("ingest", folder, "--store", tmp_path / "fresh").fine()
-    assert "files skipped: 1 empty, 1 image (-v names them)\n" in done.out
-    assert "photo.png" not in done.err

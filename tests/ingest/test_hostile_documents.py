@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import struct
 from collections.abc import Iterator
@@ -101,16 +100,6 @@ def test_passwords(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
 
 
 @pytest.mark.slow
-def test_parts_within_parts(reading: Reading) -> None:
-    levels = 3000
-    mail = b"Subject: a\n" + b"".join(
-        b'Content-Type: multipart/mixed; boundary="%d"\n\n--%d\n' % (number, number) for number in range(levels)
-    )
-    assert refused(reading, "a.eml", mail)
-    assert refused(reading, "a.ipynb", b'{"cells": ' + b"[" * 100_000)
-
-
-@pytest.mark.slow
 def test_ten_thousand_pages(reading: Reading) -> None:
     (document,) = reading.documents(Path("/in/a.pdf"), pdf([[f"This is page {n}."] for n in range(1, 10_001)]))
     assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]
@@ -171,26 +160,6 @@ def test_reader_retries(deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[
     with Reading(bounds=Bounds(seconds=600)) as reading:
         for _ in range(2):
             assert reading.documents(Path("/in/a.odt"), sound["odt"])
-
-
-def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it could end the process when the next file has begun."""
-    told: list[object] = []
-
-    class Answers(io.StringIO):
-        def write(self, text: str) -> int:
-            told.append("answer")
-            return len(text)
-
-    asked = io.BytesIO(b'{"path": "/in/a.txt", "size": 3, "most": 9}\nabc')
-    monkeypatch.setattr(reading_module.os, "fdopen", lambda *given, **more: Answers())
-    monkeypatch.setattr(reading_module.os, "dup", lambda number: number)
-    monkeypatch.setattr(reading_module.os, "dup2", lambda *numbers: None)
-    monkeypatch.setattr(reading_module, "limit_process", lambda memory: None)
-    monkeypatch.setattr(reading_module.sys, "stdin", io.TextIOWrapper(asked))
-    monkeypatch.setattr(reading_module.signal, "alarm", told.append)
-    reading_module.serve(7, 10**9, "")
-    assert told == [7, 0, "answer"]
 
 
 @pytest.mark.slow

@@ -47,24 +47,6 @@ def test_the_second_run_imports_no_torch(store: Path, corpus: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_files(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for number in range(1000):
-        (folder / f"{number}.txt").write_text(f"Mill {number % 10}.")  # ten chunks in all
-    first = fresh(folder).fine().json
-    assert first["documents"]["added"] == 1000
-    assert first["chunks"]["computed"] == 10
-    for name in ("load_model", "load_tokenizer"):
-        monkeypatch.setattr(f"kvtool.core.checkpoint.load.{name}", refuse)
-    second = fresh(folder).fine().json
-    assert second["documents"] == {"added": 0, "changed": 0, "unchanged": 1000, "removed": 0, "failed": 0}
-    assert second["chunks"] == {"computed": 0, "reused": 0, "removed": 0}
-    assert second["tokens"] == second["kv_bytes"] == 0
-    assert len(payloads(tmp_path / "fresh")) == 11 * 4
-
-
-@pytest.mark.slow
 def test_an_edit_in_the_middle(fresh: Any, tmp_path: Path) -> None:
     paragraphs = [paragraph("old", n, n % 10) for n in range(30)]
     file = tmp_path / "long.md"
@@ -180,24 +162,6 @@ def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
     assert report["documents"]["unchanged"] == 5
     assert report["chunks"]["computed"] == 2
     assert payloads(store) == before
-
-
-@pytest.mark.slow
-def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
-    """Law 10: the same bytes, whatever else was in a chunk's batch when it was computed."""
-    folder = write_corpus(tmp_path / "in", documents=8, paragraphs=4)
-    files = sorted(folder.iterdir())
-    for number, file in enumerate(files):  # lengths of many kinds, so that batches differ
-        file.write_text(file.read_text() + " It grinds." * (3 * number % 7))
-    fresh(folder, store=tmp_path / "one").fine()
-    for file in reversed(files):
-        fresh(file, store=tmp_path / "each").fine()
-    fresh(*files[::2], store=tmp_path / "two").fine()
-    fresh(*files[1::2], store=tmp_path / "two").fine()
-    expected = payloads(tmp_path / "one")
-    for name in ("each", "two"):
-        assert payloads(tmp_path / name) == expected
-        assert listing(tmp_path / name) == listing(tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -52,19 +52,6 @@ def test_every_lead_in(mode: str, tiny: Path, tmp_path: Path) -> None:
         assert len(lead_in) > len(prefix)
 
 
-def test_modes_that_fuse_nothing_agree(tiny: Path, tmp_path: Path) -> None:
-    """One chunk after its own lead-in is what full prefill gives (law 3, at the command)."""
-    folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
-    args = ("--store", path, "--model", tiny, "--json")
-    kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "prefix", "--store-dtype", "float32").fine()
-    chunk = chunks_of(path, "mill0.md")[2]
-    done = kvtool("query", QUESTION, *args, "--chunks", chunk, "--compare", "reuse,epic,blend,prefix", *SHORT)
-    for run in done.fine().json["runs"]:
-        assert run["chunks"][0]["status"] == "exact"
-        assert run["kl_first"] < 1e-6
-        assert run["answer_equal"] is True
-
-
 def test_a_neighbour_recomputes_one_chunk_more(tiny: Path, tmp_path: Path) -> None:
     folder, path = write_corpus(tmp_path / "in", 1, paragraphs=9), tmp_path / "s"
     args = ("--store", path, "--model", tiny, "--json")

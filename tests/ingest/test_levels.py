@@ -11,7 +11,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NO_PROFILE
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, write_corpus
-from tests.compress.making import chunks_in, coded_in, damage_profile, decoded, levels_in, prefix_of, run, state_of
+from tests.compress.making import chunks_in, coded_in, damage_profile, levels_in, prefix_of, run, state_of
 
 
 @pytest.fixture
@@ -60,29 +60,6 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
     (corpus / "new.md").write_text("# The third mill\n\nIt grinds oats.")
     exact = kvtool("ingest", corpus, "--store", path, "--json").fine()
     assert (exact.json["loss"], exact.err) == (0.0, "")
-
-
-@pytest.mark.slow
-def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
-    corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at).fine()
-    run(path, "2", fit=True)
-    digest, old = state_of(path)["profile"], set(chunks_in(path))
-    before = levels_in(path)
-    (corpus / "new.md").write_text("# The new mill\n\nIt was built in 1999 and grinds nothing.")
-    row = kvtool("ingest", corpus, "--store", path, "--level", "2", "--json").fine().json
-    assert row["documents"] == {"added": 1, "changed": 0, "unchanged": 2, "removed": 0, "failed": 0}
-    new = set(chunks_in(path)) - old
-    assert row["chunks"]["computed"] == len(new) > 0
-    found = levels_in(path)
-    assert {chunk: found[chunk] for chunk in before} == before
-    assert all(found[chunk] == ["2"] for chunk in new)
-    assert {coded.profile.hex() for coded in coded_in(path, "2").values()} == {digest}
-    report = run(path, "2")
-    assert (report.encoded, report.kept, report.skipped) == (0, len(old | new), 0)
-    assert damages(path) == []
-    for chunk in new:
-        assert all(side.isfinite().all() for side in decoded(path, chunk, "2").keys)
 
 
 @pytest.mark.slow

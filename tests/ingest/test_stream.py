@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.types import Events
 from kvtool.core.ingest import stream
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import Outcome
-from tests.cli.working import PREFIX, kvtool, listing, payloads
+from tests.cli.working import PREFIX, kvtool, listing
 
 FILES = 8
 
@@ -82,28 +81,6 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert kvtool(*args).fine().json["documents"]["unchanged"] == FILES - 2
     report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
-
-
-def test_interrupted_run(folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh(folder, store=tmp_path / "whole").fine()
-    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
-    survey = stream.survey
-
-    def interrupted(file: Any, *rest: Any) -> Outcome:
-        if file.path.name == "6.txt":
-            raise KeyboardInterrupt
-        return survey(file, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "survey", interrupted)
-        assert fresh(folder).code == 130
-    with Store.open(tmp_path / "fresh") as store:
-        assert len(list(store.sources())) == 5  # the sixth waited for its batch
-    report = fresh(folder).fine().json
-    assert report["documents"] | {"removed": 0} == {
-        "added": FILES - 5, "changed": 0, "unchanged": 5, "removed": 0, "failed": 0,
-    }  # fmt: skip
-    assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -208,14 +208,3 @@ def test_a_change_that_keeps_size_and_time_is_one(watcher: Watcher, folder: Path
     assert (folder / "a.md").stat().st_size == before.st_size
     watcher.round(told.events)
     assert told.taken() == [("changed", "a.md")]
-
-
-def test_locked_removal(tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "b.md").write_text("The second mill grinds corn.")
-    kvtool("ingest", folder, "--store", place, "--model", tiny, "--lead-in", "prefix").fine()
-    (folder / "a.md").unlink()
-    monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
-    with closing(Watcher(place, options(tiny, folder))) as watcher:
-        with Store.open(place) as store, store.writer():
-            assert watcher.round(told.events) is None
-        assert followed(watcher, told) == [("removed", "a.md")]

@@ -12,7 +12,6 @@ import pytest
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.retrieval.finder import Finder, Retrieval
-from kvtool.core.retrieval.tables import open_tables, write_tables
 from tests.cli.working import kvtool
 
 TEXTS = {
@@ -77,15 +76,6 @@ def test_verify_tells_of_a_damaged_index(store: Store) -> None:
     assert not path.exists()
     kvtool("store", "verify", "--store", store.path).fine()
     assert found(store) == wanted
-
-
-def test_a_table_is_hashed_once_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import xxhash
-
-    write_tables(tmp_path / "x.tables", {}, {"a": "b"})
-    assert open_tables(tmp_path / "x.tables").texts == {"a": "b"}
-    monkeypatch.setattr(xxhash, "xxh3_128", None)
-    assert open_tables(tmp_path / "x.tables").texts == {"a": "b"}
 
 
 def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store: Store) -> None:

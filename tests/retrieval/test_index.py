@@ -115,17 +115,6 @@ def test_no_order_of_arrival_changes_a_score(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_many_small_changes_leave_few_segments(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        for number in range(40):
-            with store.writer() as writer:
-                ingest(writer, {f"f{number}": {f"f{number}": f"The mill, number {number}."}})
-            index = index_of(store)
-        assert len(index) == 40
-        assert len(index.segments) <= 4
-        assert len([path for path in (store.path / FOLDER).iterdir() if path.name.startswith("segment")]) >= 1
-
-
 def test_files_that_no_state_names_go_after_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     index_of(store)
     orphan = store.path / FOLDER / "segment-0.safetensors"
@@ -153,12 +142,6 @@ def test_search_without_writing_the_index(store: Store, monkeypatch: pytest.Monk
     texts = {**TEXTS, "h": "…"}
     found = answers(index_of(store), texts)
     assert [[hit[:2] for hit in hits] for hits in found] == [[hit[:2] for hit in hits] for hits in wanted]
-
-
-def test_an_empty_store(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        assert len(index_of(store)) == 0
-        assert len(index_of(store)) == 0
 
 
 def test_index_of_another_stemmer(tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
