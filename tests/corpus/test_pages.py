@@ -12,7 +12,7 @@ import pytest
 from kvtool.core.common.marks import place_of
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, without_data_uris
-from kvtool.core.corpus.readers.html import lowered, raised, visible
+from kvtool.core.corpus.readers.html import lowered, raised
 
 PICTURE = base64.b64encode(b"\x89PNG\r\n\x1a\n" + random.Random(1).randbytes(6000)).decode()
 FONT = base64.b64encode(random.Random(2).randbytes(3000)).decode()
@@ -296,15 +296,3 @@ def test_cells_of_notebooks() -> None:
     assert read(json.dumps({"worksheets": sheets}), "a.ipynb").text == "## North\n\n## South\n"
     cell = {"cell_type": "markdown", "source": f"![a](data:image/png;base64,{PICTURE})"}
     assert read(json.dumps({"cells": [cell]}), "a.ipynb").text == "![a]([image])\n"
-
-
-def test_mathml_without_alternative_text_is_written_in_one_line() -> None:
-    power = "<math><mrow><mi>m</mi><msup><mi>c</mi><mn>2</mn></msup></mrow></math>"
-    other = (
-        '<m:math xmlns:m="http://www.w3.org/1998/Math/MathML"><m:mfrac><m:mrow><m:mi>a</m:mi><m:mo>&plus;</m:mo>'
-        "<m:mi>b</m:mi></m:mrow><m:mn>2</m:mn></m:mfrac></m:math>"
-    )
-    text = visible(f"<p>Energy is {power}.</p><p>Broken <math><mi>x</math> ends.</p>")
-    assert "Energy is m c^2 ." in text
-    assert "Broken x ends." in text
-    assert "(a+b)/2" in visible(f"<p>{other.replace('m:math', 'math').replace('m:', '')}</p>")

@@ -18,7 +18,7 @@ from openpyxl.utils.datetime import CALENDAR_MAC_1904, CALENDAR_WINDOWS_1900
 from kvtool.core.corpus.readers import READERS
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.numberformats import shown
-from tests.corpus.test_slides import MAIN, diagram_point, edited, made_strict, saved
+from tests.corpus.test_slides import MAIN, diagram_point, edited, saved
 
 
 def read(data: bytes, ending: str = ".xlsx") -> Document:
@@ -293,13 +293,6 @@ def test_what_is_not_read_is_counted() -> None:
 def test_workbooks_are_read_by_their_content_whatever_their_ending(ending: str) -> None:
     data = saved(rows(("A1", "sea"))).replace(b"sheet.main+xml", b"template.main+xml")
     assert read(data, ending).text == "# Costs\nsea\n"
-
-
-def test_strict_workbooks_are_read() -> None:
-    data = saved(rows(("A1", "sea"), ("B1", 2)))
-    for name in ("xl/workbook.xml", "xl/worksheets/sheet1.xml", "xl/_rels/workbook.xml.rels", "_rels/.rels"):
-        data = edited(data, name, made_strict)
-    assert read(data).text == "# Costs\nsea | 2\n"
 
 
 def test_damaged_and_missing_parts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +29,6 @@ def edited(data: bytes, name: str, change: Callable[[str], str], renamed: str = 
                 new.writestr(each, old.read(each))
         new.writestr(renamed or name, change(old.read(name).decode() if name in old.namelist() else ""))
     return buffer.getvalue()
-
-
-def made_strict(text: str) -> str:
-    names = r"http://schemas.openxmlformats.org/(\w+)/2006/(main|relationships)"
-    return re.sub(names, r"http://purl.oclc.org/ooxml/\1/\2", text)
 
 
 def diagram_point(text: str) -> str:
@@ -182,13 +176,6 @@ def test_shows_and_templates_are_read(ending: str) -> None:
     kind = {"s": "slideshow", "t": "template"}.get(ending[3], "presentation")
     data = edited(saved(deck()), "[Content_Types].xml", lambda text: text.replace("presentation.main", f"{kind}.main"))
     assert read(data, ending).text == "# Berth 1\n"
-
-
-def test_strict_presentations_are_read() -> None:
-    data = saved(deck(2))
-    for name in ("ppt/presentation.xml", "ppt/slides/slide2.xml", "ppt/_rels/presentation.xml.rels", "_rels/.rels"):
-        data = edited(data, name, made_strict)
-    assert read(data).text == "# Berth 1\n\n# Berth 2\n"
 
 
 def test_hidden_slides_and_embedded_files_are_noted() -> None:

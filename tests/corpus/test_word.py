@@ -239,18 +239,6 @@ def test_raised_and_lowered_characters_keep_their_sense() -> None:
     assert text_of(p(run("10") + run("5", '<w:position w:val="6"/>') + run("A", '<w:position w:val="6"/>'))) == "10^5A"
 
 
-@pytest.mark.parametrize(
-    ("before", "number", "shown"),
-    [
-        *(("a note", "3", "a note[3]"), ("in 1987", "4 ", "in 1987[4] "), ("et al.", "1,2", "et al.[1,2]")),
-        *(("5%", "3", "5%[3]"), ("5 m", "2", "5 m^2"), ("[x]", "2", "[x]^2"), ("(a+b)", "2", "(a+b)^2")),
-        *(("", "3", "3"), ("see ", "3", "see 3")),
-    ],
-)
-def test_raised_numbers_of_notes_are_in_brackets(before: str, number: str, shown: str) -> None:
-    assert line([(before, ""), (number, "superscript")]) == shown
-
-
 def test_symbols_hyphens_tabs_and_breaks() -> None:
     inside = (
         '<w:sym w:font="Wingdings" w:char="F0FE"/><w:t>co</w:t><w:softHyphen/><w:t>op</w:t><w:noBreakHyphen/>'
@@ -504,11 +492,3 @@ def test_elements_of_the_tree() -> None:
         ("TM", "superscript"),
     ]
     assert line(pieces) == "x^(n+1) and 10_2, FooTM"
-
-
-def test_spans_of_the_tree_repeat_their_cells() -> None:
-    def one(text: str, columns: int = 1, rows: int = 1) -> dict[str, object]:
-        return {"content": [_paragraph(_said(text))], "col_span": columns, "row_span": rows}
-
-    rows = [{"cells": [one("a", 2), one("b", 1, 2)]}, {"cells": [one("c"), one("d")]}]
-    assert [*blocks([{"type": "table", "rows": rows}])] == ["a | a | b", "c | d | b"]

@@ -130,15 +130,3 @@ def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     fresh(tmp_path / "empty", "--sync").failed(2, "nothing to ingest")
     assert not (tmp_path / "fresh").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paper.ps", "photo.JPG", "data.xyz"])
-def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.ps" else b"\0\1\2\3" * 99)
-    fresh(tmp_path / name).failed(2, name)
-    (folder / "new.txt").write_text("A new mill.")
-    done = fresh(tmp_path / name, folder).fine()
-    assert done.json["documents"]["added"] == 1
-    assert done.json["skipped"]["unsupported"] == 1
-    assert f"warning: skipped {tmp_path / name}: " in done.err

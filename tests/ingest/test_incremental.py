@@ -143,18 +143,6 @@ def test_dry_run_writes_nothing(store: Path, corpus: Path, tiny: Path, tmp_path:
     assert real.json["tokens"] == report["tokens"]
 
 
-@pytest.mark.slow
-def test_a_dry_run_counts_the_chunks_that_go(fresh: Any, tmp_path: Path) -> None:
-    one = write_corpus(tmp_path / "one", 2)
-    (one / "other.md").write_text("Another river.")
-    fresh(one).fine()
-    (one / "other.md").write_text("Another river, and another mill.")
-    (one / "mill0.md").unlink()
-    planned, done = (fresh(one, "--sync", *more).fine().json for more in (("--dry-run",), ()))
-    assert planned["chunks"] == done["chunks"]
-    assert done["chunks"]["removed"] > 1
-
-
 def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
     before = payloads(store)
     drop_records(store, *chunks_of(store, "mill3.md")[1:3])
@@ -162,15 +150,3 @@ def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
     assert report["documents"]["unchanged"] == 5
     assert report["chunks"]["computed"] == 2
     assert payloads(store) == before
-
-
-@pytest.mark.slow
-def test_a_split_of_the_store_is_remembered(fresh: Any, tmp_path: Path) -> None:
-    folder = write_corpus(tmp_path / "in", 2)
-    fresh(folder).fine()
-    (folder / "mill9.md").write_text("\n\n".join(paragraph("ninth", 9, n) for n in range(8)))
-    report = kvtool("ingest", folder, "--store", tmp_path / "fresh", "--json").fine().json
-    assert report["documents"]["unchanged"] == 2
-    assert report["chunks"]["computed"] >= 4  # of at most 64 tokens, as at first
-    report = kvtool("ingest", folder, "--store", tmp_path / "fresh", "--chunk-tokens", "200", "--json").fine().json
-    assert report["documents"]["changed"] == 3

@@ -76,23 +76,6 @@ def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Pa
             assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
 
 
-def test_the_first_documents_of_a_store_are_compressed_at_once(at: tuple[Any, ...], tmp_path: Path) -> None:
-    """By the paper's scheme, which needs no profile; `compress` fits one and makes exact records' levels anew."""
-    corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at, "--level", "2").fine()
-    coded = coded_in(path, "2")
-    assert coded
-    assert {one.profile for one in coded.values()} == {NO_PROFILE}
-    assert {level for chunk, levels in levels_in(path).items() if chunk != prefix_of(path) for level in levels} == {"2"}
-    reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--level", "2", "--json").fine().json
-    assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
-    kvtool("ingest", corpus, *at[2:], "--store", tmp_path / "paper", "--level", "cachegen-2").fine()
-    paper = coded_in(tmp_path / "paper", "cachegen-2")
-    assert {key: (one.level, one.transformed, one.errors) for key, one in coded.items()} == {
-        key: (one.level, one.transformed, one.errors) for key, one in paper.items()
-    }
-
-
 @pytest.mark.slow
 def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"

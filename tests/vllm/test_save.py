@@ -27,7 +27,7 @@ from kvtool.vllm.worker import Feeder
 from tests.cli.working import CHUNKS, PREFIX, Done, damages, kvtool, listing, write_corpus
 from tests.families import SHAPE, tiny_model, tiny_tokenizer
 from tests.vllm.imitation import BLOCK, Imitation
-from tests.vllm.kept import records, sensitivity
+from tests.vllm.stored import records, sensitivity
 
 BLOCKS = tuple(range(1, 61))
 NAME = "0" * 32
