@@ -189,6 +189,7 @@ def test_subscripts(before: str, text: str, shown: str) -> None:
             "<math alttext='\\pi'><mi>p</mi></math>. <math><mi>m</mi><mi>c</mi><annotation>no</annotation></math>",
             "\\pi . m c\n",
         ),
+        ("m <math><msup><mi>c</mi><mn>2</mn></msup></math>, <math><mi>x</math> broken", "m c^2 , x broken\n"),
         (
             '<p>Plan: <img alt="Fire exit &amp; stairs"><img alt=""><img alt="IMG_7.jpg"> <img alt="🙂">',
             "Plan: [image: Fire exit & stairs] 🙂\n",

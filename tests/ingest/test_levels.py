@@ -19,7 +19,7 @@ def at(tiny: Path, tmp_path: Path) -> tuple[Any, ...]:
     return ("--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX)
 
 
-@pytest.mark.parametrize("level", ["cachegen-2", "lossless"])
+@pytest.mark.parametrize("level", ["2", "cachegen-2", "lossless"])
 def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "in", 3, 3), tmp_path / "store"
     row = kvtool("ingest", corpus, *at, "--level", level, "--json").fine().json
