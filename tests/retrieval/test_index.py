@@ -15,7 +15,7 @@ from kvtool.core.retrieval import terms as of_terms
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.segment import IndexSegment
 from tests.retrieval.making import ingest, search_in, store_of
-from tests.retrieval.test_bm25 import QUESTIONS, TEXTS
+from tests.retrieval.test_search import QUESTIONS, TEXTS
 
 FOLDER = f"index/words-{room.INDEX_FORMAT}"
 Answers = list[list[tuple[str, int, float]]]

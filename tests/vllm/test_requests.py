@@ -105,9 +105,7 @@ def test_a_wish_of_any_kind_is_reported_and_ends_nothing(store: Path, wish: obje
     ],
     ids=["reuse", "epic", "blend", "union", "infoflow", "prefix"],
 )
-def test_prompts_with_more_rows_than_a_step_are_left_to_vllm(
-    store: Path, wish: object, recomputed: Any
-) -> None:
+def test_prompts_with_more_rows_than_a_step_are_left_to_vllm(store: Path, wish: object, recomputed: Any) -> None:
     ids, places = prompt_of(store)
     lengths = [stop - start for start, stop in places]
     rows = len(ids) - sum(lengths) + recomputed(lengths)

@@ -154,20 +154,6 @@ def test_prompts_longer_than_a_step_and_preempted_ones_are_answered_alike(qwen: 
     assert [answer.ids for answer in both] == [first.ids, second.ids]
 
 
-def test_what_cannot_be_read_is_computed_by_vllm_or_in_place(qwen: Served, tmp_path: Path) -> None:
-    store = Path(shutil.copytree(qwen.store, tmp_path / "store"))
-    ids, _ = prompt_of(store)
-    data = next((store / "data").glob("gen-*/data.mdb"))
-    content, places = data.read_bytes(), []
-    for (_, layer), payload in payloads(store).items():
-        if layer == 0:
-            places.append((content.index(payload), content.index(payload) + len(payload)))
-    damaged = {"ids": ids, "kvtool": "reuse", "spoil": [str(data), places]}
-    asked = [[{"ids": ids}], [{"ids": ids, "kvtool": False}], [damaged]]
-    _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)})
-    alike(full, got)
-
-
 def test_a_store_of_another_model_or_none_changes_no_answer(qwen: Served, tmp_path: Path) -> None:
     other = Served("llama", tmp_path / "other")
     ids, _ = prompt_of(other.store)
