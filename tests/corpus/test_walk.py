@@ -163,10 +163,6 @@ def corpus(tmp_path: Path) -> Path:
     return root.resolve()
 
 
-def kinds(walked: Walked) -> dict[str, Skip]:
-    return {Path(skipped.path).name: skipped.kind for skipped in walked.skipped}
-
-
 def test_walk_is_sorted_and_takes_known_names(corpus: Path) -> None:
     found = find_files([corpus])
     assert names(corpus, found) == ["README", "a.txt", "b.md", "sub/c.py"]
@@ -174,15 +170,6 @@ def test_walk_is_sorted_and_takes_known_names(corpus: Path) -> None:
     assert found.files[1].size == 5
     assert found.files[1].mtime_ns == (corpus / "a.txt").stat().st_mtime_ns
     assert find_files([corpus]) == found
-
-
-def test_a_named_file_that_its_name_calls_no_text_is_not_read(corpus: Path) -> None:
-    (corpus / "paper.PS").write_text("looks like text")
-    for path in (corpus / "paper.PS", corpus / "picture.png"):
-        found = find_files([path])
-        assert found.files == []
-        assert kinds(found) == {path.name: Skip.UNSUPPORTED}
-    assert kinds(find_files([corpus], include=["*.PS"])) == {"paper.PS": Skip.UNSUPPORTED}
 
 
 def test_include_and_exclude(corpus: Path) -> None:
@@ -193,12 +180,15 @@ def test_include_and_exclude(corpus: Path) -> None:
 
 
 def test_what_no_reader_takes_is_named(corpus: Path) -> None:
-    assert kinds(find_files([corpus])) == {"picture.png": Skip.UNSUPPORTED}
-    assert kinds(find_files([corpus], exclude=["*.png"])) == {}
-    assert kinds(find_files([corpus], include=["*.txt"])) == {}
     for given in (corpus, corpus / "picture.png"):
-        (skipped,) = [one for one in find_files([given]).skipped if one.path.endswith(".png")]
-        assert skipped.reason == "images are not read, with any model: text only"
+        (left_out,) = find_files([given]).skipped
+        assert (Path(left_out.path).name, left_out.kind) == ("picture.png", Skip.UNSUPPORTED)
+        assert left_out.reason == "images are not read, with any model: text only"
+    (corpus / "paper.PS").write_text("looks like text")
+    for found in (find_files([corpus / "paper.PS"]), find_files([corpus], include=["*.PS"])):
+        assert (found.files, skipped(corpus, found)) == ([], {"paper.PS": Skip.UNSUPPORTED})
+    for more in ({"exclude": ["*.png", "*.PS"]}, {"include": ["*.txt"]}):
+        assert find_files([corpus], **more).skipped == []  # type: ignore[arg-type]
 
 
 def test_relative_paths_become_absolute(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +215,7 @@ def test_loops_and_links_that_lead_out(corpus: Path, tmp_path: Path) -> None:
     (corpus / "secret.txt").symlink_to(tmp_path / "out" / "secret.txt")
     found = find_files([corpus], exclude=["*.png"])
     assert names(corpus, found) == ["README", "a.txt", "b.md", "sub/c.py"]
-    assert kinds(found) == dict.fromkeys(("self.txt", "gone.txt", "outer", "secret.txt"), Skip.LINK)
+    assert skipped(corpus, found) == dict.fromkeys(("self.txt", "gone.txt", "outer", "secret.txt"), Skip.LINK)
     reasons = {Path(skipped.path).name: skipped.reason for skipped in found.skipped}
     assert "itself" in reasons["self.txt"]
     assert "leads out" in reasons["outer"]

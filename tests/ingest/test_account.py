@@ -114,7 +114,6 @@ def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatc
     assert ahead["kv_bytes"] == pytest.approx(done["kv_bytes"], rel=0.3)  # headers are not in it
     assert (ahead["seconds"], ahead["level"]) == (None, "raw")
     assert ahead["disk_free"] > 0
-    assert not store.with_name("none").exists()
     write_corpus(tmp_path / "more", 9)
     more = kvtool("ingest", tmp_path / "more", "--store", store, "--dry-run").fine().out
     assert "at the speed of the last ingest\n" in more

@@ -124,9 +124,3 @@ def test_failing_disk(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "exists", lambda path: os.path.exists(path))  # as it is from Python 3.14 on
     report = fresh(folder, "--sync").fine().json["documents"]
     assert (report["added"], report["removed"]) == (1, 0)
-
-
-def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    fresh(tmp_path / "empty", "--sync").failed(2, "nothing to ingest")
-    assert not (tmp_path / "fresh").exists()

@@ -105,12 +105,3 @@ def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) 
     totals.clear()
     ingest(tmp_path / "store", options, events)  # nothing changed
     assert done == totals == {"files": FILES + 2}
-
-
-def test_unchanged_files_are_not_in_the_forecast(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.ingest.survey._RACY_SECONDS", -1.0)
-    fresh(folder).fine()
-    (folder / "0a.txt").write_text("The new mill is read before most of the unchanged ones.")
-    report = fresh(folder).fine().json
-    assert report["documents"]["unchanged"] == FILES
-    assert report["forecast"]["tokens"] == report["tokens"]

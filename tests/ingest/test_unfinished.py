@@ -112,15 +112,6 @@ def test_they_go_when_the_file_changes(interrupted: Interrupted, large: Path, fr
     assert len(payloads(tmp_path / "fresh")) == 2 * 4
 
 
-@pytest.mark.slow
-def test_interrupted_again(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
-    interrupted()
-    large.write_text("\n\n".join(paragraph("new", n, n % 10) for n in range(30)))
-    interrupted()
-    assert fresh(large.parent / "small.md").fine().json["chunks"]["removed"] == BEFORE
-    assert unfinished(tmp_path / "fresh")["chunks"] == BEFORE
-
-
 def test_they_go_with_other_settings(interrupted: Interrupted, large: Path, tmp_path: Path) -> None:
     interrupted()
     small = ("ingest", large.parent / "small.md", "--store", tmp_path / "fresh", "--json")

@@ -104,20 +104,6 @@ def found(texts: dict[str, str], question: str, top_k: int = 5, hop: bool = True
     return [(hit.passage.source, hit.passage.index) for hit in hits]
 
 
-@pytest.mark.parametrize(
-    ("question", "first"),
-    [
-        ("Who built the mill?", "a"),
-        ("What is bread made of?", "b"),
-        ("How long is the river?", "c"),
-        ("방앗간을 지은 사람은?", "d"),
-        ("밀가루로 무엇을 만드나?", "e"),
-    ],
-)
-def test_the_best_passage_comes_first(question: str, first: str) -> None:
-    assert found(TEXTS, question)[0][0] == first
-
-
 @pytest.mark.parametrize("question", ["zebra", "", "the of a", "!?", "얼룩말"])
 def test_no_match_is_no_hit(question: str) -> None:
     assert found(TEXTS, question) == []

@@ -163,29 +163,6 @@ def test_a_store_of_another_model_or_none_changes_no_answer(qwen: Served, tmp_pa
         alike(full, got)
 
 
-def test_a_store_of_another_tokenizer_feeds_nothing(qwen: Served, tmp_path: Path) -> None:
-    """The same weights and documents, whose tokens have other ids."""
-    model, store = Path(shutil.copytree(qwen.model, tmp_path / "model")), tmp_path / "store"
-    path = model / "tokenizer.json"
-    content = json.loads(path.read_text())
-    special = {one["id"] for one in content["added_tokens"]}
-    vocabulary = content["model"]["vocab"]
-    others = sorted(number for number in vocabulary.values() if number not in special)
-    renamed = dict(zip(others, reversed(others), strict=True))
-    content["model"]["vocab"] = {token: renamed.get(number, number) for token, number in vocabulary.items()}
-    path.write_text(json.dumps(content))
-    kvtool("ingest", qwen.folder / "corpus", "--store", store, "--model", model, *CHUNKS).fine()
-    ids, _ = prompt_of(qwen.store)
-    asked: list[list[dict[str, Any]]] = [[{"ids": prompt_of(qwen.store, 1)[0]}], [{"ids": ids, "kvtool": False}]]
-    asked.append([{"ids": ids, "kvtool": {"ratio": 1.0}}])
-    options = {"enable_prefix_caching": False}
-    _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)}, options=options)
-    _, _, (fed,) = qwen.by_vllm(asked, options=options)
-    assert (full.cached, got.cached, fed.cached) == (0, 0, len(ids) - 1)
-    alike(full, got)
-    alike(full, fed)
-
-
 def test_a_store_that_is_removed_while_it_is_served_ends_no_request(qwen: Served, tmp_path: Path) -> None:
     store = shutil.copytree(qwen.store, tmp_path / "store")
     one, other = (prompt_of(qwen.store, first)[0] for first in (0, 2))
