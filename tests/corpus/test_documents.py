@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -65,13 +64,6 @@ def test_pages_of_a_pdf(reading: Reading) -> None:
     assert all(f"Question {n}\nThe mill ground {n} sacks." in document.text for n in range(1, 5))
     (labels,) = reading.documents(Path("/b.pdf"), pdf([["Fragile"]] * 4))
     assert labels.text.count("Fragile") == 4
-
-
-def test_readers_import_their_libraries_late() -> None:
-    libraries = "{'office_oxide', 'xlrd', 'xlfmt', 'pypdfium2', 'lxml'}"
-    program = f"import sys, kvtool.core.corpus.readers; print(sorted({libraries} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.core.corpus.readers import READERS, is_foreign, read_documents
+from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
-from kvtool.core.corpus.walk import find_files
 
 KOREAN = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
 JAPANESE = "今日は良い天気ですね。散歩に行きましょう。"
@@ -153,14 +152,3 @@ def test_a_page_that_names_what_is_no_encoding(name: str) -> None:
     page = f'<meta charset="{name}"><p>café {"-a" * 20_000}'
     assert "café" in read(page.encode("latin-1"), "a.html").text
     assert time.process_time() - begun < 2
-
-
-def test_reader_of_bytes_takes_binary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(source: str, data: bytes) -> list[Document]:
-        return [Document(source, data.hex(), "text")]
-
-    (tmp_path / "a.djvu").write_bytes(b"PK\x03\x04")
-    assert is_foreign(tmp_path / "a.djvu")
-    monkeypatch.setitem(READERS, ".djvu", read)
-    (file,) = find_files([tmp_path]).files
-    assert [document.text for document in read_documents(file.path, b"PK\x03\x04")] == ["504b0304"]

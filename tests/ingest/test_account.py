@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvtool.cli.ingest import is_mostly_beside, time_of
 from kvtool.core.checkpoint.files import DOWNLOAD
 from kvtool.core.common.types import Events
 from kvtool.core.corpus.walk import FoundFile
 from kvtool.core.ingest import account
 from kvtool.core.ingest.account import Estimate
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.report import PHASES, Forecast, IngestReport
+from kvtool.core.ingest.report import PHASES, Forecast
 from tests.cli.working import CHUNKS, PREFIX, kvtool, write_corpus
 
 
@@ -41,19 +40,6 @@ def test_a_phase_within_a_phase_is_counted_once(monkeypatch: pytest.MonkeyPatch)
         now[0] += 4
     assert kept.report.phases == {"model_download": 20, "model_files": 7}
     assert told == [PHASES[name] for name in ("model_files", "model_download", "model_files")]
-
-
-def test_a_run_explains_itself_where_most_of_it_was_no_chunk() -> None:
-    report = IngestReport(tokens=159, seconds=28.0, prefill_seconds=1.0)
-    report.phases = {"model_load": 8.0, "lead_in": 3.0, "gate": 9.25}
-    assert is_mostly_beside(report)
-    assert time_of(report) == (
-        "of these 1.0 s computing chunks, 8.0 s loading the model, 3.0 s computing the lead-in of the chunks, "
-        "9.2 s trying the model on this store (the gate), once"
-    )
-    report.seconds = 60.0
-    assert not is_mostly_beside(report)
-    assert not is_mostly_beside(IngestReport(tokens=1, seconds=0.3, phases={"gate": 0.2}))
 
 
 GB = 10**9

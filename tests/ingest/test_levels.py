@@ -11,7 +11,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NO_PROFILE
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, write_corpus
-from tests.compress.making import chunks_in, coded_in, damage_profile, levels_in, prefix_of, run, state_of
+from tests.compress.making import chunks_in, coded_in, levels_in, prefix_of, run, state_of
 
 
 @pytest.fixture
@@ -74,15 +74,3 @@ def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Pa
     with Store.open(path) as one, Store.open(tmp_path / "raw") as two:
         for chunk in map(bytes.fromhex, chunks_in(path)):
             assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
-
-
-@pytest.mark.slow
-def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:
-    corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at).fine()
-    run(path, "2", fit=True)
-    damage_profile(path)
-    before = levels_in(path)
-    (corpus / "new.md").write_text("A new mill.")
-    kvtool("ingest", corpus, "--store", path, "--level", "2").failed(13, "codec profile")
-    assert levels_in(path) == before

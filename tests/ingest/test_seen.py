@@ -231,29 +231,6 @@ class TestFailures:
 
 
 @pytest.mark.slow
-def test_whole_files_are_skipped(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: Counter[str] = Counter()
-    real = Store.has_chunk
-
-    def counting(store: Store, chunk_id: bytes) -> bool:
-        looked["chunks"] += 1
-        return real(store, chunk_id)
-
-    monkeypatch.setattr(Store, "has_chunk", counting)
-
-    def computed() -> tuple[int, int]:
-        looked.clear()
-        report = fresh(folder).fine().json
-        return looked["chunks"], report["chunks"]["computed"]
-
-    assert computed()[1] == 3
-    assert computed() == (1, 0)  # the prompt's own beginning is looked for
-    drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))
-    assert computed()[1] == 1
-    assert computed() == (1, 0)
-
-
-@pytest.mark.slow
 def test_aborted_run(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh(folder).fine()
     drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))

@@ -58,18 +58,6 @@ def test_a_batch_spans_files(folder: Path, fresh: Any, steps: list[str]) -> None
 
 
 @pytest.mark.slow
-def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: list[str], tmp_path: Path) -> None:
-    """A file whose chunks are all stored is committed before the next is read, even if others wait for a batch."""
-    fresh(folder / "0.txt", folder / "2.txt").fine()
-    steps.clear()
-    for number in (0, 2):
-        (folder / f"{number}.txt").rename(folder / f"{number}.md")
-    assert fresh(folder).fine().json["chunks"] == {"computed": FILES - 2, "reused": 2, "removed": 0}
-    assert steps[:2] == ["read 0.md", "commit 0.md"]
-    assert steps.index("commit 2.md") < steps.index("read 3.txt") < steps.index("commit 1.txt")
-
-
-@pytest.mark.slow
 def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, tiny: Path, tmp_path: Path) -> None:
     for number in (4, 5):
         (folder / f"{number}.txt").write_text("The mill grinds all day. " * 800)

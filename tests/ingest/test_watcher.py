@@ -95,6 +95,8 @@ def test_what_is_not_selected_takes_no_lock(watcher: Watcher, folder: Path, plac
         (folder / ".a.md.swp").write_text("half a sentence")
         (folder / "a.md~").write_text("what it was")
         (folder / "picture.png").write_bytes(b"\x89PNG")
+        (folder / ".kvtoolignore").write_text("private.md\n")
+        (folder / "private.md").write_text("Not ever.")
         assert watcher.round(told.events) is None
     assert told.warned == []
 
@@ -172,17 +174,6 @@ def test_named_file_is_followed(tiny: Path, tmp_path: Path, folder: Path, place:
         assert watcher.round(told.events) is None
         note.write_text("A third note.")
         assert followed(watcher, told) == [("added", "note.txt")]
-
-
-def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, told: Told) -> None:
-    with closing(Watcher(place, options(tiny, folder, exclude=("drafts",)))) as watcher:
-        watcher.round(told.events)
-        told.taken()
-        (folder / "drafts").mkdir()
-        (folder / "drafts" / "b.md").write_text("Not yet.")
-        (folder / ".kvtoolignore").write_text("private.md\n")
-        (folder / "private.md").write_text("Not ever.")
-        assert watcher.round(told.events) is None
 
 
 @pytest.mark.slow

@@ -48,7 +48,6 @@ def test_kept_and_made_anew(store: Store, built: list[int], monkeypatch: pytest.
     assert answers(index_of(store), TEXTS) == first
     assert built == [6]  # read, not made
     assert any(first)
-    first = answers(index_of(store), TEXTS)
     monkeypatch.setattr(room, "_TEXT_AT_ONCE", 1)
     anew = Index.empty()
     anew.update(store)
