@@ -83,20 +83,22 @@ def prose(rng: random.Random, count: int) -> list[str]:
     return [" ".join(sentence() for _ in range(rng.randint(2, 6))) for _ in range(count)]
 
 
+EDITS: dict[str, tuple[int, int, list[str]]] = {  # a slice of a paragraph's sentences, and what replaces it
+    "delete": (0, 1, []),
+    "insert": (1, 1, ["A sentence that was not here before stands here now"]),
+    "replace": (0, 1, ["Other words take the place of what was said"]),
+}
+
+
 def _edited(paragraphs: list[str], edit: str, rng: random.Random) -> list[str]:
     place = rng.randint(20, 40)
-    sentences = paragraphs[place].split(". ")
-    if edit == "delete":
-        sentences = sentences[1:] or ["Gone"]
-    elif edit == "insert":
-        sentences.insert(1, "A sentence that was not here before stands here now")
-    else:
-        sentences[0] = "Other words take the place of what was said"
-    return [*paragraphs[:place], ". ".join(sentences), *paragraphs[place + 1 :]]
+    sentences, (start, stop, new) = paragraphs[place].split(". "), EDITS[edit]
+    sentences[start:stop] = new
+    return [*paragraphs[:place], ". ".join(sentences) or "Gone", *paragraphs[place + 1 :]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", ["delete", "insert", "replace"])
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize(
     ("method", "mean", "worst"), [("semantic", 2.0, 5), ("markdown", 2.0, 5), ("paragraph", 3.0, 9)]
 )

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.writer import Writer
-from kvtool.core.common.types import Events
 from kvtool.core.ingest import stream
-from kvtool.core.ingest.job import ingest
-from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import Outcome
 from tests.cli.working import PREFIX, kvtool, listing
 
@@ -69,27 +66,3 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert kvtool(*args).fine().json["documents"]["unchanged"] == FILES - 2
     report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
-
-
-@pytest.mark.slow
-def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
-    (folder / "large.txt").write_text("The mill grinds all day. " * 400)
-    (folder / "weights.dat").write_bytes(b"\0\1" * 99)  # which is looked at, and is no text
-    done: dict[str, float] = {}
-    totals: dict[str, float] = {}
-
-    def step(label: str, total: float, unit: str) -> None:
-        done[unit], totals[unit] = 0.0, total
-
-    def add(amount: float) -> None:
-        done[[*done][-1]] += amount
-
-    events = Events(step=step, advance=add, expect=lambda total: totals.update(tokens=total))
-    options = IngestOptions(paths=(folder,), model=str(tiny))
-    report = ingest(tmp_path / "store", options, events)
-    assert totals == {"files": FILES + 2, "tokens": report.tokens}
-    assert done == {"files": 1, "tokens": report.tokens}  # from the first chunk on tokens are counted
-    done.clear()
-    totals.clear()
-    ingest(tmp_path / "store", options, events)  # nothing changed
-    assert done == totals == {"files": FILES + 2}

@@ -57,13 +57,6 @@ def unfinished(path: Path) -> dict[str, int]:
     return found
 
 
-def test_the_list_of_the_store_names_them(interrupted: Interrupted, tmp_path: Path) -> None:
-    interrupted()
-    told = kvtool("store", "ls", "--store", tmp_path / "fresh").fine().err
-    assert "the store holds no whole document" in told
-    assert f"{BEFORE} chunks of files that an ingest did not finish" in told
-
-
 @pytest.mark.slow
 def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     fresh(large, store=tmp_path / "whole").fine()

@@ -14,7 +14,7 @@ from kvtool.core.query.reply import Request
 from kvtool.core.retrieval import search
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.passages import Found
-from kvtool.core.retrieval.terms import LANGUAGES, asked_terms, near_words, terms
+from kvtool.core.retrieval.terms import near_words, terms
 from tests.retrieval.making import index_of_texts, search_in, store_of
 
 Ask = Callable[[dict[str, str], str], Found]
@@ -65,13 +65,6 @@ def test_decimals_of_equal_value_are_equal(written: str) -> None:
 )
 def test_a_number_is_found_next_to_letters_and_signs(text: str) -> None:
     assert best({**OTHERS, "sum": text}, "987654") == "sum"
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_a_number_has_the_same_terms_in_every_language(language: str) -> None:
-    parts, wholes = terms("987,654 1.5", language)
-    assert (parts, wholes) == (["987", "654", "1", "5"], ["987654", "1.5"])
-    assert asked_terms("987654", (language,)) == [("987654",)]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, model: Imitation, store: Path, tokenizer: Any) -> None:
         self.model, self.store, self.tokenizer = model, store, tokenizer
-        self.most, self.with_connector, self.context = 999, True, 2048
+        self.most, self.with_connector = 999, True
         self.said: list[str] = []
         self.foreign: bytes | None = None  # what is answered to everything
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
@@ -48,7 +48,7 @@ class Engine:
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/v1/models":
-            return {"data": [{"id": "tiny", "max_model_len": self.context}]}
+            return {"data": [{"id": "tiny", "max_model_len": 2048}]}
         if path == "/tokenize":
             return {"tokens": encode(self.tokenizer, body["prompt"])}
         with self._lock:
