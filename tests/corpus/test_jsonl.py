@@ -104,7 +104,7 @@ def test_notes() -> None:
     (document,) = read({"scan": scan, "caption": "A crane."})
     assert document.text == "Scan: [data]\nCaption: A crane."
     assert document.notes == ("embedded data: 1 not read",)
-    empty = ({}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
+    empty: tuple[object, ...] = ({}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
     documents = lines('{"text": "good"}', *map(json.dumps, empty), "{broken", "[" * 100_000, '{"text": "end"}')
     assert [document.text for document in documents] == ["good", "end"]
     assert documents[0].notes[:7] == tuple(f"line {line} left out: no text" for line in range(2, 9))
