@@ -410,17 +410,6 @@ def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
             assert verify(store) == []
 
 
-def test_the_order_of_ingestion_does_not_show(tmp_path: Path) -> None:
-    found = []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        with Store.create_or_open(tmp_path / str(order)) as store:
-            with store.writer() as pen:
-                for number in order:
-                    add_file(pen, f"f{number}", [f"f{number}.0", f"f{number}.1"])
-            found.append((store.sources(), store.chunk_ids(), list(store.files())))
-    assert found[0] == found[1]
-
-
 def test_verify_samples_the_same_part(tmp_path: Path) -> None:
     with Store.open(make_store(tmp_path / "store")) as store:
         assert verify(store, Fraction(1, 7)) == []

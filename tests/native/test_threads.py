@@ -167,14 +167,6 @@ def test_no_more_take_part_than_a_job_has_room_for(wanted: int, expected: int) -
     assert came == expected
 
 
-def test_who_calls_does_all_where_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadPool, "_worker", lambda self: None)
-    job, alone = new_job(), ThreadPool(2)
-    alone.run(counting(), ctypes.addressof(job), 3)
-    alone.end()
-    assert list(job[2:]) == [1] * TASKS
-
-
 def test_a_pool_belongs_to_its_thread_and_is_used_again(helping: list[int]) -> None:
     seen: list[ThreadPool | None] = []
 
