@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kvtool.core.model import decoder as decoder_module
-from kvtool.core.model import layer_cpu
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.layer_cpu import FusedDecoderLayer, install_fused_layers
-from kvtool.core.model.modules import own_class, swapped_by
+from kvtool.core.model.modules import swapped_by
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import isa_here
@@ -72,12 +68,6 @@ def test_the_models_own_numbers(name: str, dtype: str) -> None:
         assert (ours - own).square().mean().sqrt() <= TOLERANCE[dtype] * own.square().mean().sqrt()
 
 
-def test_a_pass_of_rows_takes_it_at_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, quick = counted("qwen3", monkeypatch)
-    prefilled(decoder)
-    assert quick == [*range(len(decoder.layers))] * 2
-
-
 def _hooked(decoder: Decoder) -> Callable[[], None]:
     return decoder.layers[1].self_attn.register_forward_hook(lambda *_: None).remove
 
@@ -101,16 +91,6 @@ def test_a_layer_that_someone_has_touched_is_the_models_own(
     assert quick[6:] == [0, 1, 2, 3] * 2
 
 
-def test_gradients_and_plain_attention_pass_through_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, quick = counted("llama", monkeypatch)
-    with decoder.plain_attention():
-        decoder.model(input_ids=torch.tensor([IDS])).logits.sum()
-    embedded = decoder.base.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
-    decoder.model(inputs_embeds=embedded).logits.sum().backward()
-    assert embedded.grad is not None
-    assert not quick
-
-
 def test_a_layer_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules are all known; what it makes of them is not."""
     decoder = new_case("llama").decoder
@@ -130,57 +110,3 @@ def test_what_is_stored_is_the_models_own_to_the_bit(monkeypatch: pytest.MonkeyP
         assert all(map(torch.equal, ours, own))
     assert decoder.unfused == ""
     assert not quick
-
-
-@pytest.mark.parametrize("change", ["in place", "replaced"])
-def test_norms_that_were_changed_are_the_models(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    decoder, quick = counted("llama", monkeypatch, "bfloat16")
-    weight = decoder.layers[1].input_layernorm.weight
-    if change == "in place":
-        with torch.no_grad():
-            weight.mul_(1.7)
-    else:
-        weight.data = weight.data * 1.7
-    prefilled(decoder)
-    assert set(quick) == {0, 2, 3}
-
-
-def test_who_listens_deep_inside_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = new_case("qwen3", "float32").decoder
-    prefilled(decoder)
-    heard: list[int] = []
-    decoder.layers[1].self_attn.q_norm.register_forward_hook(lambda *ignored: heard.append(1))
-    prefilled(decoder)
-    assert heard
-
-
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_computes_by_itself(copied_by: Callable[[Any], Any]) -> None:
-    decoder = new_case("llama", "float32").decoder
-    prefilled(decoder)
-    assert isinstance(swapped_by(decoder.layers[0]), FusedDecoderLayer)
-    copied = copied_by(decoder.model)
-    assert type(copied.model.layers[0]) is own_class(decoder.layers[0])
-    assert swapped_by(copied.model.layers[0]) is None
-    ids = torch.tensor([IDS])
-    with torch.inference_mode(), decoder.plain_attention():
-        copied.set_attn_implementation("sdpa")
-        assert torch.equal(copied(ids).logits, decoder.model(ids).logits)
-
-
-def test_few_rows_have_a_crew_where_all_their_products_are_our_own(
-    monkeypatch: pytest.MonkeyPatch, threads: None
-) -> None:
-    """In addition to torch's threads, which wait spinning, a pool would only slow them down."""
-    decoder = new_case("qwen2", "bfloat16").decoder
-    prefilled(decoder)
-    asked = calls_of(monkeypatch, decoder_module, "use_pool", lambda count: count)
-    expected = prefilled(decoder)
-    assert asked == [1, 1]
-    monkeypatch.setattr(layer_cpu, "_is_in_team", lambda product, count, dtype: count < 30)
-    torch.set_num_threads(2)
-    found = prefilled(decoder)
-    assert asked[2:] == [1, 2]
-    LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
-    assert asked[4:] == [1]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
