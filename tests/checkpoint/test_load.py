@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,17 +136,6 @@ def test_no_such_device(device: str) -> None:
         resolve_device(device)
 
 
-def test_auto_device() -> None:
-    wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert resolve_device("auto") == wanted
-    assert resolve_device("cpu") == "cpu"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_named_dtype_is_taken(files: ModelFiles, dtype: str) -> None:
-    assert resolve_dtype(dtype, "cpu", files) == dtype
-
-
 @pytest.mark.parametrize("dtype", ["", "int4", "float64", "FP32", "bf16", "8"])
 def test_no_such_dtype(files: ModelFiles, dtype: str) -> None:
     with pytest.raises(UsageError):
@@ -183,14 +172,6 @@ def test_old_torch_dtype_key(files: ModelFiles) -> None:
     assert resolve_dtype("auto", "mps", files) == "float16"
 
 
-def test_importing_is_light() -> None:
-    names = [f"checkpoint.{name}" for name in ("files", "gguf.convert", "hub", "load", "support")]
-    names += ["checkpoint.text_submodel", "model.tokens", "model.prompt"]
-    code = f"import sys\nfor n in {names!r}: __import__('kvtool.core.' + n)\n"
-    code += "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("kind", ["gguf", "packaged"])
 def test_a_damaged_folder_that_was_converted_is_made_again(files: ModelFiles, kind: str) -> None:
     """The GGUF file is whole: to download it again would change nothing."""
@@ -198,3 +179,21 @@ def test_a_damaged_folder_that_was_converted_is_made_again(files: ModelFiles, ki
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "download" in refused(files).hint
     assert refused(replace(files, kind=kind)).hint == f"delete {files.folder}; it is made again"
+
+
+def test_two_threads_load_at_once(tmp_path: Path) -> None:
+    """Loading sets torch's default dtype for the whole process, and restores what it found."""
+    ids = torch.arange(5, 60)[None]
+    expected = tiny_model("llama", "bfloat16")(ids).logits
+    files, start = resolve(str(save_tiny("llama", tmp_path, dtype="bfloat16"))), threading.Barrier(4)
+
+    def load(number: int) -> torch.Tensor:
+        start.wait()
+        model = load_model(files, device="cpu", dtype="bfloat16").model
+        with torch.inference_mode():
+            return model(ids).logits
+
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as threads:
+            assert all(torch.equal(found, expected) for found in threads.map(load, range(4)))
+        assert torch.get_default_dtype() == torch.float32

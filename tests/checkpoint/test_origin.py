@@ -49,14 +49,6 @@ def note(folder: Path) -> dict[str, Any]:
     return noted
 
 
-def test_a_conversion_notes_the_digest_of_each_file(source: Path) -> None:
-    folder = converted(source)
-    noted = note(folder)["files"]
-    assert noted.keys() == {path.name for path in folder.iterdir()} - {SOURCE}
-    assert {PACKED, "model.safetensors", "config.json", "tokenizer.json"} <= noted.keys()
-    assert noted[PACKED] == hashlib.sha256((folder / PACKED).read_bytes()).hexdigest()
-
-
 def test_the_fingerprint_is_the_gguf_files_alone(source: Path) -> None:
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     identity = f'{{"conversion":1,"dtype":"float32","gguf":"{digest}","version":1}}'

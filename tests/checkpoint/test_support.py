@@ -11,13 +11,13 @@ import transformers as t
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
-from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states
+from kvtool.core.checkpoint.support import check_supported, context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rope
 from kvtool.core.session.gate import check_invariants
-from tests.families import FAMILIES, HYBRIDS, SHAPE, filled, tiny_model
+from tests.families import SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
-from tests.wrappers import WRAPPERS, text_model
+from tests.wrappers import text_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {
@@ -58,11 +58,6 @@ def test_refused_with_its_reason(config: Any, reason: str) -> None:
     assert reason in caught.value.message
     assert "; that would need " in caught.value.message
     assert "Llama" in caught.value.hint
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers_whose_text_model_is_supported(name: str) -> None:
-    check_supported(WRAPPERS[name]())
 
 
 @pytest.mark.parametrize(
@@ -117,13 +112,6 @@ def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create_sliding_window_causal_mask)
     with pytest.raises(ModelError, match=r"attends over all tokens.*that would need"):
         decoder_of(model)
-
-
-@pytest.mark.parametrize("name", FAMILIES | HYBRIDS)
-def test_supported_families(name: str) -> None:
-    config = (FAMILIES | HYBRIDS)[name]()
-    check_supported(config)
-    assert keeps_states(config) == (name in HYBRIDS)
 
 
 @pytest.mark.parametrize(

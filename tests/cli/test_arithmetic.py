@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvtool.core.cache.store import Store
-from kvtool.core.model import attention
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session import gate
-from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, listing, misshape, process, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, listing, process, write_corpus
 from tests.families import save_tiny
 
 FAST, PLAIN = "avx2 avx512_bf16", "avx2"
@@ -50,12 +48,8 @@ def asked(store: Path, *more: object) -> dict[str, Any]:
     return kvtool("query", QUESTION, "--store", store, "--json", *SHORT, *more).fine().json
 
 
-def session_of(path: Path, **wanted: str) -> Session:
-    return Session(Store.open(path), ModelOptions(**wanted))
-
-
 def test_it_is_read_in_float32(elsewhere: Path) -> None:
-    session = session_of(elsewhere)
+    session = Session(Store.open(elsewhere), ModelOptions())
     assert session.identity.dtype == "bfloat16"
     assert session.arithmetic == ("float32", "cpu")  # before the model is loaded
     decoder = session.decoder
@@ -69,23 +63,6 @@ def test_who_names_a_slow_format_gets_it_and_is_told(elsewhere: Path) -> None:
     done = kvtool("query", QUESTION, "--store", elsewhere, "--dtype", "bfloat16", "--json", *SHORT).fine()
     assert "no fast bfloat16 products" in done.err
     assert done.json["resolved"]["dtype"] == "bfloat16"
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16"])
-def test_any_store_is_asked_in_any_arithmetic(
-    kept: str, arithmetic: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
-    write_corpus(tmp_path / "in", 2)
-    store = ("--store", tmp_path / "s")
-    kvtool("ingest", tmp_path / "in", *store, "--model", model, *CHUNKS, *PREFIX, "--store-dtype", kept).fine()
-    found = asked(tmp_path / "s", "--dtype", arithmetic)
-    assert (found["resolved"]["dtype"], found["resolved"]["store_dtype"]) == (arithmetic, kept)
-    assert {chunk["status"] for chunk in found["chunks"]} <= {"hit", "exact"}
-    if arithmetic == "bfloat16":
-        assert asked(tmp_path / "s")["resolved"]["dtype"] == "bfloat16"  # the model's own, which is fast here
 
 
 @pytest.mark.some(2)
@@ -164,13 +141,6 @@ def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeyp
     kvtool("query", QUESTION, "--store", elsewhere, "--fusion", "full", *SHORT).fine()
 
 
-def test_records_of_another_shape_are_not_compared(elsewhere: Path) -> None:
-    with Store.open(elsewhere) as opened:
-        chunks = [chunk for chunk in opened.chunk_ids() if chunk != store_identity(opened).prefix_id]
-    misshape(elsewhere, *chunks)
-    assert {chunk["status"] for chunk in asked(elsewhere, "--fusion", "reuse")["chunks"]} == {"miss"}
-
-
 def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
     asked(elsewhere)
@@ -183,7 +153,6 @@ def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: 
 def test_parts_of_several_machines_are_merged_and_it_is_told(
     elsewhere: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part by a machine of its own; then a changed file is ingested by one of them, which computes only that."""
     corpus, everything = tmp_path / "corpus", ("--store", tmp_path / "all")
     for part, features in (("1/2", FAST), ("2/2", PLAIN)):
         monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
@@ -192,12 +161,9 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     assert {row["dtype"] for row in merged.json["computed_by"]} == {"bfloat16", "float32"}
     assert "in float32 on cpu" in merged.err
     assert listing(tmp_path / "all") == listing(elsewhere)
-    path = corpus / "mill1.md"
-    path.write_text(path.read_text() + "\nIts wheel was replaced twice.\n")
-    changed = kvtool("ingest", corpus, *everything, "--json").fine().json
-    assert changed["documents"]["changed"] == 1
-    assert 1 <= changed["chunks"]["computed"] <= 2
-    kvtool("ingest", path, "--store", tmp_path / "32", "--model", model, *CHUNKS, "--store-dtype", "float32").fine()
+    kvtool(
+        "ingest", corpus / "mill1.md", "--store", tmp_path / "32", "--model", model, *CHUNKS, "--store-dtype", "float32"
+    ).fine()
     refused = kvtool("store", "import", tmp_path / "32", "--store", elsewhere)
     refused.failed(12, "made with another dtype", "into a store of its own: --store")
 
@@ -212,85 +178,6 @@ def test_what_leaves_the_range_of_the_stores_format_is_refused(model: Path, tmp_
     ingest = ("ingest", tmp_path / "in", "--model", large, *CHUNKS, *PREFIX, "--dtype", "float32", "--store-dtype")
     kvtool(*ingest, "float16", "--store", tmp_path / "narrow").failed(12, "the range of float16", "bfloat16")
     kvtool(*ingest, "bfloat16", "--store", tmp_path / "store").fine()
-
-
-@pytest.mark.slow
-def test_a_shared_store_is_asked_at_this_machines_speed(
-    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What bfloat16 made is converted once, into the cache that is attended to: nothing of the store's format is
-    multiplied."""
-    tier = f"file://{tmp_path}/tier"
-    kvtool("store", "push", tier, "--store", elsewhere).fine()
-    seen: list[tuple[torch.dtype, ...]] = []
-    attend = attention.attend
-
-    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any) -> torch.Tensor:
-        seen.append((query.dtype, key.dtype, value.dtype))
-        return attend(query, key, value, *more)
-
-    monkeypatch.setattr(attention, "attend", watched)
-    found = kvtool("query", QUESTION, "--store", tier, "--fusion", "reuse", "--json", *SHORT).fine().json
-    assert found["resolved"] | {"dtype": "float32", "store_dtype": "bfloat16"} == found["resolved"]
-    assert {chunk["status"] for chunk in found["chunks"]} <= {"hit", "exact"}
-    assert {*seen} == {(torch.float32,) * 3}
-
-
-@pytest.mark.slow
-def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hybrid = save_tiny("qwen3.5", tmp_path / "model", dtype="bfloat16")
-    write_corpus(tmp_path / "in", 2)
-    here, there = ("--store", tmp_path / "here"), ("--store", tmp_path / "there")
-    ask = ("query", QUESTION, "--documents", "mill1.md", "--json", *SHORT)
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
-    kvtool("ingest", tmp_path / "in", *here, "--model", hybrid, *CHUNKS).fine()
-    assert kvtool(*ask, *here).fine().json["resolved"]["dtype"] == "bfloat16"
-    kvtool("store", "export", tmp_path / "pack.kvt", *here).fine()
-    kvtool("store", "import", tmp_path / "pack.kvt", *there, "--mine").fine()
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", PLAIN)
-    found = kvtool(*ask, *there, "--token-ids").fine().json
-    assert found["resolved"] | {"dtype": "float32", "store_dtype": "bfloat16"} == found["resolved"]
-    assert found["tokens"]["fresh"] == len(found["segments"]["question"])
-    verdict = kvtool("inspect", "gate", *there, "--json").fine().json
-    (check,) = [check for check in verdict["checks"] if check["law"] == 6]
-    assert (check["name"], check["arithmetic"]) == ("states made in bfloat16 on cpu", "float32 on cpu")
-    assert 0 < check["difference"] <= check["tolerance"]
-    assert 0 < verdict["loss_by_arithmetic"]["bfloat16 on cpu"] < 0.05
-    assert "made in bfloat16 on cpu lose" in kvtool("doctor", *there).out
-    (made,) = kvtool("inspect", *there, "--json").fine().json["computed_by"]
-    assert (made["dtype"], made["device"]) == ("bfloat16", "cpu")
-
-
-def test_answers_differ_by_rounding_only(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json["passed"] is True
-    kvtool("query", QUESTION, "--store", elsewhere, *SHORT, "--compare", "reuse,full").fine()
-    plain = asked(elsewhere, "--fusion", "reuse")
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
-    there = asked(elsewhere, "--fusion", "reuse")
-    assert plain["tokens"] == there["tokens"]
-    assert [chunk["id"] for chunk in plain["chunks"]] == [chunk["id"] for chunk in there["chunks"]]
-
-
-@pytest.mark.slow
-def test_it_grows_by_records_of_its_own_format(elsewhere: Path, model: Path, tmp_path: Path) -> None:
-    before = len(listing(elsewhere))
-    shutil.copytree(tmp_path / "corpus", tmp_path / "more")
-    (tmp_path / "more" / "new.md").write_text("The windmill on the hill belongs to Ada Quillon.\n")
-    kvtool("ingest", tmp_path / "more" / "new.md", "--store", elsewhere, "--model", model, *CHUNKS).fine()
-    assert len(listing(elsewhere)) == before + 1
-    assert kvtool("store", "verify", "--store", elsewhere, "--json").fine().json["damaged"] == []
-    found = kvtool("query", "Who owns the windmill?", "--store", elsewhere, "--json", *SHORT, "--top-k", 1).fine().json
-    assert found["chunks"][0]["status"] in ("hit", "exact")
-    assert found["tokens"]["reused"] > 0
-
-
-@pytest.mark.slow
-def test_what_was_compressed_there_is_read_here(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
-    done = kvtool("compress", "--store", elsewhere, "--fit", "--fit-prompts", 2, "--questions", 2, "--json").fine()
-    assert done.json["levels"][0]["chunks"] > 0
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", PLAIN)
-    assert {chunk["status"] for chunk in asked(elsewhere, "--level", "2")["chunks"]} <= {"hit", "exact"}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, break_record, command, environment, kvtool, untouched
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, command, environment, kvtool, untouched
 from tests.families import save_tiny
 
 
@@ -61,14 +61,6 @@ def test_2_usage(args: tuple[str, ...], store: Path, form: Any) -> None:
         kvtool(*args, "--store", store, *form).failed(2)
 
 
-def test_3_done_in_part(fresh: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("The mill stands on the river.")
-    (tmp_path / "b.txt").write_bytes(b"\0\1\2\3")
-    done = fresh(tmp_path / "a.txt", tmp_path / "b.txt").fine(3)
-    assert done.json["documents"]["added"] == 1
-    assert "b.txt" in done.err
-
-
 @pytest.mark.parametrize(
     "args", [("query", QUESTION), ("store", "ls"), ("store", "stats"), ("store", "verify"), ("inspect",)]
 )
@@ -92,18 +84,6 @@ def test_12_another_model(store: Path, corpus: Path, tiny: Path, tmp_path: Path,
         kvtool("ingest", corpus, "--store", store, "--model", other, *form).failed(12, "another model")
         kept = ("--model", tiny, "--store-dtype", "float32")
         kvtool("ingest", corpus, "--store", store, *kept, *form).failed(2, "the store keeps bfloat16")
-
-
-def test_13_damaged(store: Path) -> None:
-    from tests.cli.working import chunks_of
-
-    chunk = chunks_of(store, "mill2.md")[0]
-    break_record(store, chunk, 1)
-    assert kvtool("store", "verify", "--store", store, "--json").code == 13
-    assert kvtool("store", "verify", "--store", store).code == 13
-    fixed = kvtool("store", "verify", "--store", store, "--repair", "--json").fine().json
-    assert fixed["repaired"] > 0
-    kvtool("store", "verify", "--store", store).fine()
 
 
 def test_a_store_that_is_open_to_others_is_said(store: Path) -> None:

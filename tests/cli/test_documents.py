@@ -87,11 +87,6 @@ def test_a_chunk_by_its_place(asked: tuple[Path, list[documents.Asked]], store: 
     kvtool("inspect", "chunk", "what is it", "--store", store).failed(2, "names no chunk")
 
 
-def test_the_words_that_matched(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
-    plan = kvtool("inspect", "plan", "Who built the Kettlewick Kiln?", "--store", store, "--json").fine().json
-    assert plan["chunks"][-1]["keywords"][:2] in (["Kettlewick", "Kiln"], ["Kiln", "Kettlewick"])
-
-
 @pytest.mark.slow
 def test_a_source_that_has_changed_says_so(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
     one = next(one for one in asked[1] if one.file.endswith(".docx"))

@@ -63,20 +63,6 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_table(fitted: Path, batch: Path) -> None:
-    done = inspect(fitted, "--batch", batch, "--limit", "2", "--scheme", "2", "--scheme", "int8").fine()
-    head, *rows, last, end = done.out.split("\n")
-    rows, layers = rows[:2], rows[2:]
-    for word in ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1"):
-        assert word in head
-    assert [row.split()[0] for row in rows] == ["2", "int8"]
-    assert [line.split()[:4] for line in layers] == [["error", "by", "layer,", name] for name in ("2", "int8")]
-    assert last.startswith("F1 from exact records: ")
-    assert last.endswith("2 questions")
-    assert end == done.err == ""
-
-
-@pytest.mark.slow
 def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
     """Bits of a level that is stored without others, on one document's chunks, are those of its records."""
     one = write_batch(batch.with_name("one.jsonl"), {"question": "Where?", "documents": ["mill0.md"]})

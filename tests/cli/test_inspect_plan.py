@@ -68,14 +68,6 @@ def test_what_would_be_missed_and_why(store: Path) -> None:
     assert {one["reason"] for one in level["chunks"]} == {"not stored at level 2"}
 
 
-def test_the_page_has_the_table_of_the_terminal(store: Path, tmp_path: Path) -> None:
-    told = plan(store, "--html", tmp_path / "plan.html").fine().out
-    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert "matched, or why" in told
-    assert '<th class="words">matched, or why</th>' in page
-    assert "[&#x27;" not in page  # no list of Python's
-
-
 @pytest.mark.slow
 def test_expected_times_are_the_controllers(measured: Path) -> None:
     row = plan(measured, "--json").fine().json

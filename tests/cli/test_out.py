@@ -6,9 +6,7 @@ import errno
 import io
 import json
 import re
-import time
 import unicodedata
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,38 +14,11 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from kvtool.cli import progress as module
-from kvtool.cli.out import JobView, Out, OutputClosed, to_json
+from kvtool.cli.out import Out, OutputClosed, to_json
 from kvtool.cli.terminal import clean, degrade
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
-
-
-class Terminal(io.TextIOWrapper):
-    """A stream with an encoding, that says whether it is a terminal."""
-
-    def __init__(self, encoding: str = "utf-8", tty: bool = False) -> None:
-        super().__init__(io.BytesIO(), encoding=encoding, newline="\n", write_through=True)
-        self.tty = tty
-
-    def isatty(self) -> bool:
-        return self.tty
-
-    @property
-    def text(self) -> str:
-        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
-
-
-Make = Callable[..., tuple[Out, Terminal, Terminal]]
-
-
-@pytest.fixture
-def make() -> Make:
-    def build(mode: Any = "human", verbosity: int = 0, encoding: str = "utf-8", tty: bool = False) -> Any:
-        stdout, stderr = Terminal(encoding, tty), Terminal(encoding, tty)
-        return Out(mode, verbosity, stdout, stderr), stdout, stderr
-
-    return build
+from tests.cli.conftest import Make, Terminal
 
 
 def test_a_warning_on_the_same_screen_does_not_stand_in_the_answer(make: Make) -> None:
@@ -124,13 +95,6 @@ def test_jsonl_is_one_event_a_line(make: Make) -> None:
     assert events[-1] == {"schema": 1, "type": "summary", "chunks": 2}
 
 
-def test_result_in_every_mode(make: Make) -> None:
-    for mode, expected in (("human", "drawn\n"), ("json", '{"schema": 1, "n": 1}\n')):
-        out, stdout, _ = make(mode)
-        out.result({"n": 1}, human=lambda out=out: out.print("drawn"))  # type: ignore[misc]
-        assert stdout.text == expected
-
-
 def test_json_takes_what_commands_have() -> None:
     import numpy as np
 
@@ -146,17 +110,10 @@ def test_json_takes_what_commands_have() -> None:
         to_json(object())
 
 
-def test_json_stays_exact_on_a_narrow_encoding() -> None:
-    value = {"text": "한국어 \ud800"}
-    assert json.loads(to_json(value, encoding="ascii")) == value
-    assert json.loads(to_json(value)) == value
-    assert to_json({"text": "é"}) == '{"text": "é"}'
-
-
 def test_json_cannot_steer_the_terminal_that_shows_it(make: Make) -> None:
     """What a person's output leaves out is there, as an escape that every parser undoes."""
     steering = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F)]
-    steering += [*range(0x2066, 0x206A), 0xFEFF, 0xD800, 0xDFFF]
+    steering += [*range(0x2066, 0x206A), 0xFEFF, 0xD800, 0xDFFF, 0xE0041, 0x1D173]
     value = {"a" + chr(code): f"관측소 {chr(code)}é🙂" for code in steering}
     for encoding in ("utf-8", "ascii", "cp1252"):
         out, stdout, _ = make("json", encoding=encoding)
@@ -228,12 +185,6 @@ def test_joiners_hide_nothing() -> None:
     assert clean("sou\u200drce\u200c:") == "source:"
     assert clean("\u0645" + "\u200c\u200d" * 9 + "\u06cc") == "\u0645\u200c\u06cc"
     assert clean("\U0001f600" + "".join(chr(0xE0100 + byte) for byte in b"steer")) == "\U0001f600\U000e0173"
-
-
-def test_json_escapes_what_lies_beyond_16_bits() -> None:
-    text = to_json({"text": "a\U000e0041\U0001d173\u2028b"})
-    assert text == '{"text": "a\\udb40\\udc41\\ud834\\udd73\\u2028b"}'
-    assert json.loads(text) == {"text": "a\U000e0041\U0001d173\u2028b"}
 
 
 def test_a_name_with_a_line_of_its_own_forges_no_warning(make: Make) -> None:
@@ -352,10 +303,6 @@ def test_missing_streams_are_silent() -> None:
         bar.advance()
 
 
-def test_a_broken_stderr_is_ignored() -> None:
-    Out(stderr=Broken(errno.EPIPE)).warning("x")
-
-
 @pytest.mark.parametrize(
     ("term", "no_color", "coloured"), [("xterm", "", True), ("dumb", "", False), ("xterm", "1", False)]
 )
@@ -365,245 +312,3 @@ def test_colour(term: str, no_color: str, coloured: bool, make: Make, monkeypatc
     out, _, stderr = make(tty=True)
     out.warning("x")
     assert ("\x1b" in stderr.text) == coloured
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out, stdout, stderr = make(encoding=encoding, tty=True)
-    with out.progress("prefill [x]", total=100) as bar:
-        bar.advance(60)
-        bar.expect(90)
-        bar.describe("문서\n이름")
-        out.warning("odd [red]name[/red]")
-    assert "60/90 tokens, " in stderr.text
-    assert "tokens/s" in stderr.text
-    assert "odd [red]name[/red]" in stderr.text
-    assert stdout.text == ""
-    assert out._bars is None
-
-
-def test_a_result_does_not_stand_behind_a_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out, stdout, stderr = make(tty=True)
-    with out.progress("questions", total=2) as bar:
-        bar.advance(1)
-        out.json({"answer": "x" * 200})
-    said = stdout.text + stderr.text
-    line = next(line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).splitlines() if "answer" in line)
-    assert json.loads(line.split("\r")[-1])["answer"] == "x" * 200
-
-
-@pytest.mark.parametrize(
-    ("speed", "shown"),
-    [
-        *((None, ""), (0.0, ""), (0.034, "0.03 tokens/s"), (0.4, "0.4 tokens/s")),
-        *((12.3, "12 tokens/s"), (1234.5, "1,234 tokens/s")),
-    ],
-)
-def test_a_slow_bar_does_not_seem_to_stand(speed: float | None, shown: str) -> None:
-    assert module.speed_text(speed, "tokens") == shown
-
-
-@pytest.mark.parametrize(("mode", "verbosity", "tty"), [("human", 0, False), ("human", -1, True), ("json", 0, False)])
-def test_no_bar_where_nobody_watches(mode: str, verbosity: int, tty: bool, make: Make) -> None:
-    out, stdout, stderr = make(mode, verbosity, tty=tty)
-    with out.progress("prefill", total=2) as bar:
-        bar.advance(2)
-    assert stdout.text == stderr.text == ""
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-
-
-def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    out, _, stderr = make(verbosity=1)
-    with out.progress("prefill", total=400) as bar:
-        for clock.now in (5.0, 10.0, 11.0, 25.0):
-            bar.advance(100)
-    assert stderr.text == ("prefill: 200/400 tokens, 20 tokens/s, 0:00:10 left\nprefill: 400/400 tokens, 16 tokens/s\n")
-
-
-def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pace = module.Pace(4000, "tokens")
-    assert (pace.speed, pace.left, pace.text()) == (None, None, "0/4,000 tokens")
-    left = []
-    for step in range(1, 8):
-        clock.now = 100.0 * step
-        pace.advance(500)
-        assert pace.speed == pytest.approx(5)
-        for clock.now in (100.0 * step, 100.0 * step + 50):
-            left.append(pace.left)
-    assert left == pytest.approx([800 - 50.0 * step for step in range(2, 16)])
-    pace.total = 3500
-    assert pace.left == 0
-    assert pace.text() == "3,500/3,500 tokens, 5.0 tokens/s"
-
-
-def test_no_time_is_foretold_by_the_first_steps_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one is slow, as the model has to warm up: it would say two hours."""
-    clock = Clock(monkeypatch)
-    pace = module.Pace(40_000, "tokens")
-    said = []
-    for clock.now in (20.0, 21.0, 22.0):
-        pace.advance(100)
-        said.append((pace.left is None, "left" in pace.text()))
-    assert said == [(True, False), (True, False), (False, True)]
-    few = module.Pace(1000, "tokens")
-    clock.now = 30.0
-    few.advance(100)
-    assert few.left is not None  # a tenth of the work
-
-
-def test_what_still_works_has_not_0_seconds_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pace = module.Pace(1000, "tokens")
-    clock.now = 9.0
-    pace.advance(900)
-    assert pace.text() == "900/1,000 tokens, 100 tokens/s, 0:00:01 left"
-    clock.now = 15.0
-    assert pace.text() == "900/1,000 tokens, 100 tokens/s, finishing"
-
-
-def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pace = module.Pace(None, "tokens")
-    for step in range(1, 601):
-        clock.now = float(step)
-        pace.advance(1000 if step <= 300 else 10)
-    assert pace.speed == pytest.approx(10)
-    for _ in range(100_000):
-        pace.advance(0)  # a step that takes no time keeps none
-    assert len(pace._steps) < 100
-
-
-@pytest.fixture
-def ticking(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Out, Callable[[float], list[str]]]]:
-    """An output to a pipe, and what it says in so many seconds of a clock that only the test moves."""
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(module.Ticker, "_run", lambda self: None)
-    out, _, stderr = make()
-
-    def pass_time(seconds: float) -> list[str]:
-        before = len(stderr.text.splitlines())
-        for _ in range(round(seconds)):
-            clock.now += 1
-            (ticker,) = module._running
-            ticker.tick()  # type: ignore[union-attr]
-        return stderr.text.splitlines()[before:]
-
-    with out.spinning("starting"):
-        yield out, pass_time
-
-
-Ticking = tuple[Out, Callable[[float], list[str]]]
-
-
-def test_what_takes_long_says_so_in_a_pipe(ticking: Ticking) -> None:
-    out, pass_time = ticking
-    assert pass_time(4) == []
-    assert pass_time(1) == ["working"]
-    out.doing("loading the model")
-    assert pass_time(4) == []
-    assert pass_time(1) == ["loading the model"]
-    assert pass_time(29) == []
-    assert pass_time(31) == ["loading the model, for 0:00:35", "loading the model, for 0:01:05"]
-    out.idle()
-    assert pass_time(300) == []
-    out.doing("answering")
-    assert pass_time(4) == []
-    out.print("It", end="")  # an answer shows by itself that something is done
-    assert pass_time(300) == []
-
-
-def test_many_short_activities_say_a_line_every_half_minute(ticking: Ticking) -> None:
-    out, pass_time = ticking
-    said = []
-    for number in range(30):
-        out.doing(f"reading file {number}")
-        said += pass_time(3)
-    assert len(said) == 3
-    assert re.match(r"reading file \d+$", said[0])
-
-
-def test_results_that_come_between_do_not_silence_a_batch(ticking: Ticking) -> None:
-    out, pass_time = ticking
-    with out.progress("questions", total=20, unit="questions") as bar:
-        said = []
-        for _ in range(20):
-            out.doing("answering")
-            said += pass_time(3)
-            out.print("an answer")
-            bar.advance()
-    assert len(said) == 2
-    assert said[0].startswith("questions: 9/20 questions")
-
-
-def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:
-    out, pass_time = ticking
-    with JobView(out) as view:
-        view.events.step("computing KV", 500, "tokens")
-        view.events.status("loading the model")
-        assert pass_time(5) == ["loading the model, for 0:00:05"]
-        view.events.advance(100)
-        assert [line.split(", ")[0] for line in pass_time(5)] == ["computing KV: 100/500 tokens"]
-        said = []
-        for _ in range(10):
-            view.events.advance(10)
-            said += pass_time(6)
-        assert [line.split(", ")[0] for line in said] == [f"computing KV: {n}/500 tokens" for n in (150, 200)]
-    assert pass_time(5) == ["working"]
-
-
-def test_lines_of_what_takes_long_are_for_people_in_a_pipe(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    shown = (("human", 0, False), ("json", 0, False))
-    hidden = (("human", -1, False), ("human", 0, True), ("jsonl", 0, False), ("human", 1, False))
-    for mode, verbosity, tty in (*shown, *hidden):
-        out, _, _ = make(mode, verbosity, tty=tty)
-        with out.spinning("starting"):
-            says = any(isinstance(one, module.Ticker) for one in module._running)
-        assert says == ((mode, verbosity, tty) in shown)
-    for args, verbosity in ((["x", "-v"], 1), (["x", "-vv"], 1), (["-q"], -1), (["x", "--", "-v"], 0)):
-        assert Out.asked(args).verbosity == verbosity
-
-
-def test_the_thread_of_a_pipe_says_a_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PLAIN_AFTER_S", 0.0)
-    out, _, stderr = make()
-    with out.spinning("starting"):
-        while "working" not in stderr.text:
-            time.sleep(0.001)
-
-
-def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-
-    def run(out: Out) -> None:
-        with JobView(out) as view:
-            view.events.step("computing KV", 4, "tokens")
-            view.events.advance(4)
-            view.events.status("trying the model")
-
-    out, stdout, _ = make("jsonl")
-    run(out)
-    assert "trying the model" in [json.loads(line)["message"] for line in stdout.text.splitlines()]
-    out, _, stderr = make(tty=True)
-    run(out)
-    assert "trying the model" in stderr.text
-
-
-def test_status_events_in_jsonl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    out, stdout, _ = make("jsonl")
-    with out.progress("prefill", total=10, unit="chunks") as bar:
-        clock.now = 2.0
-        bar.advance(4)
-    event = json.loads(stdout.text)
-    assert (event["type"], event["done"], event["per_second"], event["unit"]) == ("status", 4, 2, "chunks")
-    assert event["seconds_left"] == 3

@@ -15,15 +15,6 @@ from tests.support.office.portable import pdf
 LONG = ("--max-tokens", "40")
 
 
-@pytest.mark.slow
-def test_a_question_from_a_pipe(store: Path) -> None:
-    given = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
-    piped = kvtool("query", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
-    assert (piped["question"], piped["answer"]) == (QUESTION, given["answer"])
-    runs = kvtool("query", "--store", store, *SHORT, "--compare", "reuse", "--json", stdin=QUESTION.encode())
-    assert runs.fine().json["runs"][0]["question"] == QUESTION
-
-
 def test_a_pipe_without_a_question(store: Path) -> None:
     """As cron has it, whose stdin is /dev/null."""
     for nothing in (b"", b" \n"):
@@ -55,10 +46,8 @@ def test_a_question_of_several_words(words: tuple[str, ...], question: str, stor
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (("query", "--bogus"), "kvtool query"),
         (("query", "x", "--top-k"), "kvtool query"),
         (("store", "prune", "--bogus"), "kvtool store prune"),
-        (("store", "prune", "--max-size"), "kvtool store prune"),
         (("inspect", "quality", "--html"), "kvtool inspect quality"),
         (("store", "--store"), "kvtool store"),
     ],

@@ -1,8 +1,7 @@
-"""Retrieval of chunks from the command line: filters, order, vectors, where an answer comes from."""
+"""Search at the command: filters, vectors, where an answer comes from, and `kvtool search`."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,6 @@ def test_only_some_documents(store: Path) -> None:
     done.failed(2, "no document matches *.zip")
 
 
-@pytest.mark.slow
-def test_orders(store: Path) -> None:
-    best = [chunk["id"] for chunk in ask(store, "--set", "search.order=relevance")["chunks"]]
-    for more in ((), ("--set", "search.order=best-last")):
-        assert [chunk["id"] for chunk in ask(store, *more)["chunks"]] == best[::-1]
-    chunks = ask(store, "--set", "search.order=document")["chunks"]
-    assert sorted(chunk["id"] for chunk in chunks) == sorted(best)
-    for one, other in itertools.pairwise(chunks):
-        assert one["source"] != other["source"] or one["start"] < other["start"]
-    given = ask(store, "--set", "search.order=best-last", "--chunks", *best[:2])["chunks"]
-    assert [chunk["id"] for chunk in given] == best[:2]  # named chunks keep their order
-
-
 def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
     row = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json
     scores = [chunk["score"] for chunk in row["chunks"]]
@@ -67,18 +53,6 @@ def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
         assert all(word in text for word in chunk["keywords"])
     shown = kvtool("inspect", "plan", QUESTION, "--store", store).fine().out
     assert row["chunks"][0]["keywords"][0] in shown
-
-
-def test_the_plan_says_what_came_without_a_word(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "one.md").write_text("# Watermill\n\nIts miller left notes.\n", encoding="utf-8")
-    (tmp_path / "docs" / "two.md").write_text("# Notes\n\nBeetles eat bark.\n", encoding="utf-8")
-    store = tmp_path / "store"
-    kvtool("ingest", tmp_path / "docs", "--store", store, "--model", tiny, *CHUNKS).fine()
-    asked = ("inspect", "plan", "Who was the miller?", "--set", "search.min_score=0")
-    found = kvtool(*asked, "--store", store).fine().out.splitlines()
-    (row,) = [line for line in found if "two.md" in line]
-    assert row.rstrip().endswith("no word: by its title or by vectors")
 
 
 @pytest.mark.slow
@@ -97,10 +71,45 @@ def test_vectors(tiny: Path, corpus: Path, tmp_path: Path, embedder: Path) -> No
     found = kvtool("query", "river", "--retriever", "dense", *SHORT, "--json", "--store", path).fine().json["chunks"]
     assert Path(found[0]["source"]).name == "stream.md"
     embedder.rename(tmp_path / "gone")
-    done = kvtool("query", QUESTION, *SHORT, "--json", "--store", path).fine()
-    assert "found only by words" in done.err
-    assert done.json["chunks"]
-    kvtool("query", QUESTION, "--retriever", "hybrid", "--store", path).failed(12, "no embedding model")
     (corpus / "stream.md").unlink()
     done = kvtool("ingest", corpus, "--sync", "--json", *at).fine()
     assert "no vectors" in done.json["warnings"][0]
+
+
+def test_it_finds_what_a_question_is_answered_from(store: Path) -> None:
+    words = QUESTION.split()
+    found = kvtool("search", *words, "--store", store, "--json").fine().json
+    answered = kvtool("query", QUESTION, "--store", store, "--json").fine().json
+    assert found["question"] == QUESTION
+    assert [chunk["id"] for chunk in found["chunks"]] == [chunk["id"] for chunk in reversed(answered["chunks"])]
+    assert found["chunks_omitted"] == answered["chunks_omitted"]
+    assert found["chunks"][0]["text"] == answered["chunks"][-1]["text"]
+
+
+def test_it_is_read_by_a_person_and_says_what_was_cut(store: Path) -> None:
+    at = ("search", *QUESTION.split(), "--store", store)
+    everything = kvtool(*at, "--set", "search.min_score=0", "--json").fine().json
+    shown = kvtool(*at, "--set", "search.min_score=1").fine()
+    assert shown.out.startswith("1.")
+    assert shown.out.count("\n\n") < len(everything["chunks"])
+    assert "--set search.min_score=0 shows all" in shown.err
+
+
+def test_a_typo_is_corrected_and_reported(store: Path) -> None:
+    said, corrections = "searched for built (no chunk has 'buitl')", [{"from": "buitl", "to": "built"}]
+    question, right = "Who buitl the third mill?", kvtool("search", QUESTION, "--store", store, "--json").fine().json
+    shown = kvtool("search", question, "--store", store).fine()
+    assert said in shown.err
+    assert said not in shown.out
+    found = kvtool("search", question, "--store", store, "--json").fine().json
+    assert (found["chunks"], found["corrections"]) == (right["chunks"], corrections)
+    assert "corrections" not in right
+    answered = kvtool("query", question, "--store", store, "--json", "--max-tokens", "1").fine()
+    assert answered.json["corrections"] == corrections
+    assert said in answered.err
+
+
+def test_words_that_stand_nowhere_and_no_words_are_errors(store: Path) -> None:
+    kvtool("search", "zzyzx", "--store", store).failed(1, "no chunk matches")
+    for nothing in ((), (" ",)):
+        kvtool("search", *nothing, "--store", store).failed(2)

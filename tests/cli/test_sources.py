@@ -1,5 +1,3 @@
-"""Citations of sources as a person reads them."""
-
 from __future__ import annotations
 
 from pathlib import Path

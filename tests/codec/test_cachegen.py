@@ -6,7 +6,6 @@ Records of the paper's scheme are read at levels 1 to 4, too: they are made so w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -23,11 +22,9 @@ from kvtool.core.codec.encode import encode_levels, symbols_of
 from kvtool.core.codec.fit import coarsened
 from kvtool.core.codec.levels import NESTED, NO_PROFILE, base_level
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.tables import ESCAPE, ZERO, TableSet, in_order
 from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.native.jit import Kind
 from tests.codec.synthetic import (
     KV,
     LAYERS,
@@ -156,17 +153,6 @@ def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> to
     return steps
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [1, 2])
-def test_errors_are_those_of_rounding(groups: int) -> None:
-    of, kv = profile(2, 32, groups=groups), model(2, 32).kv(0, 300)
-    kv[0][0, 5, :3] += 800.0
-    for level, item in encoded(*kv, NESTED, of).items():
-        wrong = in_steps(of, level, decoded(item, level, of), kv)
-        assert wrong.abs().max() < 0.51
-        assert wrong.square().mean() < 1.1 / 12
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_several_chunks_in_one_call(of: Profile | None, dtype: str) -> None:
@@ -218,23 +204,6 @@ def test_all_layers_in_one_call(of: Profile | None, dtype: str) -> None:
                     assert all(torch.equal(*pair) for pair in zip(kv, wanted, strict=True))
 
 
-def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [encoded(*model().kv(layer, 40), ["2"], profile(), layer)["2"] for layer in range(LAYERS)]
-    calls: list[int] = []
-    compiled = coder.kernel
-
-    def counted(kind: Kind) -> Callable[[int, int], None]:
-        made = compiled(kind)
-        return lambda jobs, count: (calls.append(count), made(jobs, count))[1]
-
-    monkeypatch.setattr(coder, "kernel", counted)
-    CODECS["2"].decode(items[:1], 0, shelf(profile()))
-    alone = len(calls)
-    CODECS["2"].decode_layers(items, shelf(profile()))
-    assert len(calls) == 2 * alone
-    assert sum(calls[alone:]) == LAYERS * sum(calls[:alone])
-
-
 def test_layers_of_a_chunk_have_one_length() -> None:
     items = [encoded(*model().kv(layer, 40 + layer), ["2"], profile(), layer)["2"] for layer in range(2)]
     kvs = CODECS["2"].decode_layers(items, shelf(profile()))
@@ -242,17 +211,6 @@ def test_layers_of_a_chunk_have_one_length() -> None:
     of_another = [encoded(*model().kv(0, 40), ["2"], profile(), 0)["2"]] * (LAYERS + 1)
     with pytest.raises(DamagedError, match="another model"):
         CODECS["2"].decode_layers(of_another, shelf(profile()))
-
-
-def test_of_two_types_in_one_call() -> None:
-    of = profile()
-    kvs = [model().kv(0, 20, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    pairs = CODECS["1"].decode([encoded(*kv, ["1"], of)["1"] for kv in kvs], 0, shelf(of))
-    assert [keys.dtype for keys, _ in pairs] == [torch.bfloat16, torch.float32]
-
-
-def test_no_chunk() -> None:
-    assert CODECS["1"].decode([], 0, no_profiles) == []
 
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
@@ -358,23 +316,6 @@ def test_whole_numbers_nest(numbers: list[int]) -> None:
     fine = np.array(numbers, np.int16)
     assert coarsened(fine).tolist() == [(number + 1) // 3 for number in numbers]
     assert np.array_equal(coarsened(fine, 3), coarsened(coarsened(coarsened(fine))))
-
-
-@pytest.mark.slow
-@given(data=st.data())
-def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
-    some = data.draw(st.lists(st.integers(0, len(shipped()) - 1), min_size=1, max_size=9))
-    ids = np.resize(np.array(some, np.uint16), 64)
-    any_number = st.integers(-32767, 32766) | st.integers(-130, 130)
-    drawn = [[data.draw(any_number) for _ in range(9)] for _ in range(3)]
-    numbers = np.array([np.resize(row, 64) for row in drawn], np.int16)
-    ((symbols, escapes),) = symbols_of(numbers[None], [in_order(ids, shipped())])
-    assert np.array_equal(escapes, numbers[symbols == ESCAPE])
-    for row in range(3):
-        for column, table in enumerate(ids):
-            number = int(numbers[row, column])
-            known = -ZERO <= number < ESCAPE - ZERO and shipped().frequencies[table, number + ZERO] > 0
-            assert symbols[row, column] == (number + ZERO if known else ESCAPE)
 
 
 def test_a_table_that_knows_escapes_only() -> None:

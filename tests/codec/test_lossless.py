@@ -116,11 +116,6 @@ def test_keys_then_values_little_endian_in_c_order() -> None:
     assert data == struct.pack("<24f", *range(12), *(-float(number) for number in range(12)))
 
 
-def test_two_bytes_a_number_in_half_precision() -> None:
-    sides = torch.zeros(2, 7, 5, dtype=torch.bfloat16), torch.ones(2, 7, 5, dtype=torch.bfloat16)
-    assert [len(part) for part in Raw("raw").encode(*sides)] == [140, 140]
-
-
 def test_decoding_copies_nothing() -> None:
     payload = bytearray(b"".join(Raw("raw").encode(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2))))
     keys, values = Raw("raw").decode_one(payload, (1, 2, 2), "float32")

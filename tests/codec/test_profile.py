@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from kvtool.core.codec import fit
-from kvtool.core.codec.fit import TABLES, WHOLE_LAYER, coarsened, default_groups
+from kvtool.core.codec.fit import TABLES, WHOLE_LAYER, default_groups
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Layout, Profile
-from kvtool.core.codec.rans.tables import BLOCK, ESCAPE, ZERO
+from kvtool.core.codec.rans.tables import BLOCK
 from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.codec.synthetic import LAYERS, STEP, fitted, model, profile
 
@@ -119,15 +118,6 @@ def test_all_tables_can_be_named(made: Profile) -> None:
     low, high = made.tables.bounds
     assert (low[made.fine_ids] == -1).all()
     assert (high[made.fine_ids + 2] == 1).all()
-
-
-def test_progress_is_told() -> None:
-    from kvtool.core.codec.fit import fit_profile
-
-    seen: list[int] = []
-    some = model()
-    fit_profile(lambda layer: some.sides(layer, 30), some.sensitivity, 1, {}, STEP, seen.append)
-    assert seen == [1] * LAYERS
 
 
 def test_wide_layers_take_a_transform_a_head() -> None:
@@ -319,27 +309,3 @@ def test_a_transform_that_has_no_inverse() -> None:
     flat.forward(0)
     with pytest.raises(DamagedError):
         flat.forward(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reach", [3, 200, 32767])
-def test_numbers_are_counted_as_one_by_one(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(2, 33)
-    draw = np.random.default_rng(reach)
-    finest = np.rint(draw.standard_normal((500, layout.stride)) * 3).astype(np.int16)
-    finest[7, 5], finest[8, 5], finest[9, 0] = reach - 1, -reach, reach - 1  # int16 from end to end
-    monkeypatch.setattr(fit, "_MOST_COUNTERS", 1000)
-    counts = fit._Counts(1, layout)
-    counts.add(0, finest)
-    for level in range(len(NESTED)):
-        numbers = coarsened(finest, level).astype(int)
-        coarse = coarsened(coarsened(finest, level)).astype(int)
-        for column in (0, 5, 40):
-            symbols = np.clip(numbers[:, column], -ZERO, ESCAPE - ZERO) + ZERO
-            assert counts._alone[level, 0, column].tolist() == np.bincount(symbols, minlength=256).tolist()
-            if level < len(NESTED) - 1:
-                cells = np.zeros((3, 3), int)
-                for fine, under in zip(numbers[:, column], coarse[:, column], strict=True):
-                    rest = fine - 3 * under
-                    cells[min(abs(under), 2), (-rest if under < 0 else rest) + 1] += 1
-                assert counts._fine[level, 0, column].tolist() == cells.tolist()

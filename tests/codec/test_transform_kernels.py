@@ -20,10 +20,9 @@ from kvtool.core.codec.rans.tables import ZERO, in_order
 from kvtool.core.common.machine import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native import isa as isas
-from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
-from kvtool.core.native.isa import ISAS, runnable
+from kvtool.core.native.gemm import Tile
+from kvtool.core.native.isa import runnable
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
-from tests.spying import calls_of
 
 
 def dice(*shape: int, size: float = 1.0) -> torch.Tensor:
@@ -190,13 +189,6 @@ def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: p
     assert wanted == other
 
 
-def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's lock is given up for all layers at once, not layer by layer."""
-    of, calls = profile(), calls_of(monkeypatch, products.Jobs, "run")
-    encode.encode_nested(of, range(LAYERS), some_layers(40), ["2"])
-    assert len(calls) <= 7
-
-
 def test_rows_without_tokens(machine: str) -> None:
     kvs = some_layers(0)
     for records in encode.encode_nested(profile(), range(LAYERS), kvs, ["1", "4"]).values():
@@ -249,23 +241,3 @@ def test_who_multiplies_bfloat16(features: str, machine: str, pairs: bool, monke
     assert not products.multiplies_pairs(torch.float32)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert not products.multiplies_pairs(torch.bfloat16)
-
-
-def test_panels_of_pairs_hold_every_weight_once() -> None:
-    matrix = dice(5, 50)
-    laid = np.concatenate(list(panels(matrix.numpy(), PAIRS)), 1).view(np.uint16).reshape(3, -1, 2)
-    side_by_side = torch.from_numpy(laid.view(np.int16)).view(torch.bfloat16).transpose(1, 2).flatten(0, 1)
-    assert torch.equal(side_by_side[:5, :50], matrix.bfloat16())
-    assert not side_by_side[5:].any()
-    assert not side_by_side[:, 50:].any()
-
-
-@pytest.mark.parametrize("name", runnable())
-def test_panels_hold_every_weight_once(name: str) -> None:
-    tile = tile_of(ISAS[name])
-    matrix = np.arange(1, 1 + 5 * 50, dtype=np.float32).reshape(5, 50)
-    laid = panels(matrix, tile)
-    assert laid.__array_interface__["data"][0] % 64 == 0
-    side_by_side = np.concatenate(list(laid), 1)
-    assert np.array_equal(side_by_side[:, :50], matrix)
-    assert not side_by_side[:, 50:].any()

@@ -1,5 +1,3 @@
-"""Stores of a tiny model: raw, and with a profile and all levels."""
-
 from tests.cli.working import tiny
 from tests.compress.making import fitted, fitted_store, plain, plain_store
 

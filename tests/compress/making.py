@@ -23,9 +23,10 @@ from kvtool.core.compress.report import CompressReport
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import MeasuredLosses, ProfileCache, store_identity
-from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
+from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, flip_row, kvtool, write_corpus
+from tests.cli.working import prefix_chunk as prefix_of
 
-__all__ = ["LAYERS", "damages"]
+__all__ = ["LAYERS", "damages", "prefix_of"]
 
 LOSSES = {"1": 0.001, "2": 0.004, "3": 0.02, "4": 0.05}  # what `fixed_losses` measures
 
@@ -41,11 +42,6 @@ def chunks_in(path: Path) -> list[str]:
     with Store.open(path) as store:
         prefix = store_identity(store).prefix_id
         return [chunk.hex() for chunk in store.chunk_ids() if chunk != prefix]
-
-
-def prefix_of(path: Path) -> str:
-    with Store.open(path) as store:
-        return store_identity(store).prefix_id.hex()
 
 
 def levels_in(path: Path) -> dict[str, list[str]]:
@@ -82,7 +78,8 @@ def losses_of(path: Path, chunk: str) -> dict[str, float]:
 
 def decoded(path: Path, chunk: str, level: str) -> ChunkKV:
     with Store.open(path) as store:
-        return read_chunk(store, bytes.fromhex(chunk), level, LAYERS, ProfileCache(store))
+        layers = store.chunk_info(bytes.fromhex(chunk)).layers
+        return read_chunk(store, bytes.fromhex(chunk), level, layers, ProfileCache(store))
 
 
 def error_of(path: Path, chunk: str, level: str) -> float:
@@ -125,12 +122,7 @@ def drop_profile(path: Path) -> None:
 
 
 def damage_profile(path: Path) -> None:
-    digest = bytes.fromhex(state_of(path)["profile"])
-    with Store.open(path) as store:
-        with store.snapshot() as snapshot:
-            data = bytearray(snapshot.get(tables.PROFILES, digest) or b"")
-        flip(data)
-        store.environment.write(lambda transaction: transaction.put(tables.PROFILES + digest, bytes(data)), 0)
+    flip_row(path, tables.PROFILES, bytes.fromhex(state_of(path)["profile"]))
 
 
 def drop(path: Path, level: str, *chunks: str) -> None:

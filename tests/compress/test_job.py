@@ -17,7 +17,7 @@ from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.common.types import Events
 from kvtool.core.compress import loss
 from kvtool.core.compress.loss import Toll, tolls
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
@@ -29,21 +29,18 @@ from tests.compress.making import (
     coded_in,
     damage_profile,
     damages,
-    decoded,
     drop,
     drop_profile,
     error_of,
     fixed_losses,
     levels_in,
     losses_of,
-    make_plain,
     prefix_of,
     refit,
     rows,
     run,
     state_of,
 )
-from tests.families import save_tiny
 
 
 def test_a_store_without_documents(tiny: Path, tmp_path: Path) -> None:
@@ -246,14 +243,6 @@ def test_profiles_of_stores(fitted: Path, plain: Path) -> None:
     assert all(error_of(plain, chunk, "2") < 0.1 for chunk in chunks_in(plain))
 
 
-def test_a_profile_of_another_model_is_refused(fitted: Path, tmp_path: Path) -> None:
-    other = make_plain(save_tiny("llama", tmp_path / "model", seed=1), tmp_path, 1, 1)
-    before = state_of(other), levels_in(other)
-    with pytest.raises(ModelError, match="another model's"):
-        run(other, "1", profile=fitted)
-    assert (state_of(other), levels_in(other)) == before
-
-
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
 def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path], None], fitted: Path) -> None:
     other = Path(shutil.copytree(fitted, fitted.with_name("other")))
@@ -323,17 +312,6 @@ def test_chunks_that_there_are_not(plain: Path) -> None:
         with pytest.raises(UsageError, match="is not in the store"):
             run(plain, "1", chunks=(one, text))
     assert set(map(tuple, levels_in(plain).values())) == {("raw",)}
-
-
-def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
-    one = chunks_in(plain)[0]
-    report = run(plain, "lossless", chunks=(one,))
-    kv = decoded(plain, one, "lossless")
-    assert report.levels[0].elements == kv.nbytes // 2
-    assert report.encoded_bytes == report.decoded_bytes == kv.nbytes
-    assert report.encode_seconds > 0
-    assert report.decode_seconds > 0
-    assert report.seconds > report.encode_seconds + report.decode_seconds
 
 
 def test_a_layers_toll_by_hand() -> None:

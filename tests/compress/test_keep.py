@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.upkeep.inventory import old_profiles
+from kvtool.reports.reused_prompt import watch_rows
 from tests.cli.working import QUESTION, SHORT, damages, kvtool
 from tests.compress.making import (
     LAYERS,
@@ -185,7 +185,7 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
     def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))
 
-    decoder.fill_cache(text, replace(rows_of_text, watch=watch), cache)
+    watch_rows(decoder, text, 0, cache, watch)
 
 
 def ask(path: object, *more: object) -> dict[str, object]:

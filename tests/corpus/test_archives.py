@@ -173,12 +173,3 @@ def test_a_changed_reader_reads_files_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(readers, "REVISION", "another")
     assert Reading().settings(Path("a.csv")) != before[0]
     assert Reading().means(Path("a.csv")) != before[1]
-
-
-def test_installed_packages_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[object] = []
-    monkeypatch.setattr(readers, "library_of", lambda path: looked.append(path) or "")
-    reading = Reading()
-    settings = {reading.settings(Path("a.eml")) for _ in range(3)}
-    assert len(looked) == len(set(looked))
-    assert len(settings) == 1

@@ -8,13 +8,19 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 
 
+def lines(*written: str) -> list[Document]:
+    return read_documents(Path("/in/a.jsonl"), "\n".join(written).encode())
+
+
 def read(*rows: object) -> list[Document]:
-    return read_documents(Path("/in/a.jsonl"), "\n".join(json.dumps(row) for row in rows).encode())
+    return lines(*map(json.dumps, rows))
 
 
 def text(row: object) -> str:
@@ -98,13 +104,39 @@ def test_notes() -> None:
     (document,) = read({"scan": scan, "caption": "A crane."})
     assert document.text == "Scan: [data]\nCaption: A crane."
     assert document.notes == ("embedded data: 1 not read",)
-    documents = read({"text": "good"}, {}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
-    assert [document.text for document in documents] == ["good"]
-    assert documents[0].notes == tuple(f"line {line} left out: no text" for line in range(2, 9))
+    empty: tuple[object, ...] = ({}, {"id": "abc", "n": 5}, [1, 2], {"text": None}, 7, {"q": ""}, "")
+    documents = lines('{"text": "good"}', *map(json.dumps, empty), "{broken", "[" * 100_000, '{"text": "end"}')
+    assert [document.text for document in documents] == ["good", "end"]
+    assert documents[0].notes[:7] == tuple(f"line {line} left out: no text" for line in range(2, 9))
+    assert [note.split(" left out")[0] for note in documents[0].notes[7:]] == ["line 9", "line 10"]
+    assert documents[1].notes == ()
     with pytest.raises(UnreadableFile, match="no line has a text: line 1 left out"):
         read({"n": 1})
+    assert len(lines('{"text": "x"}', *["bad"] * 100)[0].notes) == 21
     row = {"id": "a", "text": "The mill is old.", "owner": {"name": "Rosa"}, "url": "http://m", "pages": 3}
     row["answer"] = "Yes"
     (document,) = read(row)
     assert document.text == "The mill is old.\n\nAnswer: Yes"
     assert document.notes == ("fields not read: owner, url",)
+
+
+def test_sources_are_ids_or_line_numbers() -> None:
+    documents = lines(
+        '{"id": "x", "title": "T", "text": "one\\u2028two"}',
+        "",
+        '{"content": "a\\ud800b \\ud83d\\ude00"}\r',
+        '{"id": 7, "body": "four"}',
+        '{"id": "dup", "passage": "five"}',
+        '{"id": "dup", "text": "six"}',
+        json.dumps({"id": "i" * 100_000, "text": "seven"}),
+    )
+    assert [document.source for document in documents] == [
+        f"/in/a.jsonl#{label}" for label in ("x", 3, 7, 5, 6, "line 7")
+    ]
+    assert [document.text for document in documents[:3]] == ["T\n\none\u2028two", "a\ufffdb 😀", "four"]
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, 6), st.sampled_from(["a", "line 2", "3"])), min_size=1, max_size=8))
+def test_sources_differ(ids: list[object]) -> None:
+    documents = read(*({"id": label, "text": "x"} for label in ids))
+    assert len({document.source for document in documents}) == len(ids)

@@ -34,7 +34,10 @@ HOSTILE = {
     ".jsonl": ("", ['{"text":"a"}\n', '{"id":"line 1","text":"a"}\n', "[", '{"', "\\"]),
     ".html": (
         "<p>a",
-        ["<a \"'", "<a \"<a '", "<!--", "<![", "<!doctype ", "<?", "</", "&#9", "<ul><li>a", "<td>a", "<"],
+        [
+            *("<a \"'", "<a \"<a '", "<!--", "<![", "<!doctype ", "<?", "</", "&#9", "<ul><li>a", "<td>a", "<"),
+            *("<td><div>", "<ol><li><p>", "<title>"),
+        ],
     ),
     ".htm": (
         '<a x="">',
@@ -57,7 +60,7 @@ def in_time(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=GUARD)
 
 
-@pytest.mark.slow
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ending", HOSTILE)
 def test_readers(ending: str) -> None:
     in_time(f"from tests.corpus import test_linear\ntest_linear.read_hostile({ending!r})")
@@ -119,6 +122,15 @@ def test_places() -> None:
     )
     assert place_of("one two", [Mark(0, "p. 9"), Mark(4, "p. 10")], 0, 7).label == "p. 9–10"
     assert place_of("one two", [Mark(0, "9"), Mark(4, "9" * 5000)], 0, 7).label.startswith("9 – 99")
+
+
+@pytest.mark.slow
+def test_a_long_line_is_split() -> None:
+    in_time(
+        "from kvtool.core.corpus.split import SplitSettings, split\n"
+        "for unit in ('a', '.', '#', ' ', 'a b ', '漢字。仮名'):\n"
+        "    split('x' + unit * 200_000 + 'y', SplitSettings(), lambda texts: [len(text) // 3 for text in texts])\n"
+    )
 
 
 @pytest.mark.some(8)

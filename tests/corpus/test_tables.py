@@ -165,25 +165,6 @@ def test_any_text_keeps_the_laws_of_a_split(lines: list[str], kind: str, method:
     assert added == len(made.text) - len(document.text)
 
 
-def test_rows_of_word_tables_adjoin_and_repeat_their_header(tmp_path: Path) -> None:
-    import docx
-
-    file = docx.Document()
-    for name in ("crates", "boats"):
-        table = file.add_table(rows=0, cols=2)
-        for cells in [("Quay", name), *((f"Quay {n}", f"{n} {name}") for n in range(40))]:
-            for cell, text in zip(table.add_row().cells, cells, strict=True):
-                cell.text = text
-        file.add_paragraph("")  # keeps the tables apart
-    file.save(str(tmp_path / "a.docx"))
-    (document,) = read_documents(tmp_path / "a.docx", (tmp_path / "a.docx").read_bytes())
-    made, spans = split_document(document, SplitSettings(max_tokens=_MOST), _count)
-    chunks = [made.text[span.start : span.end].strip() for span in spans]
-    assert len(chunks) > 6
-    assert all(text.startswith(("Quay | crates\n", "Quay | boats\n")) for text in chunks)
-    assert all("boats" not in text for text in chunks if text.startswith("Quay | crates") and "crates\n\n" not in text)
-
-
 @pytest.mark.parametrize("stray", ['5" pipe', 'a "b'])
 def test_a_quotation_mark_inside_of_a_cell_opens_none(stray: str) -> None:
     rows = [f'row{n},{stray if n == 3 else n},"n{n}\nsecond"\n' for n in range(120)]

@@ -180,11 +180,6 @@ def test_the_sensitivity_is_that_of_the_rows_that_stand(llama: Case) -> None:
     assert plan.ids == [whole.ids[position] for position in at.tolist()]
 
 
-def test_a_plan_of_whole_chunks_is_left_alone(llama: Case) -> None:
-    plan = llama.plan()
-    assert compact_plan(plan, Reuse(), 4) is plan
-
-
 def test_a_record_that_cannot_be_read_is_a_whole_hole(llama: Case) -> None:
     fused = llama.fuse(plan_of(llama), Reuse(), SpySource(SomeRows(llama.source), missing_at(2, 2)))
     hole = fused.plan.chunks[1]

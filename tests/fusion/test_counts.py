@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic, Link
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.kernels.attention import eager, sdpa
-from kvtool.core.model.rope import Copy, RopeJob, Rotary
-from tests.fusion.making import BOS, CHUNKS, IDLE, LOSSLESS, NAMES, PREFIX, QUESTION, Case, case, needed, tokens
+from tests.fusion.making import BOS, CHUNKS, IDLE, LOSSLESS, NAMES, PREFIX, QUESTION, Case, case, tokens
 
 CONTEXT = sum(map(len, CHUNKS))
 LAYERS, HEADS, KV_HEADS = 4, 4, 2
@@ -120,64 +112,6 @@ def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str,
             fused = llama.fuse(llama.plan(lead_in=lead_in, holes=holes), selector)
             assert adds_up(fused)
             assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", SELECTORS)
-def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
-    seen: list[int] = []
-    softmax, attend = torch.softmax, F.scaled_dot_product_attention
-
-    def spy(scores: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(scores.shape[-2])
-        return softmax(scores, *args, **kwargs)
-
-    def masked(query: torch.Tensor, *args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        assert attn_mask is None or kernel == "sdpa"
-        if attn_mask is not None:
-            groups = 1 if attn_mask.ndim == 4 else HEADS // KV_HEADS
-            seen.append(attn_mask.shape[-2] // groups)
-        return attend(query, *args, attn_mask=attn_mask, **kwargs)
-
-    plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
-    monkeypatch.setenv(ATTENTION, kernel)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", masked)
-    monkeypatch.setattr(eager, "_SCORE_BYTES", 0)
-    monkeypatch.setattr(sdpa, "BLOCK", eager._LEAST_ROWS)
-    monkeypatch.setattr(torch, "softmax", spy)
-    for plan in plans:
-        for selector in filter(None, (SELECTORS[name](), LOSSLESS.get(name))):
-            llama.fuse(plan, selector)
-    assert seen or (name == "full" and kernel == "sdpa")  # which needs no mask at all
-    assert max(seen, default=0) <= eager._LEAST_ROWS
-
-
-def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) -> tuple[Fused, list[int]]:
-    plan = case_.plan(lead_in=BOS)
-    seen = [0] * LAYERS
-    place = Rotary.place
-
-    def spy(self: Rotary, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
-        if threading.current_thread().name.startswith("kvtool-loader"):
-            seen[layer] += sum(keys.shape[2] for _, keys, _ in jobs)
-        assert all(keys.shape[2] == len(table) == out.shape[2] for out, keys, table in jobs)
-        place(self, jobs, copies, layer)
-
-    monkeypatch.setattr(Rotary, "place", spy)
-    return case_.fuse(plan, selector), seen
-
-
-@pytest.mark.parametrize("name", SELECTORS)
-def test_a_cached_key_is_rotated_once(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    selector = SELECTORS[name]()
-    fused, seen = rotated(llama, monkeypatch, selector)
-    assert seen == [sum(len(segment.ids) for segment in needed(fused, selector))] * LAYERS
-
-
-def test_chunks_that_are_recomputed_whole_are_not_loaded(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, seen = rotated(llama, monkeypatch, Epic(30))
-    assert seen == [len(PREFIX) + len(CHUNKS[1]) + len(CHUNKS[3])] * LAYERS
 
 
 @pytest.mark.parametrize("name", NAMES)

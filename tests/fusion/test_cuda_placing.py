@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.fusion import loader, placing
-from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, LayerMemory
+from kvtool.core.fusion.placing import LayerMemory
 from kvtool.core.fusion.plan import Part, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, StoreSource, held_on
+from kvtool.core.fusion.source import ChunkCache, KVSource, StoreSource, held_on
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records, held_on_gpu, logits_on_cpu, on_gpu
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
@@ -137,66 +135,6 @@ def test_a_flipped_bit_is_found_where_it_stands(kernel: Kernel) -> None:
     fused = own.fuse(plan, Reuse(), StoreSource(Records(own, flip), own.decoder))
     assert {segment.status for segment in fused.plan.segments[:-1]} == {"miss"}
     assert_full(own, plan.ids, fused.logits)
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is not torch.ops.prim.device.default:
-            self.operations.append(str(operation))
-        return operation(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("number", [1, len(CHUNKS)])
-def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel, number: int) -> None:
-    own = on_gpu("llama")
-    plan = own.plan(CHUNKS[:number], lead_in=BOS)
-    source, cache = StoreSource(Records(own), own.decoder), own.decoder.new_cache(plan.length)
-    placing = CudaPlacing(torch.cuda.current_stream(), 2**20)
-    rotary = own.decoder.rotary
-    rotation = KeyRotation(rotary, rotary.table(torch.arange(plan.length, device="cuda")), rotary.by_kernel)
-    stats = ReadStats(room=placing.room)
-    counts = []
-    with torch.inference_mode(), placing.at_work():
-        for layer in range(LAYERS):
-            layers = source.read(plan.cached, layer, stats)
-            with Counting() as counting:
-                placing.place(plan.cached, layers, cache.buffers[layer], rotation, layer)
-            counts.append(counting.operations)
-    assert len(kernel.launches) == LAYERS
-    assert [operations.count("aten.copy_.default") for operations in counts] == [1] * LAYERS
-    assert max(map(len, counts)) <= 9, counts
-
-
-def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
-    memory = LayerMemory(1000, pinned=True)
-
-    def pieces() -> list[memoryview]:
-        return [memory.room(size) for size in (100, 1, 700, 3000, 10)]
-
-    given = pieces()
-    for number, piece in enumerate(given):
-        piece[:] = bytes([number]) * len(piece)
-    assert [set(piece) for piece in given] == [{0}, {1}, {2}, {3}, {4}]
-    addresses = [torch.frombuffer(piece, dtype=torch.uint8).data_ptr() for piece in given]
-    assert [memory.find(address) for address in addresses] == [(0, 0), (0, 128), (0, 192), (1, 0), (2, 0)]
-    assert memory.find(torch.zeros(3).data_ptr()) is None
-    assert not any(address % 64 for address in addresses)
-    targets = memory.targets(torch.device("cpu"))
-    memory.upload(targets)
-    assert [len(target) for target in targets] == [896, 3000, 64]
-    assert targets[1].unique().tolist() == [3]
-    assert targets[0][192:892].unique().tolist() == [2]
-    memory.clear()
-    assert memory.find(addresses[0]) is None
-    pieces()
-    assert [memory.find(address) for address in addresses] == [(0, 0), (0, 128), (0, 192), (1, 0), (2, 0)]
-    memory.clear()
-    memory.small(64)
-    assert [len(target) for target in memory.targets(torch.device("cpu"))] == [64]
 
 
 @pytest.mark.slow

@@ -13,14 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtool.core.common.types import Ids
-from kvtool.core.fusion import held_pass
 from kvtool.core.fusion.engine import Fused, fuse_into
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.model.captured import CapturedWork, CapturedWorks, memory_of
-from tests.families import tiny_model
+from kvtool.core.model.captured import CapturedWork, memory_of
 from tests.fusion.launching import Kernel, held_on_gpu, on_gpu
-from tests.fusion.making import BOS, CHUNKS, QUESTION, decoder_of, distance, on_cpu
-from tests.fusion.test_cuda_placing import LAYERS, Counting
+from tests.fusion.making import BOS, CHUNKS, QUESTION, distance, on_cpu
 from tests.pretended import OnDevice
 from tests.pretended.streams import Log
 
@@ -139,26 +136,6 @@ def test_rows_after_a_shorter_prompt_are_not_shifted(kernel: Kernel) -> None:
     assert len([one for one in held.case.decoder.captured._known.values() if hasattr(one, "probes")]) == 1
 
 
-def test_rows_that_stand_for_others_keep_the_order(kernel: Kernel) -> None:
-    held = Held("llama")
-    fused = held.fused(CHUNKS, "epic")
-    (static,) = [one for one in held.case.decoder.captured._known.values() if hasattr(one, "probes")]
-    places = static.places.cpu()
-    assert len(places) > fused.tokens.rows[0]
-    assert places.equal(places.sort().values)
-
-
-@pytest.mark.parametrize("sizes", ["_ROWS", "_CHUNKS"])
-def test_too_many_rows_or_chunks_are_computed_as_they_are(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, sizes: str
-) -> None:
-    monkeypatch.setattr(held_pass, sizes, (1,))
-    held = Held("llama")
-    wanted = by_cpu("llama", CHUNKS, "epic")
-    assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
-    assert held.works == []
-
-
 def test_what_cannot_be_captured_is_done_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = Mock(side_effect=RuntimeError("CUDA error: operation not permitted"))
     monkeypatch.setattr("tests.pretended.streams.Graph.capture_begin", refuse)
@@ -166,22 +143,3 @@ def test_what_cannot_be_captured_is_done_as_it_is(kernel: Kernel, monkeypatch: p
     for _ in range(3):
         assert distance(held.fused(CHUNKS, "epic").logits, wanted.logits) <= 1e-4
     assert [work.why for work in held.works] == ["no CUDA graph: CUDA error: operation not permitted"]
-
-
-def test_the_most_recently_used_are_kept() -> None:
-    works = CapturedWorks()
-    for number in (*range(16), 0, 16):
-        works.get(number, lambda number=number: [number])
-    assert works.get(0, lambda: [99]) == [0]
-    assert works.get(1, lambda: [99]) == [99]
-
-
-def test_the_buffers_of_a_gpu_are_one_piece_of_zeros(gpu: Log) -> None:
-    """So the next prompt of about as many rows may have the same memory."""
-    decoder = decoder_of(tiny_model("llama"), "cuda")
-    with Counting() as counting:
-        cache = decoder.new_cache(1025)
-    assert counting.operations.count("aten.zeros.default") + counting.operations.count("aten.empty.memory_format") <= 1
-    assert {buffer.keys.shape[2] for buffer in cache.buffers} == {2048}
-    assert all(not side.any() for buffer in cache.buffers for side in (buffer.keys, buffer.values))
-    assert len(cache.buffers) == LAYERS

@@ -21,7 +21,6 @@ from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.model import attention
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -115,19 +114,6 @@ def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
     check_attention(llama, llama.plan(lead_in=BOS, holes=(1,)))
 
 
-def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its queries and keys, before it attends to anything; a hole's rows are computed at every layer."""
-    one, attended = case("llama"), calls_of(monkeypatch, attention, "attend")
-    for plan, layers, count in (
-        (one.plan(lead_in=BOS), range(1, 3), 2),
-        (one.plan(lead_in=BOS), range(LAYERS), LAYERS - 1),
-        (one.plan(lead_in=BOS, holes=(1,)), range(1, 3), LAYERS - 1),
-    ):
-        attended.clear()
-        ours(one, plan, layers)
-        assert len(attended) == count
-
-
 @pytest.mark.parametrize("ratio", [0.02, 0.15, 0.5])
 def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, plan: Plan, ratio: float) -> None:
     fused = llama.fuse(plan, Infoflow(ratio))
@@ -137,12 +123,6 @@ def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, plan: Plan, rat
     assert set(fused.recomputed.nonzero()[:, 0].tolist()) == set(attention.topk(count).indices.tolist())
     assert fused.tokens.recomputed == count
     assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
-
-
-def test_the_depth_from_which_layers_count(llama: Case, plan: Plan) -> None:
-    assert Infoflow(from_depth=0.0).asked(plan, LAYERS) == range(LAYERS)
-    assert Infoflow(from_depth=0.5).asked(plan, LAYERS) == range(2, LAYERS)
-    assert Infoflow(from_depth=1.0).asked(plan, LAYERS) == range(3, LAYERS)
 
 
 @pytest.mark.parametrize("kind", [Infoflow, Union])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.fusion.engine import Fused, extend_fused, joined
-from kvtool.core.fusion.plan import Candidate, Segment
+from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
@@ -37,6 +37,7 @@ from tests.fusion.making import (
     new_case,
     same_bits,
 )
+from tests.fusion.test_loader import SlowSource
 
 LAYERS = 4
 FIRST = CHUNKS[:1]
@@ -154,23 +155,14 @@ def test_damage_met_in_a_later_round(llama: Case, name: str, layer: int) -> None
     assert distance(fused.logits, in_rounds(llama, selector, holes=[CHUNKS[1]]).logits) <= 1e-4
 
 
-def test_a_slow_record_of_a_later_round_writes_nothing_into_the_prompt() -> None:
+def test_a_slow_record_of_a_later_round_writes_nothing_into_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends after it, and its buffers are given up: those of the resident rows with them."""
     one = new_case("llama")
-    release = threading.Event()
-
-    class Slow(SpySource):
-        def read(self, segments: Sequence[Segment], layer: int, stats):  # type: ignore[no-untyped-def]
-            if any(segment.ids == CHUNKS[1] for segment in segments) and not release.is_set():
-                stats.reading = segments[0], 0.0
-                release.wait(30)
-                stats.reading = None
-            return super().read(segments, layer, stats)
-
+    monkeypatch.setattr(SlowSource, "release", threading.Event(), raising=False)
     expected = in_rounds(one, Reuse(), holes=[CHUNKS[1]], later=LATER[:1])
-    fused = in_rounds(one, Reuse(), Slow(one.source), later=LATER[:1], patience=0.05)
+    fused = in_rounds(one, Reuse(), SlowSource(one.kept), later=LATER[:1], patience=0.05)
     before = [side.clone() for layer in fused.cache.buffers for side in layer.view()]
-    release.set()
+    SlowSource.release.set()
     join_loaders()
     after = [side for layer in fused.cache.buffers for side in layer.view()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

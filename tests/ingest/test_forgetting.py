@@ -124,35 +124,3 @@ def test_failing_disk(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "exists", lambda path: os.path.exists(path))  # as it is from Python 3.14 on
     report = fresh(folder, "--sync").fine().json["documents"]
     assert (report["added"], report["removed"]) == (1, 0)
-
-
-def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    fresh(tmp_path / "empty", "--sync").failed(2, "nothing to ingest")
-    assert not (tmp_path / "fresh").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paper.ps", "photo.JPG", "data.xyz"])
-def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.ps" else b"\0\1\2\3" * 99)
-    fresh(tmp_path / name).failed(2, name)
-    (folder / "new.txt").write_text("A new mill.")
-    done = fresh(tmp_path / name, folder).fine()
-    assert done.json["documents"]["added"] == 1
-    assert done.json["skipped"]["unsupported"] == 1
-    assert f"warning: skipped {tmp_path / name}: " in done.err
-
-
-def test_a_named_file_of_an_unknown_kind_is_read_where_it_is_text(fresh: Any, tmp_path: Path) -> None:
-    (tmp_path / "notes.xyz").write_text("The mill stands on the river.")
-    assert fresh(tmp_path / "notes.xyz").fine().json["documents"]["added"] == 1
-
-
-@pytest.mark.slow
-def test_the_summary_counts_what_was_passed_over(folder: Path, tmp_path: Path) -> None:
-    (folder / "empty.txt").touch()
-    (folder / "photo.png").write_bytes(b"\x89PNG")
-    done = kvtool("ingest", folder, "--store", tmp_path / "fresh").fine()
-    assert "files skipped: 1 empty, 1 image (-v names them)\n" in done.out
-    assert "photo.png" not in done.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import struct
 from collections.abc import Iterator
@@ -14,7 +13,10 @@ import pytest
 from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
+from kvtool.core.ingest import stream
+from tests.cli.working import listing
 from tests.corpus.test_slides import edited
+from tests.ingest.test_seen import before_reading
 from tests.support.office.facts import facts
 from tests.support.office.portable import pdf
 from tests.support.office.writers import WRITERS
@@ -101,16 +103,6 @@ def test_passwords(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
 
 
 @pytest.mark.slow
-def test_parts_within_parts(reading: Reading) -> None:
-    levels = 3000
-    mail = b"Subject: a\n" + b"".join(
-        b'Content-Type: multipart/mixed; boundary="%d"\n\n--%d\n' % (number, number) for number in range(levels)
-    )
-    assert refused(reading, "a.eml", mail)
-    assert refused(reading, "a.ipynb", b'{"cells": ' + b"[" * 100_000)
-
-
-@pytest.mark.slow
 def test_ten_thousand_pages(reading: Reading) -> None:
     (document,) = reading.documents(Path("/in/a.pdf"), pdf([[f"This is page {n}."] for n in range(1, 10_001)]))
     assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]
@@ -173,26 +165,6 @@ def test_reader_retries(deed: str, monkeypatch: pytest.MonkeyPatch, sound: dict[
             assert reading.documents(Path("/in/a.odt"), sound["odt"])
 
 
-def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it could end the process when the next file has begun."""
-    told: list[object] = []
-
-    class Answers(io.StringIO):
-        def write(self, text: str) -> int:
-            told.append("answer")
-            return len(text)
-
-    asked = io.BytesIO(b'{"path": "/in/a.txt", "size": 3, "most": 9}\nabc')
-    monkeypatch.setattr(reading_module.os, "fdopen", lambda *given, **more: Answers())
-    monkeypatch.setattr(reading_module.os, "dup", lambda number: number)
-    monkeypatch.setattr(reading_module.os, "dup2", lambda *numbers: None)
-    monkeypatch.setattr(reading_module, "limit_process", lambda memory: None)
-    monkeypatch.setattr(reading_module.sys, "stdin", io.TextIOWrapper(asked))
-    monkeypatch.setattr(reading_module.signal, "alarm", told.append)
-    reading_module.serve(7, 10**9, "")
-    assert told == [7, 0, "answer"]
-
-
 @pytest.mark.slow
 def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: dict[str, bytes]) -> None:
     folder = tmp_path / "in"
@@ -216,11 +188,56 @@ def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: d
 def test_missing_package(fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    for name in ("a.pptx", "b.pptx", "c.pdf", "d.docx"):
+    for name in ("a.pdf", "b.pdf", "d.docx"):
         (folder / name).write_bytes(sound[name[2:]])
-    missing = "sys.modules.update(pptx=None, office_oxide=None, pypdfium2=None)\n"
+    missing = "sys.modules.update(pypdfium2=None)\n"
     monkeypatch.setattr(reading_module, "_PROGRAM", missing + reading_module._PROGRAM)
     done = fresh(folder, "--read-timeout", "10m").fine(0)
     assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
-    assert done.json["skipped"]["uninstalled"] == 3
+    assert done.json["skipped"]["uninstalled"] == 2
     assert done.err.count("pip install 'kvtool[documents]'") == 1
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    "error", [RecursionError("too deep"), MemoryError(), UnicodeEncodeError("gbk", "x", 0, 1, "no"), KeyError("x")]
+)
+@pytest.mark.parametrize(("room", "step"), [(reading_module, "read_documents"), (stream, "prepare")])
+def test_exceptions(
+    error: Exception, room: Any, step: str, folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(room, step)
+
+    def failing(subject: Any, *rest: Any) -> Any:
+        path = subject if isinstance(subject, Path) else subject.found.path
+        if path.name == "two.txt":
+            raise error
+        return real(subject, *rest)
+
+    monkeypatch.setattr(room, step, failing)
+    done = fresh(folder).fine(3)
+    assert done.json["documents"]["added"] == 2
+    assert [Path(failure["path"]).name for failure in done.json["failures"]] == ["two.txt"]
+    assert "two.txt" in done.err
+    assert len(listing(tmp_path / "fresh")) == 2
+    fresh(folder, "--fail-fast", "--retry", store=tmp_path / "fast").failed(1, "two.txt")
+
+
+def test_a_file_too_large_to_read(folder: Path, fresh: Any) -> None:
+    with (folder / "two.txt").open("wb") as file:
+        file.truncate(1 << 40)  # no byte of it is on the disk
+    done = fresh(folder).fine(3).json
+    assert done["documents"]["added"] == 2
+    assert "larger than 2 GiB" in done["failures"][0]["error"]
+
+
+@pytest.mark.slow
+def test_a_file_that_goes_while_it_is_looked_for(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanish(path: Path) -> None:
+        if path.name == "two.txt":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    before_reading(monkeypatch, vanish)
+    done = fresh(folder).fine().json
+    assert done["documents"]["added"] == 2
+    assert done["skipped"]["gone"] == 1

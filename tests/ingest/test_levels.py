@@ -11,7 +11,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NO_PROFILE
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, write_corpus
-from tests.compress.making import chunks_in, coded_in, damage_profile, decoded, levels_in, prefix_of, run, state_of
+from tests.compress.making import chunks_in, coded_in, levels_in, prefix_of, run, state_of
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def at(tiny: Path, tmp_path: Path) -> tuple[Any, ...]:
     return ("--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX)
 
 
-@pytest.mark.parametrize("level", ["cachegen-2", "lossless"])
+@pytest.mark.parametrize("level", ["2", "cachegen-2", "lossless"])
 def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "in", 3, 3), tmp_path / "store"
     row = kvtool("ingest", corpus, *at, "--level", level, "--json").fine().json
@@ -63,29 +63,6 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
-    corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at).fine()
-    run(path, "2", fit=True)
-    digest, old = state_of(path)["profile"], set(chunks_in(path))
-    before = levels_in(path)
-    (corpus / "new.md").write_text("# The new mill\n\nIt was built in 1999 and grinds nothing.")
-    row = kvtool("ingest", corpus, "--store", path, "--level", "2", "--json").fine().json
-    assert row["documents"] == {"added": 1, "changed": 0, "unchanged": 2, "removed": 0, "failed": 0}
-    new = set(chunks_in(path)) - old
-    assert row["chunks"]["computed"] == len(new) > 0
-    found = levels_in(path)
-    assert {chunk: found[chunk] for chunk in before} == before
-    assert all(found[chunk] == ["2"] for chunk in new)
-    assert {coded.profile.hex() for coded in coded_in(path, "2").values()} == {digest}
-    report = run(path, "2")
-    assert (report.encoded, report.kept, report.skipped) == (0, len(old | new), 0)
-    assert damages(path) == []
-    for chunk in new:
-        assert all(side.isfinite().all() for side in decoded(path, chunk, "2").keys)
-
-
-@pytest.mark.slow
 def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
     kvtool("ingest", write_corpus(tmp_path / "first", 2, 3), *at).fine()
@@ -97,32 +74,3 @@ def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Pa
     with Store.open(path) as one, Store.open(tmp_path / "raw") as two:
         for chunk in map(bytes.fromhex, chunks_in(path)):
             assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
-
-
-def test_the_first_documents_of_a_store_are_compressed_at_once(at: tuple[Any, ...], tmp_path: Path) -> None:
-    """By the paper's scheme, which needs no profile; `compress` fits one and makes exact records' levels anew."""
-    corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at, "--level", "2").fine()
-    coded = coded_in(path, "2")
-    assert coded
-    assert {one.profile for one in coded.values()} == {NO_PROFILE}
-    assert {level for chunk, levels in levels_in(path).items() if chunk != prefix_of(path) for level in levels} == {"2"}
-    reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--level", "2", "--json").fine().json
-    assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
-    kvtool("ingest", corpus, *at[2:], "--store", tmp_path / "paper", "--level", "cachegen-2").fine()
-    paper = coded_in(tmp_path / "paper", "cachegen-2")
-    assert {key: (one.level, one.transformed, one.errors) for key, one in coded.items()} == {
-        key: (one.level, one.transformed, one.errors) for key, one in paper.items()
-    }
-
-
-@pytest.mark.slow
-def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:
-    corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at).fine()
-    run(path, "2", fit=True)
-    damage_profile(path)
-    before = levels_in(path)
-    (corpus / "new.md").write_text("A new mill.")
-    kvtool("ingest", corpus, "--store", path, "--level", "2").failed(13, "codec profile")
-    assert levels_in(path) == before

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, STDOUT
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +40,49 @@ from tests.cli.working import (
     write_corpus,
 )
 from tests.cli.working import tiny as tiny
-from tests.ingest.ray_head import PATIENCE, Head, left_of, running
-from tests.ingest.ray_head import head as head
+from tests.remote.serving import free_port
 
+PATIENCE = 300.0  # seconds, for what is started or ended on a machine that does much else
 WORKERS = ("--ray", "local", "--ray-workers", "2")
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[str, dict[str, str], subprocess.Popen[str]]]:
+    """The address of a Ray cluster, the variables by which it lets a process in, and its own process."""
+    address, token = f"127.0.0.1:{free_port()}", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2"]
+    start += ["--port", address.rpartition(":")[2], "--include-dashboard", "false", "--object-store-memory", str(10**8)]
+    own = environment(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2]), **token)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # names of sockets have to be short
+        start += ["--temp-dir", folder]
+        child = subprocess.Popen(start, env=own, start_new_session=True, stdout=PIPE, stderr=STDOUT, text=True)
+        try:
+            assert child.stdout is not None
+            said = iter(child.stdout.readline, "")
+            assert any("Ray runtime started" in line for line in said)
+            yield address, token, child
+        finally:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                child.communicate(timeout=PATIENCE)
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+def running(mark: str, called: str = "") -> list[str]:
+    """Commands of the processes that have the mark in their environment, and this in their command."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another's
+            if mark.encode() in (each / "environ").read_bytes():
+                found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return [command for command in found if called in command]
+
+
+def left_of(mark: str, called: str = "") -> list[str]:
+    deadline = time.monotonic() + 30
+    while (found := running(mark, called)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 class Backwards:
@@ -129,13 +173,13 @@ def test_interrupted_workers_resume(alone: tuple[object, ...], tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp_path: Path) -> None:
-    at = ("--ray", head.address, "--ray-workers", "2")
-    done = process(*alone, tmp_path / "far", *at, **head.variables).fine().json
+def test_workers_of_a_running_cluster(alone: tuple[object, ...], cluster: Any, tmp_path: Path) -> None:
+    address, token, child = cluster
+    done = process(*alone, tmp_path / "far", "--ray", address, "--ray-workers", "2", **token).fine().json
     assert (done["resolved"]["workers"], done["warnings"]) == (2, [])
     assert state(tmp_path / "far") == state(tmp_path / "alone")
-    assert left_of(head.variables["RAY_AUTH_TOKEN"], "ray::RemotePrefillWorker") == []
-    assert head.is_up
+    assert left_of(token["RAY_AUTH_TOKEN"], "ray::RemotePrefillWorker") == []
+    assert child.poll() is None
 
 
 @pytest.mark.slow

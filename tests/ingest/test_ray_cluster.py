@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import pytest
 
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.ray_cluster import check_reachable, connect, share_of
+from kvtool.core.ingest.ray_cluster import check_reachable, share_of
 from kvtool.core.ingest.ray_storer import Workers, WorkerState
 
 
@@ -39,27 +37,6 @@ def test_unreachable_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KvtoolError, match="needs the package ray") as told:
         check_reachable("local")
     assert told.value.hint == "pip install 'kvtool[ray]'"
-
-
-def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    came = list[int]()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    own = signal.getsignal(signal.SIGTERM)
-    try:
-        for comes in (False, True):
-
-            def init(comes: bool = comes, **options: object) -> None:
-                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
-                if comes:
-                    signal.raise_signal(signal.SIGTERM)
-
-            monkeypatch.setattr("ray.init", init)
-            with pytest.raises(SystemExit) if comes else contextlib.nullcontext():
-                connect("local")
-            assert signal.getsignal(signal.SIGTERM) is own
-        assert came == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_worker_of_another_version_is_refused() -> None:

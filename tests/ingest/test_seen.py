@@ -93,22 +93,6 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
     assert counts(fresh, folder, reads, *command) == (0, 3, 0)
 
 
-@pytest.mark.slow
-def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
-    works = tmp_path / "works"
-    script = tmp_path / "convert.sh"
-    script.write_text(
-        f"#!/bin/sh\ntest -e {works} && echo The tower has nine floors. || {{ echo down >&2; exit 1; }}\n"
-    )
-    script.chmod(0o755)
-    (folder / "a.foo").write_text("x")
-    how = ("--reader", f"foo={script} {{}}")
-    assert "down" in fresh(folder, *how).fine(3).json["failures"][0]["error"]
-    assert fresh(folder, *how).fine().json["known_failures"]
-    works.touch()
-    assert fresh(folder, *how).fine().json["documents"]["added"] == 1
-
-
 def test_growing_file(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an answer would call it changed although it is what was ingested."""
 
@@ -244,32 +228,6 @@ class TestFailures:
         script.write_text('cat "$1"\n')
         assert fresh(folder, *command).fine().json["documents"]["added"] == 1
         assert parsed.count("notes.odd") == 3
-
-
-@pytest.mark.slow
-def test_whole_files_are_skipped(fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: Counter[str] = Counter()
-    real = Store.has_chunk
-
-    def counting(store: Store, chunk_id: bytes) -> bool:
-        looked["chunks"] += 1
-        return real(store, chunk_id)
-
-    monkeypatch.setattr(Store, "has_chunk", counting)
-
-    def computed() -> tuple[int, int]:
-        looked.clear()
-        report = fresh(folder).fine().json
-        return looked["chunks"], report["chunks"]["computed"]
-
-    assert computed()[1] == 3
-    assert computed() == (1, 0)  # the prompt's own beginning is looked for
-    (folder / "one.txt").write_text("Another mill stands on the ridge.")
-    assert computed()[1] == 1  # the file's old chunks are removed: nobody refers to them
-    assert computed() == (1, 0)
-    drop_records(tmp_path / "fresh", *chunks_of(tmp_path / "fresh", "two.txt"))
-    assert computed()[1] == 1
-    assert computed() == (1, 0)
 
 
 @pytest.mark.slow

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.common.types import Events
 from kvtool.core.ingest import stream
-from kvtool.core.ingest.job import ingest
-from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.survey import Outcome
-from tests.cli.working import PREFIX, kvtool, listing, payloads
+from tests.cli.working import PREFIX, kvtool, listing
 
 FILES = 8
 
@@ -59,18 +55,6 @@ def test_a_batch_spans_files(folder: Path, fresh: Any, steps: list[str]) -> None
 
 
 @pytest.mark.slow
-def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: list[str], tmp_path: Path) -> None:
-    """A file whose chunks are all stored is committed before the next is read, even if others wait for a batch."""
-    fresh(folder / "0.txt", folder / "2.txt").fine()
-    steps.clear()
-    for number in (0, 2):
-        (folder / f"{number}.txt").rename(folder / f"{number}.md")
-    assert fresh(folder).fine().json["chunks"] == {"computed": FILES - 2, "reused": 2, "removed": 0}
-    assert steps[:2] == ["read 0.md", "commit 0.md"]
-    assert steps.index("commit 2.md") < steps.index("read 3.txt") < steps.index("commit 1.txt")
-
-
-@pytest.mark.slow
 def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, tiny: Path, tmp_path: Path) -> None:
     for number in (4, 5):
         (folder / f"{number}.txt").write_text("The mill grinds all day. " * 800)
@@ -82,58 +66,3 @@ def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, t
     assert kvtool(*args).fine().json["documents"]["unchanged"] == FILES - 2
     report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
     assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
-
-
-def test_interrupted_run(folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh(folder, store=tmp_path / "whole").fine()
-    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
-    survey = stream.survey
-
-    def interrupted(file: Any, *rest: Any) -> Outcome:
-        if file.path.name == "6.txt":
-            raise KeyboardInterrupt
-        return survey(file, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "survey", interrupted)
-        assert fresh(folder).code == 130
-    with Store.open(tmp_path / "fresh") as store:
-        assert len(list(store.sources())) == 5  # the sixth waited for its batch
-    report = fresh(folder).fine().json
-    assert report["documents"] | {"removed": 0} == {
-        "added": FILES - 5, "changed": 0, "unchanged": 5, "removed": 0, "failed": 0,
-    }  # fmt: skip
-    assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
-    (folder / "large.txt").write_text("The mill grinds all day. " * 400)
-    (folder / "weights.dat").write_bytes(b"\0\1" * 99)  # which is looked at, and is no text
-    done: dict[str, float] = {}
-    totals: dict[str, float] = {}
-
-    def step(label: str, total: float, unit: str) -> None:
-        done[unit], totals[unit] = 0.0, total
-
-    def add(amount: float) -> None:
-        done[[*done][-1]] += amount
-
-    events = Events(step=step, advance=add, expect=lambda total: totals.update(tokens=total))
-    options = IngestOptions(paths=(folder,), model=str(tiny))
-    report = ingest(tmp_path / "store", options, events)
-    assert totals == {"files": FILES + 2, "tokens": report.tokens}
-    assert done == {"files": 1, "tokens": report.tokens}  # from the first chunk on tokens are counted
-    done.clear()
-    totals.clear()
-    ingest(tmp_path / "store", options, events)  # nothing changed
-    assert done == totals == {"files": FILES + 2}
-
-
-def test_unchanged_files_are_not_in_the_forecast(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.ingest.survey._RACY_SECONDS", -1.0)
-    fresh(folder).fine()
-    (folder / "0a.txt").write_text("The new mill is read before most of the unchanged ones.")
-    report = fresh(folder).fine().json
-    assert report["documents"]["unchanged"] == FILES
-    assert report["forecast"]["tokens"] == report["tokens"]

@@ -57,13 +57,6 @@ def unfinished(path: Path) -> dict[str, int]:
     return found
 
 
-def test_the_list_of_the_store_names_them(interrupted: Interrupted, tmp_path: Path) -> None:
-    interrupted()
-    told = kvtool("store", "ls", "--store", tmp_path / "fresh").fine().err
-    assert "the store holds no whole document" in told
-    assert f"{BEFORE} chunks of files that an ingest did not finish" in told
-
-
 @pytest.mark.slow
 def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     fresh(large, store=tmp_path / "whole").fine()
@@ -110,15 +103,6 @@ def test_they_go_when_the_file_changes(interrupted: Interrupted, large: Path, fr
     assert fresh(large).fine().json["chunks"] == {"computed": 1, "reused": 0, "removed": BEFORE}
     assert unfinished(tmp_path / "fresh")["files"] == 0
     assert len(payloads(tmp_path / "fresh")) == 2 * 4
-
-
-@pytest.mark.slow
-def test_interrupted_again(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
-    interrupted()
-    large.write_text("\n\n".join(paragraph("new", n, n % 10) for n in range(30)))
-    interrupted()
-    assert fresh(large.parent / "small.md").fine().json["chunks"]["removed"] == BEFORE
-    assert unfinished(tmp_path / "fresh")["chunks"] == BEFORE
 
 
 def test_they_go_with_other_settings(interrupted: Interrupted, large: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from kvtool.core.corpus.readers import file_of, read_documents
 from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, SecretFile, UnreadableFile
 from kvtool.core.corpus.readers.unknown import SNIFFED, check
 from tests.cli.working import kvtool, listing
-from tests.ingest.test_seen import before_reading
 
 WORDS = "Permission is hereby granted, free of charge, to any person who has a copy of this.\n"
 PAGE = """.\\" A comment.
@@ -184,13 +183,3 @@ def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:
     assert fresh(folder / "long.lst").fine().json["documents"]["added"] == 1
     assert fresh(folder, "--include", "*.lst").fine().json["documents"]["added"] == 1
     assert fresh(folder / "deploy").fine().json["documents"]["added"] == 1
-
-
-@pytest.mark.slow
-def test_unreadable_unknown_file_is_no_failure(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(path: Path) -> None:
-        if path.name == "rules.lst":
-            raise PermissionError(13, "Permission denied")
-
-    before_reading(monkeypatch, deny)
-    assert fresh(folder).fine().json["unsupported"]["binary"] == 4

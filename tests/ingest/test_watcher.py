@@ -95,6 +95,8 @@ def test_what_is_not_selected_takes_no_lock(watcher: Watcher, folder: Path, plac
         (folder / ".a.md.swp").write_text("half a sentence")
         (folder / "a.md~").write_text("what it was")
         (folder / "picture.png").write_bytes(b"\x89PNG")
+        (folder / ".kvtoolignore").write_text("private.md\n")
+        (folder / "private.md").write_text("Not ever.")
         assert watcher.round(told.events) is None
     assert told.warned == []
 
@@ -174,17 +176,6 @@ def test_named_file_is_followed(tiny: Path, tmp_path: Path, folder: Path, place:
         assert followed(watcher, told) == [("added", "note.txt")]
 
 
-def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, told: Told) -> None:
-    with closing(Watcher(place, options(tiny, folder, exclude=("drafts",)))) as watcher:
-        watcher.round(told.events)
-        told.taken()
-        (folder / "drafts").mkdir()
-        (folder / "drafts" / "b.md").write_text("Not yet.")
-        (folder / ".kvtoolignore").write_text("private.md\n")
-        (folder / "private.md").write_text("Not ever.")
-        assert watcher.round(told.events) is None
-
-
 @pytest.mark.slow
 def test_empty_folder_makes_no_store(tiny: Path, tmp_path: Path, place: Path, told: Told) -> None:
     empty = tmp_path / "empty"
@@ -208,14 +199,3 @@ def test_a_change_that_keeps_size_and_time_is_one(watcher: Watcher, folder: Path
     assert (folder / "a.md").stat().st_size == before.st_size
     watcher.round(told.events)
     assert told.taken() == [("changed", "a.md")]
-
-
-def test_locked_removal(tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "b.md").write_text("The second mill grinds corn.")
-    kvtool("ingest", folder, "--store", place, "--model", tiny, "--lead-in", "prefix").fine()
-    (folder / "a.md").unlink()
-    monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
-    with closing(Watcher(place, options(tiny, folder))) as watcher:
-        with Store.open(place) as store, store.writer():
-            assert watcher.round(told.events) is None
-        assert followed(watcher, told) == [("removed", "a.md")]

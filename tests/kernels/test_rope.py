@@ -142,19 +142,6 @@ def test_moves_that_machine_code_does_not_know_move_nothing() -> None:
     assert copy_with_rope([], isa)
 
 
-def test_a_rotation_by_pairs_is_left_to_the_model() -> None:
-    decoder = new_case("llama").decoder
-
-    def by_pairs(query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
-        other = torch.stack([-keys[..., 1::2], keys[..., ::2]], -1).flatten(-2)
-        return query, keys * cos + other * sin
-
-    decoder.rotary._apply = by_pairs
-    keys, table = random(1, decoder.shapes[0].heads, 6, decoder.shapes[0].key_dim), decoder.rotary.table(POSITIONS)
-    angles = table.by_name[""]
-    assert torch.equal(decoder.rotary.rotate(keys, table, 0), by_pairs(keys, keys, angles.cos, angles.sin)[1])
-
-
 def test_gradients_pass() -> None:
     decoder = new_case("llama").decoder
     keys = random(1, decoder.shapes[0].heads, 6, decoder.shapes[0].key_dim).requires_grad_()

@@ -1,4 +1,4 @@
-"""Peculiarities of kinds of layers: a law catches each one when it is computed wrongly."""
+"""Peculiarities of kinds of layers: a law catches each one when it is computed wrongly; prompts of many windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.selectors.epic import Epic
-from tests.fusion.making import BOS, Case, new_case
+from tests.families import WINDOWED
+from tests.fusion.making import BOS, LOSSLESS, Case, Ids, assert_full, case, new_case, plain_text, tokens
 from tests.laws import mutants, test_1_recompute_everything, test_4_moved_chunk
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -42,3 +43,23 @@ def test_it_is_caught(name: str, broken: Break, law: Callable[[Case], None], mon
     one.kept.clear()
     with pytest.raises(AssertionError):
         law(one)
+
+
+# Prefix 9, then chunks of 40 and a question of 7: many windows of 12 to 32, and few of 96.
+MANY: tuple[Ids, ...] = tuple(tokens(40, 70 + number) for number in range(8))
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("mode", ["full", "epic", "union", "blend"])
+def test_prompts_of_many_windows(name: str, mode: str) -> None:
+    """Recompute-all is full prefill, and 32 tokens of its answer are those of plain `transformers`."""
+    one = case(name)
+    plan = one.plan(MANY, lead_in=BOS)
+    fused = one.fuse(plan, LOSSLESS[mode], reserve=32)
+    assert_full(one, plan.ids, fused.logits)
+    ids, logits = [], fused.logits
+    for _ in range(32):
+        ids.append(int(logits.argmax()))
+        logits = one.decoder.extend(ids[-1:], fused.cache)[-1]
+    wanted = plain_text(name, "float32", tuple(plan.ids), 32)
+    assert tuple(ids[: len(wanted)]) == wanted

@@ -9,11 +9,10 @@ import torch
 
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.attention import eager, sdpa
-from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
+from kvtool.core.kernels.attention import sdpa
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.hf.attention import rows_attention
-from tests.spying import calls_of
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64
@@ -27,6 +26,14 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 KEY, VALUE = random(1, KV_HEADS, KEYS, DIM, seed=1), random(1, KV_HEADS, KEYS, DIM, seed=2)
 PLAIN = AttentionParams(0.3)
+SCORINGS = {
+    "plain": PLAIN,
+    "window": AttentionParams(0.3, window=30),
+    "window of one": AttentionParams(0.3, window=1),
+    "cap": AttentionParams(0.3, softcap=1.5),
+    "sinks": AttentionParams(0.3, sinks=torch.linspace(-1, 3, HEADS)),
+    "all": AttentionParams(0.3, window=70, softcap=1.5, sinks=torch.linspace(-1, 3, HEADS)),
+}
 
 
 def by_formula(query: torch.Tensor, positions: list[int], params: AttentionParams = PLAIN) -> torch.Tensor:
@@ -54,30 +61,21 @@ def rows(*positions: int) -> QueryRows:
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])  # our own: test_flash.py
 @pytest.mark.parametrize("long_prefill", [20, sdpa.LONG_PREFILL])
-def test_a_row_sees_the_keys_up_to_its_position(
-    positions: list[int], long_prefill: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+def test_a_row_sees_the_keys_of_its_window_up_to_its_position(
+    positions: list[int], scoring: AttentionParams, long_prefill: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
     monkeypatch.setattr(sdpa, "LONG_PREFILL", long_prefill)
     monkeypatch.setenv(ATTENTION, kernel)
     query = random(1, HEADS, len(positions), DIM)
-    out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
+    more = {"sliding_window": scoring.window, "softcap": scoring.softcap, "s_aux": scoring.sinks}
+    out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions), **more)
     assert weights is None
     assert out.shape == (1, len(positions), HEADS, DIM)
-    torch.testing.assert_close(out, by_formula(query, positions))
-
-
-def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other shape costs oneDNN new code: so many keys as the rows see are rounded up, and hidden."""
-    seen = calls_of(monkeypatch, torch, "bmm", lambda one, other: max(other.shape[1:]))
-    monkeypatch.setattr(eager, "_SCORE_BYTES", 1)  # blocks of 16 rows
-    at = list(range(KEYS))
-    query = random(1, HEADS, KEYS, DIM)
-    out = eager.attend(query, KEY, VALUE, PLAIN, KeyRanges(at, torch.tensor(at)))
-    torch.testing.assert_close(out.transpose(1, 2), by_formula(query, at))
-    assert {*seen} - {DIM} == {64, 128, 192, 200}
+    torch.testing.assert_close(out, by_formula(query, positions, scoring))
 
 
 def test_without_rows_a_prefill_is_causal() -> None:
@@ -96,46 +94,3 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(ModelError) as caught:
         rows_attention(MODULE, random(1, HEADS, 1, DIM), KEY, VALUE, None, position_bias=1.0)
     assert "position_bias; that would need" in caught.value.message
-
-
-SHAPED = {
-    "window": AttentionParams(0.3, window=30),
-    "window of one": AttentionParams(0.3, window=1),
-    "cap": AttentionParams(0.3, softcap=1.5),
-    "sinks": AttentionParams(0.3, sinks=torch.linspace(-1, 3, HEADS)),
-    "all": AttentionParams(0.3, window=70, softcap=1.5, sinks=torch.linspace(-1, 3, HEADS)),
-}
-
-
-@pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
-@pytest.mark.parametrize("positions", [[0], [199], [3, 7, 50, 51, 199], list(range(200))], ids=len)
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])  # our own: test_flash.py
-def test_windows_caps_and_sinks(
-    kernel: str, positions: list[int], scoring: AttentionParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
-    monkeypatch.setenv(ATTENTION, kernel)
-    query = random(1, HEADS, len(positions), DIM)
-    more = {"sliding_window": scoring.window, "softcap": scoring.softcap, "s_aux": scoring.sinks}
-    out, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions), **more)
-    torch.testing.assert_close(out, by_formula(query, positions, scoring))
-
-
-def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
-    """Other rows in its block, or none; a single row takes a kernel of its own."""
-    positions = [3, 7, 50, 120, 121, 199]
-    query = random(1, HEADS, len(positions), DIM)
-    whole, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
-    for count in range(1, len(positions)):
-        part, _ = rows_attention(
-            MODULE, query[:, :, :count], KEY, VALUE, None, rows=rows(*positions[:count]), scaling=0.3
-        )
-        torch.testing.assert_close(part, whole[:, :count])
-
-
-def test_rows_know_whether_they_are_dense() -> None:
-    assert rows(0, 1, 2).dense
-    assert not rows(1, 2, 3).dense
-    assert not rows(0, 2).dense
-    assert len(rows(4, 9)) == 2
-    assert rows(4, 9).order == [4, 9]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.hf.attention import IMPLEMENTATION
-from kvtool.core.model.hf.mla import Latents, joined, latents_of
+from kvtool.core.model.hf.mla import Latents
 from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.prompt_cache import BufferLayer
 from samples.benchmarks.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
@@ -31,21 +28,6 @@ def test_a_latent_and_a_rotary_key_are_kept(name: str) -> None:
     assert set(decoder.shapes) == {shape}
     assert decoder.kv_bytes(1) == 4 * len(decoder.layers) * (config.qk_rope_head_dim + config.kv_lora_rank)
     assert decoder.plain_shape is None
-
-
-def test_keys_and_values_are_parts_of_what_is_attended() -> None:
-    buffer = BufferLayer(KVShape(1, 4, 6, joint=True), 5, torch.float32, "cpu")
-    buffer.scatter(torch.tensor([1, 4]), torch.full((1, 1, 2, 4), 2.0), torch.full((1, 1, 2, 6), 3.0))
-    buffer.reserve(9)
-    buffer.length = 5
-    keys, values = buffer.view()
-    assert (keys.shape, values.shape) == ((1, 1, 5, 10), (1, 1, 5, 6))
-    assert keys[0, 0, 4].tolist() == [3.0] * 6 + [2.0] * 4
-    assert joined(values, keys) is keys
-    written = [1, 4]  # the other rows are whatever the memory held, NaN too, which equals nothing
-    assert torch.equal(joined(values, buffer.keys[:, :, :5])[:, :, written], keys[:, :, written])
-    buffer.keys[:, :, 0], buffer.values[:, :, 0] = 7.0, 8.0
-    assert buffer.view()[0][0, 0, 0].tolist() == [8.0] * 6 + [7.0] * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,18 +54,6 @@ def test_many_rows_take_heads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert distance(again, whole) <= 1e-4
 
 
-def test_where_heads_of_their_own_pay() -> None:
-    """DeepSeek-V2-Lite's widths: a question's rows never, all rows always."""
-    attention = SimpleNamespace(
-        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_heads=16, kv_b_proj=None
-    )
-    latents = Latents(attention, IMPLEMENTATION)
-    for keys in (100, 700, 4096, 30_000):
-        assert not latents.should_expand(32, keys, 32 * keys)
-        assert latents.should_expand(keys, keys, keys * (keys + 1) // 2)
-    assert latents.should_expand(614, 4096, 614 * 2048)
-
-
 class _InAnotherLayout(torch.nn.Linear):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, self.hidden)  # type: ignore[arg-type]
@@ -101,21 +71,6 @@ def test_weights_in_another_layout(dtype: str) -> None:
         layer.self_attn.kv_b_proj = other
     packed, _ = decoder_of(model).prefill((*PREFIX, *CHUNKS[1]))
     assert torch.equal(plain, packed)
-
-
-def test_a_second_decoder_and_a_copy_of_the_model() -> None:
-    model = tiny_model("minicpm3")
-    first = decoder_of(model)
-    logits, _ = first.prefill(QUESTION)
-    mine = latents_of(first.layers[0].self_attn)
-    assert mine is latents_of(decoder_of(model).layers[0].self_attn)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        again = decoder_of(other)
-        theirs = latents_of(again.layers[0].self_attn)
-        assert theirs is not None
-        assert theirs is not mine
-        assert theirs.attention is again.layers[0].self_attn
-        assert torch.equal(again.prefill(QUESTION)[0], logits)
 
 
 def test_what_is_not_known_is_refused() -> None:

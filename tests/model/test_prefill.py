@@ -5,9 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.model.forward import Forward
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Ids, case, new_case, plain_rows, tokens
+from tests.families import VOCAB, tiny_model
+from tests.fusion.making import (
+    BOS,
+    CHUNKS,
+    NAMES,
+    PREFIX,
+    QUESTION,
+    Ids,
+    case,
+    decoder_of,
+    new_case,
+    plain_rows,
+    tokens,
+)
 from tests.spying import calls_of
 
 
@@ -24,15 +38,6 @@ def test_rows_are_those_of_a_plain_prefill(name: str, lead_in: Ids) -> None:
         torch.testing.assert_close(kv.values[layer][None], values, atol=2e-4, rtol=1e-4)
 
 
-def test_shapes() -> None:
-    decoder = case("llama").decoder
-    kvs = prefill_chunks(decoder, LeadIn(decoder, PREFIX), [PrefillItem(ids) for ids in CHUNKS])
-    for ids, kv in zip(CHUNKS, kvs, strict=True):
-        shape = (decoder.shapes[0].heads, len(ids), decoder.shapes[0].key_dim)
-        assert [(keys.shape, values.shape) for keys, values in kv.layers] == [(shape, shape)] * 4
-        assert kv.dtype == decoder.dtype
-
-
 def test_the_lead_in_is_computed_once_and_the_lm_head_never(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = case("llama").decoder
     lead_in = LeadIn(decoder, PREFIX)
@@ -41,15 +46,6 @@ def test_the_lead_in_is_computed_once_and_the_lm_head_never(monkeypatch: pytest.
     prefill_chunks(decoder, lead_in, [PrefillItem(CHUNKS[1]), PrefillItem(CHUNKS[3])])
     assert rows == [len(CHUNKS[1]) + len(CHUNKS[3])]  # no padding
     assert heads == []
-
-
-def test_the_lead_in_is_left_as_it_is() -> None:
-    decoder = case("llama").decoder
-    lead_in = LeadIn(decoder, PREFIX)
-    before = [side.clone() for layer in lead_in.layers for side in layer]
-    prefill_chunks(decoder, lead_in, [PrefillItem(ids) for ids in CHUNKS])
-    assert all(map(torch.equal, before, [side for layer in lead_in.layers for side in layer]))
-    assert len(lead_in) == len(PREFIX)
 
 
 @pytest.mark.parametrize("room", [0, 1, 50])
@@ -64,7 +60,21 @@ def test_extending_a_full_cache(room: int) -> None:
     torch.testing.assert_close(logits[-1], whole, atol=1e-4, rtol=1e-4)
 
 
-def test_kv_bytes() -> None:
-    decoder = case("llama").decoder
-    (kv,) = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(CHUNKS[0])])
-    assert decoder.kv_bytes(len(CHUNKS[0])) == kv.nbytes
+def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
+    """A plain call of the model over it would attend as a prefill does, whatever the cache holds."""
+    model = tiny_model("llama")
+    decoder = decoder_of(model, "cpu")
+    _, cache = decoder.prefill([1, 2, 3])
+    with pytest.raises(ModelError, match="positions"), torch.inference_mode():
+        model(torch.tensor([[4, 5]]), past_key_values=cache)
+    assert cache.buffers[0].length == 3
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_that_the_model_does_not_know_is_told(token: int) -> None:
+    """As a damaged store may give one: a GPU would end the process for it."""
+    decoder = decoder_of(tiny_model("llama"), "cpu")
+    with pytest.raises(DamagedError, match=f"token {token} is none of the model's {VOCAB}"):
+        decoder.prefill([1, token, 3])
+    with pytest.raises(DamagedError, match="none of the model's"):
+        prefill_chunks(decoder, LeadIn(decoder, [1]), [PrefillItem((1, token))])

@@ -14,7 +14,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model import prompt
 from kvtool.core.model.options import DEFAULT_SYSTEM
-from kvtool.core.model.prompt import chunk_tokens, lead_in_passage, message_tokens, prompt_parts, question_tokens
+from kvtool.core.model.prompt import chunk_tokens, message_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import count_tokens, encode, encode_batch, encode_control, holds_control
 from kvtool.core.options.option import options_of
 from tests.families import tiny_tokenizer
@@ -221,36 +221,11 @@ def test_a_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(begun) == 1
 
 
-def test_a_renderer_that_needs_its_packages_is_imported_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a later transformers may: here the bare package has no version."""
-    from kvtool.core.model import template
-
-    needy = """import builtins; real = builtins.__import__
-def bare():
-    return "transformers" in sys.modules and not hasattr(sys.modules["transformers"], "__version__")
-def needing(name, *more, **named):
-    if name.endswith("chat_template_utils") and bare():
-        raise ImportError(name)
-    return real(name, *more, **named)
-builtins.__import__ = needing
-"""
-    expected = prompt_parts(with_template(CHATML + "{# as it is #}")).prefix
-    monkeypatch.setattr(template, "_PROGRAM", template._PROGRAM.replace("\n", f"\n{needy}", 1))
-    assert prompt_parts(with_template(CHATML + "{# needy #}")).prefix == expected
-
-
 def test_segments_do_not_depend_on_each_other() -> None:
     tokenizer = tiny_tokenizer()
     texts = ["  One. \n", "", "조수는 하루에", "Three"]
     assert chunk_tokens(tokenizer, texts) == [chunk_tokens(tokenizer, [text])[0] for text in texts]
     assert tokenizer.decode(chunk_tokens(tokenizer, texts)[0]) == "One.\n\n"
-
-
-def test_empty_question_and_no_chunks() -> None:
-    tokenizer = tiny_tokenizer()
-    parts = prompt_parts(tokenizer)
-    assert question_tokens(tokenizer, "", parts)[-len(parts.answer_header) :] == parts.answer_header
-    assert chunk_tokens(tokenizer, []) == []
 
 
 @pytest.mark.parametrize(
@@ -292,13 +267,6 @@ def test_whitespace_tokens_are_not_control() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("    ", special=False)])
     assert tokenizer.convert_tokens_to_ids("    ") in encode(tokenizer, "a    b")
-
-
-def test_lead_in_passage() -> None:
-    tokenizer = tiny_tokenizer()
-    text = tokenizer.decode(lead_in_passage(tokenizer))
-    assert text.startswith("Tides\n\n")
-    assert text.endswith("\n\n")
 
 
 def test_the_default_instruction_is_documented() -> None:

@@ -48,23 +48,3 @@ def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
         model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with pytest.raises(ModelError, match="a way of its own; that would need"):
         decoder_of(model)
-
-
-def test_a_state_is_taken_as_a_copy() -> None:
-    decoder = decoder_of(tiny_model("granite4"))
-    _, cache = decoder.prefill(tokens(9, 1), reserve=4)
-    other = decoder.new_cache(9)
-    assert isinstance(cache, StateCache)
-    assert isinstance(other, StateCache)
-    for there, layer in zip(other.state_layers, cache.state_layers, strict=True):
-        there.take(layer.states())
-        there.take(layer.states())  # in place of what it holds, not appended
-    before = [tensor.clone() for layer in other.state_layers for tensor in layer.states().values()]
-    decoder.extend([7, 8], cache)
-    after = [tensor for layer in other.state_layers for tensor in layer.states().values()]
-    assert all(map(torch.equal, before, after))
-    assert not any(torch.equal(*pair) for pair in zip(after, _tensors(cache), strict=True))
-
-
-def _tensors(cache: StateCache) -> list[torch.Tensor]:
-    return [tensor for layer in cache.state_layers for tensor in layer.states().values()]

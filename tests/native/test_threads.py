@@ -18,7 +18,6 @@ from kvtool.core.native import threads
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import JOBS
 from kvtool.core.native.threads import (
     Barrier,
     ThreadPool,
@@ -168,14 +167,6 @@ def test_no_more_take_part_than_a_job_has_room_for(wanted: int, expected: int) -
     assert came == expected
 
 
-def test_who_calls_does_all_where_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadPool, "_worker", lambda self: None)
-    job, alone = new_job(), ThreadPool(2)
-    alone.run(counting(), ctypes.addressof(job), 3)
-    alone.end()
-    assert list(job[2:]) == [1] * TASKS
-
-
 def test_a_pool_belongs_to_its_thread_and_is_used_again(helping: list[int]) -> None:
     seen: list[ThreadPool | None] = []
 
@@ -196,13 +187,6 @@ def test_a_pool_belongs_to_its_thread_and_is_used_again(helping: list[int]) -> N
     with use_pool(2) as again:
         assert again in (outer, *seen)
     assert comes_to(helping, 2)
-
-
-def test_a_pool_of_another_size_takes_the_place_of_one_that_is_idle(helping: list[int]) -> None:
-    with use_pool(3):
-        assert comes_to(helping, 2)
-    with use_pool(2):
-        assert comes_to(helping, 1)
 
 
 def test_a_pool_is_given_back_after_an_error() -> None:
@@ -275,13 +259,3 @@ def test_openmp_is_found_without_a_copy_of_torchs_own(monkeypatch: pytest.Monkey
     assert found is not None
     found(counting().address, ctypes.addressof(job), 2, 0)
     assert list(job[2:]) == [1] * TASKS
-
-
-def test_code_for_several_jobs_takes_their_number() -> None:
-    isa = ISAS[runnable()[-1]]
-    k = FunctionBuilder("run", isa, JOBS)
-    k.args.jobs.store(k.args.number)
-    (function,) = compiled(module(k), isa, "run")
-    job = (ctypes.c_int64 * 1)(0)
-    function(ctypes.addressof(job), 7)
-    assert job[0] == 7

@@ -121,7 +121,10 @@ def test_a_closed_cache_refuses(tmp_path: Path) -> None:
 
 
 def test_what_is_exported_is_there_without_torch() -> None:
-    code = "import sys, kvtool; kvtool.QueryOptions(top_k=3), kvtool.IngestOptions; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, kvtool; assert not {'typer', 'logging', 'numpy'} & set(sys.modules);"
+        "kvtool.QueryOptions(top_k=3), kvtool.IngestOptions; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

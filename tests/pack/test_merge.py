@@ -68,10 +68,6 @@ def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> Non
     assert [report.files.transferred + report.chunks.transferred + report.bytes for report in again] == [0] * PARTS
     done = kvtool("ingest", parts / "corpus", "--store", tmp_path / "all", "--sync", "--json").fine().json
     assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
-    reply = kvtool(
-        "query", "Who built the third mill?", "--store", tmp_path / "all", "--max-tokens", "2", "--json"
-    ).json
-    assert reply["tokens"]["reused"] > 0
 
 
 def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp_path: Path) -> None:
@@ -94,19 +90,6 @@ def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
     export(first, tmp_path / "first.kvpack")
     import_sources(tmp_path / "all", [*others, tmp_path / "first.kvpack"], trust=MINE)
     assert state(tmp_path / "all") == state(parts / "whole")
-
-
-def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: Path) -> None:
-    folder = shutil.copytree(parts / "corpus", tmp_path / "corpus")
-    _ingest(tmp_path, "old", tiny)
-    changed = folder / "mill0.md"
-    changed.write_text("The first mill was sold.\n", encoding="utf-8")
-    _ingest(tmp_path, "new", tiny)
-    for order in (["old", "new"], ["new", "old"]):
-        path = tmp_path / "-".join(order)
-        import_sources(path, [tmp_path / name for name in order], trust=MINE)
-        with Store.open(path) as store:
-            assert store.document(str(changed)).text == "The first mill was sold.\n"  # type: ignore[union-attr]
 
 
 def test_a_shard_forgets_only_what_is_gone(parts: Path, tmp_path: Path, tiny: Path) -> None:

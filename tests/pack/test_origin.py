@@ -39,6 +39,7 @@ from tests.pack.hostile import (
     rewrite,
     with_foreign_tokens,
 )
+from tests.spying import calls_of
 
 WAYS = ("import", "merge", "pull")
 
@@ -54,15 +55,15 @@ def scene(made: Scene, tmp_path: Path) -> Scene:
     return Scene(made.own, mine, theirs)
 
 
-def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> dict[str, object]:
+def bring(scene: Scene, way: str, *more: object, store: Path | None = None, code: int = 0) -> dict[str, object]:
     into = ("--store", store or scene.mine, "--json", *more)
     if way == "import":
-        return kvtool("store", "import", scene.pack(), *into).fine().json
+        return kvtool("store", "import", scene.pack(), *into).fine(code).json
     if way == "merge":
         return kvtool("store", "import", scene.theirs, *into).fine().json["merged"][0]
     url = f"file://{scene.theirs.parent / 'shared'}"
     kvtool("store", "push", url, "--store", scene.theirs).fine()
-    return kvtool("store", way, url, *into).fine().json
+    return kvtool("store", way, url, *into).fine(code).json
 
 
 def foreign_chunks(path: Path) -> set[bytes]:
@@ -109,15 +110,11 @@ def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scen
 
 
 @pytest.mark.parametrize("way", ["import", "pull"])
-def test_a_file_claims_no_document_of_another_path(way: str, scene: Scene, tmp_path: Path) -> None:
+def test_a_file_claims_no_document_of_another_path(way: str, scene: Scene) -> None:
     rewrite(scene, lambda entry, document: (replace(entry, path="/elsewhere/other.md"), document))
     before = own_state(scene)
-    place: object = scene.pack()
-    if way == "pull":
-        place = f"file://{tmp_path / 'shared'}"
-        kvtool("store", "push", place, "--store", scene.theirs).fine()
-    said = kvtool("store", way, place, "--store", scene.mine, "--json").json
-    assert [row["reason"] for row in said["damaged"]] == ["one of its documents is another file's"]
+    damaged = bring(scene, way, code=13)["damaged"]
+    assert [row["reason"] for row in damaged] == ["one of its documents is another file's"]
     assert own_state(scene) == before
 
 
@@ -159,13 +156,10 @@ def test_the_text_that_is_cited_is_the_text_that_is_answered_from(scene: Scene, 
     new = tmp_path / "new"
     bring(scene, "import", store=new)
     for fusion in ("full", "union", "reuse"):
-        said = kvtool(
-            *("query", "Who built the harbour clock?", "--max-tokens", "8", "--store", new, "--json", "--token-ids"),
-            *("--fusion", fusion),
-        ).fine()
-        assert said.json["segments"] == honest["segments"]
+        said = scene.ask("--token-ids", "--fusion", fusion, store=new)
+        assert said["segments"] == honest["segments"]
         if fusion != "full":
-            (chunk,) = said.json["chunks"]
+            (chunk,) = said["chunks"]
             assert (chunk["status"], chunk["reason"]) == ("miss", "what is stored of it is of another text")
     found = kvtool("store", "verify", "--store", new, "--json")
     assert found.code == 13
@@ -276,14 +270,8 @@ def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_pa
 
 def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_path: Path) -> None:
     """A foreign document with another text under the id of an own chunk: that text in the prompt is not that chunk."""
-    path, text = str(tmp_path / "foreign.md"), FALSE + " "
-    with Store.open(scene.theirs) as store, store.writer() as writer:
-        entry, document = of_file(store, scene.own)
-        chunks = (replace(document.chunks[0], start=0, end=len(text)),)
-        writer.remove_file(str(scene.own))
-        writer.commit_file(
-            replace(entry, path=path, documents=(path,)), [replace(document, source=path, text=text, chunks=chunks)]
-        )
+    path = str(tmp_path / "foreign.md")
+    claim(scene, path, FALSE + " ")
     bring(scene, "import")
     with Store.open(scene.mine) as store:
         talk = Conversation.over(Session(store), QueryOptions(max_tokens=2, force=True))
@@ -330,21 +318,12 @@ def test_profile_and_loss_are_of_own_records(scene: Scene, monkeypatch: pytest.M
         other.write_text(f"{FALSE * 20} {number}\n")
     kvtool("ingest", scene.theirs.parent / "more", "--store", scene.theirs).fine()
     bring(scene, "import")
-    samples: dict[str, list[bytes]] = {}
-
-    def watch(name: str) -> None:
-        plain = getattr(job, name)
-
-        def spy(session: Session, sample: list[tuple[bytes, str]], *more: object) -> object:
-            samples[name] = [chunk for chunk, _ in sample]
-            return plain(session, sample, *more)
-
-        monkeypatch.setattr(job, name, spy)
-
-    watch("fit")
-    watch("own_prompts")
+    samples = [
+        calls_of(monkeypatch, job, name, lambda session, sample, *more: [chunk for chunk, _ in sample])
+        for name in ("fit", "own_prompts")
+    ]
     kvtool("compress", "--fit", "--level", "2", "--store", scene.mine).fine()
-    assert samples == dict.fromkeys(("fit", "own_prompts"), ids_of(scene.mine, scene.own))
+    assert samples == [[ids_of(scene.mine, scene.own)]] * 2
 
 
 def test_a_foreign_instruction_does_not_stand_before_own_documents(scene: Scene, tmp_path: Path, tiny: Path) -> None:
@@ -360,13 +339,9 @@ def test_a_foreign_instruction_does_not_stand_before_own_documents(scene: Scene,
 
 
 def test_model_of_a_foreign_pack_is_not_fetched(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def name(manifest: dict[str, object], model: str) -> dict[str, object]:
-        identity = manifest["identity"]
-        assert isinstance(identity, dict)
-        return manifest | {"identity": identity | {"model": model}}
-
     with Store.open(scene.theirs) as store, store.writer() as writer:
-        writer.set_manifest(name(store.manifest(), "mallory/model"))
+        manifest = store.manifest()
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | {"model": "mallory/model"}})
     fetched: list[bool] = []
 
     def hub(ref: str, *, offline: bool, once: object) -> Path:
@@ -423,23 +398,11 @@ def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
 
 
 def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
-    commit = pull._Pull._commit
-
-    def spy(job: pull._Pull, files: list[object]) -> None:
-        held.append(len(files))
-        commit(job, files)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(pull._Pull, "_commit", spy)
+    held = calls_of(monkeypatch, pull._Pull, "_commit", lambda job, files: len(files))
     for name, value in (("_UNPACKED_AT_ONCE", 2**12), ("_MOST_UNPACKED", 2**14), ("_MOST_RATIO", 0)):
         monkeypatch.setattr(pull, name, value)
     for number in range(12):
-        with Store.open(scene.theirs) as store, store.writer() as writer:
-            entry, document = of_file(store, scene.own)
-            path, text = f"/docs/{number}.md", document.text + " " * 2**11
-            writer.commit_file(
-                replace(entry, path=path, documents=(path,)), [replace(document, source=path, text=text)]
-            )
+        claim(scene, f"/docs/{number}.md", TRUE + " " * 2**11)
     said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
     assert 0 < len(said.json["damaged"]) < 12
     assert max(held) <= 3
@@ -479,10 +442,13 @@ def make_key(folder: Path, name: str) -> Path:
     return path
 
 
-def test_a_trusted_signature_counts_as_made_here(scene: Scene, tmp_path: Path) -> None:
+@pytest.mark.parametrize("came_unsigned", [False, True])
+def test_a_trusted_signature_counts_as_made_here(came_unsigned: bool, scene: Scene, tmp_path: Path) -> None:
     key = make_key(tmp_path, "ada")
     pack, new = tmp_path / "signed.kvpack", tmp_path / "new"
     kvtool("store", "export", pack, "--store", scene.theirs, "--sign", key).fine()
+    if came_unsigned:
+        bring(scene, "import", store=new)
     said = kvtool("store", "import", pack, "--store", new, "--trust", f"{key}.pub", "--json").fine().json
     assert said["trusted"] is True
     assert "ada@example" in said["origin"]
@@ -492,17 +458,6 @@ def test_a_trusted_signature_counts_as_made_here(scene: Scene, tmp_path: Path) -
     assert scene.ingest(store=new)["documents"]["unchanged"] == 1
     untrusted = kvtool("store", "import", pack, "--store", tmp_path / "other", "--json").fine().json
     assert untrusted["trusted"] is False
-
-
-def test_what_came_unsigned_is_trusted_once_its_signer_is(scene: Scene, tmp_path: Path) -> None:
-    key, new = make_key(tmp_path, "ada"), tmp_path / "new"
-    bring(scene, "import", store=new)
-    pack = tmp_path / "signed.kvpack"
-    kvtool("store", "export", pack, "--store", scene.theirs, "--sign", key).fine()
-    kvtool("store", "import", pack, "--store", new, "--trust", f"{key}.pub").fine()
-    with Store.open(new) as store:
-        assert "ada@example" in of_file(store, scene.own)[0].origin.name
-        assert store.foreign_chunks() == set()
 
 
 def test_a_signed_shared_store(scene: Scene, tmp_path: Path) -> None:
@@ -656,23 +611,16 @@ def test_why_a_trusted_key_did_not_help(scene: Scene, tmp_path: Path) -> None:
     assert kvtool("store", "import", pack, "--store", tmp_path / "plain", "--json").fine().json["signer"] is None
 
 
-def test_the_wrong_file_of_a_pair_of_keys(scene: Scene, tmp_path: Path) -> None:
+def test_files_that_are_not_the_key(scene: Scene, tmp_path: Path) -> None:
     key, pack = make_key(tmp_path, "ada"), scene.pack()
     public, at = f"{key}.pub", ("--store", scene.theirs)
-    kvtool("store", "export", pack, *at, "--force", "--sign", public).failed(2, f"takes the private key: {key}\n")
+    signing = ("store", "export", pack, *at, "--force", "--sign")
+    kvtool(*signing, public).failed(2, f"takes the private key: {key}\n")
     kvtool("store", "import", pack, *at, "--trust", key).failed(2, f"takes a public key: {public}\n")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("", "no private key"), ("ssh-ed25519 AAAA x\n", "no private key"), (None, "there is no key file")],
-)
-def test_a_key_that_is_none(content: str | None, said: str, scene: Scene, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "key").write_text(content)
-    arguments = ("store", "export", tmp_path / "x.kvpack", "--store", scene.theirs, "--sign", tmp_path / "key")
-    kvtool(*arguments).failed(2, said, "ssh-keygen")
-    assert not (tmp_path / "x.kvpack").exists()
+    kvtool(*signing, tmp_path / "none").failed(2, "there is no key file", "ssh-keygen")
+    for content in ("", "ssh-ed25519 AAAA x\n"):
+        (tmp_path / "other").write_text(content)
+        kvtool(*signing, tmp_path / "other").failed(2, "no private key", "ssh-keygen")
 
 
 def test_keys_of_ssh_keygen_and_of_openssl(tmp_path: Path) -> None:
@@ -717,9 +665,7 @@ def test_trust_decides(tmp_path: Path) -> None:
 def test_document_is_unpacked_once(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)
     kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()
-    read: list[str] = []
-    plain = Store.document
-    monkeypatch.setattr(Store, "document", lambda store, source: read.append(source) or plain(store, source))
+    read = calls_of(monkeypatch, Store, "document")
     with Store.open(tmp_path / "store") as store:
         session = Session(store)
         session.finder.index  # noqa: B018

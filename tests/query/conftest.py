@@ -1,5 +1,3 @@
-"""The shared fixtures of the command tests."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

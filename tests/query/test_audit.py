@@ -157,14 +157,3 @@ def test_every_answer_is_audited_before_the_next_is_given(store: Path) -> None:
             assert len(audits_of(store)) >= number
     assert len(audits_of(store)) == 3
     assert len({audit.kl_answer for audit in audits_of(store)}) == 1
-
-
-def test_what_fails_is_warned_of(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> Audit:
-        raise KvtoolError("out of memory", "use fewer chunks")
-
-    told: list[str] = []
-    monkeypatch.setattr(module, "audit", fail)
-    with api.open(store, warn=lambda text, hint: told.append(text)) as cache:
-        ask(cache)
-    assert told == ["an answer could not be audited: out of memory"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import side_files
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
 from kvtool.core.query.answer import answer
@@ -24,9 +23,6 @@ from tests.cli.working import (
     QUESTION,
     SHORT,
     Done,
-    chunks_of,
-    drop_records,
-    fail_gate,
     kvtool,
     write_corpus,
 )
@@ -138,31 +134,6 @@ def test_reasons_are_for_those_who_ask(path: Path, watch: Stopwatch) -> None:
     assert kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, "-q").fine().err == ""
 
 
-@pytest.mark.slow
-def test_nothing_cached(path: Path, watch: Stopwatch) -> None:
-    chunks = chunks_of(path, "mill2.md")
-    drop_records(path, *chunks)
-    at = ("--documents", "mill2.md")
-    row = ask(path, *at).json
-    assert row["fusion"] == "prefix"
-    assert {chunk["status"] for chunk in row["chunks"]} == {"miss"}
-    assert "miss" not in {chunk["status"] for chunk in ask(path, *at).json["chunks"]}
-
-
-def test_one_exact_chunk(path: Path, watch: Stopwatch) -> None:
-    row = ask(path, "--chunks", chunks_of(path, "mill0.md")[0]).json
-    assert row["fusion"] == "prefix"
-    assert row["tokens"]["recomputed"] == 0
-
-
-@pytest.mark.slow
-def test_the_gate_refuses(path: Path, watch: Stopwatch) -> None:
-    fail_gate(path)
-    kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT).failed(12, "law 4", "--force")
-    assert watch.measured == []
-    assert ask(path, "--force").json["controller"]["fusion"] == "union"
-
-
 def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
     first, second = ask(path), ask(path)
     assert watch.measured == ["pass", "raw"]
@@ -172,19 +143,11 @@ def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
     assert [first.json["controller"][name] for name in fields] == [second.json["controller"][name] for name in fields]
 
 
-BROKEN = [
-    "",
-    "{",
-    "[]",
-    "null",
-    '{"format": 1}',
-    '{"format": 99, "machines": {}}',
-    '{"format": 1, "machines": 7}',
-]
+BROKEN = ["", "{", "[]", '{"format": 1}', '{"format": 99, "machines": {}}', '{"format": 1, "machines": 7}']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", [*BROKEN, {"fixed": -1}, {"fixed": "fast"}, {"fixed": None}])
+@pytest.mark.parametrize("content", [*BROKEN, {"fixed": -1}, {"fixed": None}])
 def test_a_file_that_cannot_be_used_is_made_anew(content: str | dict[str, Any], path: Path, watch: Stopwatch) -> None:
     ask(path)
     if isinstance(content, dict):
@@ -196,17 +159,6 @@ def test_a_file_that_cannot_be_used_is_made_anew(content: str | dict[str, Any], 
     ask(path)
     ask(path)
     assert watch.measured == ["pass", "raw"] * 2
-
-
-@pytest.mark.slow
-def test_another_machine_keeps_its_row(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(speeds, "machine_of", lambda device, dtype: "elsewhere")
-        ask(path)
-    ask(path)
-    assert watch.measured == ["pass", "raw"] * 2
-    assert "elsewhere" in json.loads(kept(path).read_text())["machines"]
 
 
 def test_a_store_that_cannot_be_written(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,14 +178,6 @@ def test_what_a_busy_machine_does_is_not_kept(path: Path, watch: Stopwatch, monk
     assert watch.measured == ["pass", "raw"] * 2
     ask(path)
     assert watch.measured == ["pass", "raw"] * 2
-
-
-def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(side_files, "atomic_write", full)
-    assert ask(path).json["fusion"] == "union"
 
 
 def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from kvtool.core.errors import ContextFullError, KvtoolError, UsageError
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from tests.cli.working import CHUNKS, kvtool, write_corpus
-from tests.families import save_tiny
 
 FIRST, SECOND = "Who built the third mill?", "What does the fifth mill grind?"
 ASKING: dict[str, Any] = {"max_tokens": 6, "top_k": 3}
@@ -159,30 +157,6 @@ def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path)
         assert "the conversation starts over" in said[-1]
     with pytest.raises(UsageError, match="was closed"):
         talk.ask(SECOND)
-
-
-@pytest.mark.slow
-def test_a_model_that_keeps_states(tmp_path: Path) -> None:
-    folder = save_tiny("qwen3-next", tmp_path / "model")
-    write_corpus(tmp_path / "corpus", 2)
-    kvtool("ingest", tmp_path / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with package.open(tmp_path / "store") as cache:
-        talk = cache.conversation(**ASKING)
-        first = talk.ask("Who built the first mill?")
-        reply = talk.ask(Request("And the second?", documents=("mill1.md",)))
-        assert reply.tokens["resident"] > first.tokens["prompt"]
-        assert reply.tokens["fresh"] == reply.tokens["prompt"] - reply.tokens["resident"]
-    with torch.inference_mode():
-        expected = model(torch.tensor([reply.fused.plan.text_ids])).logits[0, -1]
-    assert float((reply.fused.logits - expected).abs().max()) <= 1e-4
-
-
-def test_over_a_session_of_ones_own(cache: package.Cache) -> None:
-    talk = Conversation.over(cache._opened(), QueryOptions(**ASKING))
-    assert talk.ask(FIRST).to_json()["turn"] == {"number": 1, "search": FIRST}
-    row = talk.ask(FIRST).to_json()
-    assert {one["status"] for one in row["resident_chunks"]} == {"resident"}
 
 
 def another_instruction(store: Path) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.answer import answer
-from kvtool.core.query.audit import compare
 from kvtool.core.query.iterative import confidence, judge
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out
@@ -151,13 +149,6 @@ def test_only_the_answer_is_streamed(session: Session, temperature: float) -> No
 def test_the_time_to_the_first_token_holds_all_rounds(session: Session) -> None:
     reply = answer(session, REQUEST, QueryOptions(defer=True, defer_threshold=2.0, max_tokens=3))
     assert reply.timing_ms["ttft"] >= sum(one.milliseconds for one in reply.rounds)
-
-
-def test_comparing_is_refused_in_python_too(session: Session) -> None:
-    with pytest.raises(UsageError):
-        compare(session, REQUEST, QueryOptions(defer=True), ["reuse"])
-    with pytest.raises(UsageError):
-        answer(session, REQUEST, QueryOptions(defer=True, defer_first=0))
 
 
 @pytest.mark.parametrize(

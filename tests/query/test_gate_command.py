@@ -18,7 +18,7 @@ def failed(store: Path) -> Path:
 @pytest.mark.slow
 def test_every_mode_but_full_refuses(failed: Path) -> None:
     with untouched(failed):
-        for mode in ("prefix", "reuse", "epic", "blend"):
+        for mode in ("prefix", "reuse", "epic", "blend", "auto"):
             done = kvtool("query", QUESTION, "--store", failed, "--fusion", mode, *SHORT, "--json")
             done.failed(12, "law 4", "0.731", "0.08", "--force", "--fusion full")
         kvtool("query", QUESTION, "--store", failed, "--compare", "reuse", *SHORT).failed(12, "law 4")

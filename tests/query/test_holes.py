@@ -28,6 +28,7 @@ from tests.cli.working import (
     prefix_chunk,
     write_corpus,
 )
+from tests.compress.making import flip, levels_in, replace_record
 
 
 def ask(store: Path, *more: object) -> Done:
@@ -72,53 +73,15 @@ def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
     assert damages(store) == []
 
 
-def break_level(store: Path, chunk: str, level: str) -> None:
-    with Store.open(store) as opened:
-        record = opened.read_kv(bytes.fromhex(chunk), level, 0)
-        payload = bytes(record[1])
-    data = next((store / "data").glob("gen-*/data.mdb"))
-    broken = bytearray(payload)
-    broken[len(broken) // 2] ^= 4
-    content = data.read_bytes()
-    assert payload in content
-    data.write_bytes(content.replace(payload, bytes(broken)))  # a page that was given up may hold a copy
-
-
-def levels_of(store: Path, chunk: str) -> list[str]:
-    with Store.open(store) as opened:
-        return opened.levels(bytes.fromhex(chunk))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("broken", "left"),
-    [
-        ("cachegen-1", ["cachegen-2", "raw"]),
-        ("cachegen-2", ["cachegen-1", "raw"]),
-        ("raw", ["cachegen-1", "cachegen-2", "raw"]),
-    ],
-)
-def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store: Path) -> None:
-    kvtool("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0", "--store", store)
-    before = payloads(store)
-    chunk = chunks_of(store, "mill2.md")[1]
-    assert levels_of(store, chunk) == ["cachegen-1", "cachegen-2", "raw"]
-    break_level(store, chunk, broken)
-    assert statuses(ask(store, "--level", broken, "--fusion", "reuse").json)[1] == "miss"
-    assert levels_of(store, chunk) == left
-    assert payloads(store) == before
-    assert damages(store) == []
-
-
 @pytest.mark.slow
 def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
     """Of a compressed store one level is damaged: the chunk is computed, and what else there was of it is kept."""
     compress = ("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0")
     kvtool(*compress, "--drop-raw", "--yes", "--store", store).fine()
     chunk = chunks_of(store, "mill2.md")[1]
-    break_level(store, chunk, "cachegen-1")
+    replace_record(store, chunk, "cachegen-1", 0, flip)
     assert statuses(ask(store, "--level", "cachegen-1", "--fusion", "reuse").json)[1] == "miss"
-    assert levels_of(store, chunk) == ["cachegen-2", "raw"]
+    assert levels_in(store)[chunk] == ["cachegen-2", "raw"]
     assert damages(store) == []
 
 
@@ -156,18 +119,6 @@ def test_all_of_it_is_a_hole(store: Path) -> None:
 def test_an_instruction_of_ones_own_is_told_by_what_it_is(store: Path) -> None:
     done = ask(store, "--fusion", "reuse", "--system", "Answer in one word.")
     assert "the prompt's beginning was computed in place: another instruction than the store's" in done.err
-
-
-def test_the_beginning_of_the_prompt(store: Path) -> None:
-    before, prefix = payloads(store), prefix_chunk(store)
-    whole = ask(store, "--fusion", "reuse").json
-    drop_records(store, prefix)
-    done = ask(store, "--fusion", "reuse")
-    assert f"chunk {prefix[:12]} was computed in place" in done.err
-    assert done.json["tokens"]["fresh"] > whole["tokens"]["fresh"]
-    assert done.json["answer"] == whole["answer"]  # nothing is before it, so its rows are the same
-    assert payloads(store) == before
-    assert ask(store, "--fusion", "reuse").json["tokens"] == whole["tokens"]
 
 
 @pytest.mark.slow
@@ -227,15 +178,6 @@ def test_compare_with_a_hole(store: Path) -> None:
     row = ask(store, "--compare", "reuse,epic,blend").json
     assert [run["chunks"][1]["status"] for run in row["runs"]] == ["miss", "miss", "hit", "hit"]
     assert damages(store) == []
-
-
-def test_the_same_hole_twice_in_a_prompt(store: Path) -> None:
-    before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
-    drop_records(store, chunk)
-    args = ("query", QUESTION, "--store", store, "--chunks", chunk, chunk, "--fusion", "reuse", *SHORT, "--json")
-    assert statuses(kvtool(*args).fine().json) == ["miss", "miss"]
-    assert statuses(kvtool(*args).fine().json) == ["hit", "hit"]
-    assert payloads(store) == before
 
 
 def test_a_dry_run_needs_no_lock(store: Path, corpus: Path) -> None:

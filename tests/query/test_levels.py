@@ -5,15 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.lossless import Lossless, Raw
 from kvtool.core.query import answer, prompt
 from tests.cli.working import (
     CHUNKS,
@@ -25,6 +21,7 @@ from tests.cli.working import (
     chunks_of,
     damages,
     files_below,
+    flip_row,
     kvtool,
     payloads,
     write_corpus,
@@ -33,11 +30,9 @@ from tests.compress.making import (
     damage_profile,
     drop,
     drop_profile,
-    fixed_losses,
     flip,
     levels_in,
     prefix_of,
-    refit,
     replace_record,
     rows,
     spoil,
@@ -63,19 +58,6 @@ def test_lossless_answers_as_raw_does(mode: str, both: tuple[Path, Path]) -> Non
     assert 0 < rows[1]["bytes_read"] < rows[0]["bytes_read"]
 
 
-def test_what_was_stored_is_what_raw_holds(both: tuple[Path, Path]) -> None:
-    with Store.open(both[0]) as plain, Store.open(both[1]) as small:
-        assert plain.chunk_ids() == small.chunk_ids()
-        documents = {ref.chunk_id for document in small.documents() for ref in document.chunks}
-        for chunk in documents:
-            assert small.levels(chunk) == ["lossless"]
-            for layer in range(LAYERS):
-                header, data = plain.read_kv(chunk, "raw", layer)
-                shape = (header.kv_heads, header.tokens, header.head_dim_k)
-                sides = Lossless("lossless").decode_one(small.read_kv(chunk, "lossless", layer)[1], shape, header.dtype)
-                assert b"".join(Raw("raw").encode(*sides)) == bytes(data)
-
-
 @pytest.mark.parametrize(("asked", "stored"), [("lossless", "raw"), ("raw", "lossless")])
 def test_a_level_that_is_not_stored_is_computed_and_said(
     asked: str, stored: str, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -91,39 +73,17 @@ def test_a_level_that_is_not_stored_is_computed_and_said(
     assert files_below(path) == before
 
 
-def test_a_level_that_there_is_not(store: Path) -> None:
-    kvtool("query", QUESTION, "--store", store, "--level", "7").failed(2, "'7' is none of", "lossless")
-
-
-def test_records_of_an_unknown_level_are_named() -> None:
-    said: list[str] = []
-    session: Any = SimpleNamespace(warn_once=lambda text, hint: said.append(text))
-    prompt._tell_of_unknown(session, ["raw", "9"])
-    assert said == ["records at level '9' are not read: there is no codec for it here"]
-
-
 def test_a_payload_that_cannot_be_decoded_is_a_hole(both: tuple[Path, Path], tmp_path: Path) -> None:
     """Its digest is right, so only the codec can detect it."""
     path = Path(shutil.copytree(both[1], tmp_path / "store"))
-    chunk = bytes.fromhex(chunks_of(path, "mill2.md")[1])
-    with Store.open(path) as opened, opened.writer() as writer:
-        records = []
-        for layer in range(LAYERS):
-            header, data = opened.read_kv(chunk, "lossless", layer)
-            records.append(encode_record(chunk, header, [data[:-1] if layer == 2 else data]))
-        info = opened.chunk_info(chunk)
-        writer.drop_level([chunk], "lossless")
-        writer.put_chunk(chunk, info, "lossless", records)
-        writer.flush()
-        assert decode_record(chunk, records[2])[0].layer == 2
+    spoil(path, chunks_of(path, "mill2.md")[1], "lossless", 2, at=0)
     at = ("--store", path, "--documents", "mill2.md", *SHORT, "--json")
     row = kvtool("query", QUESTION, *at).fine().json
     assert [chunk["status"] for chunk in row["chunks"]][:3] == ["exact", "miss", "hit"]
-    assert "do not fit" in row["chunks"][1]["reason"]
+    assert "damaged" in row["chunks"][1]["reason"]
     again = kvtool("query", QUESTION, *at).fine().json  # stored again, as raw
     assert "miss" not in {chunk["status"] for chunk in again["chunks"]}
     assert again["answer"] == row["answer"]
-    assert damages(path) == []
 
 
 def know(path: Path, **losses: float) -> None:
@@ -148,21 +108,6 @@ def payload_bytes(path: Path, *levels: str) -> int:
     wanted = [(chunk, level) for chunk in chunks_of(path, "mill0.md") for level in levels]
     wanted.append((prefix_of(path), "raw"))
     return sum(len(rows(path, level)[chunk, layer]) - 80 for chunk, level in wanted for layer in range(LAYERS))
-
-
-@pytest.mark.slow
-def test_a_chunk_of_an_older_profile_is_not_read_for_what_the_new_one_loses(
-    fitted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    know(fitted, l2=0.7)
-    exactly = ask(fitted, "--level", "auto").json["bytes_read"]
-    assert exactly == payload_bytes(fitted, "raw")
-    one = chunks_of(fitted, "mill0.md")[0]
-    fixed_losses(monkeypatch, {"2": 1e-6})
-    refit(fitted, "2", questions=1, chunks=(one,))
-    sizes = {lv: sum(len(rows(fitted, lv)[one, at]) - 80 for at in range(LAYERS)) for lv in ("raw", *"234")}
-    saved = sizes["raw"] - sum(sizes[level] for level in "234")
-    assert ask(fitted, "--level", "auto").json["bytes_read"] == exactly - saved
 
 
 @pytest.mark.slow
@@ -237,19 +182,6 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
     assert reasons == ["no stored level is known to lose at most 0.02 nats a token", "not stored"]
 
 
-def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "make", None)
-    one, *others = chunks_of(fitted, "mill0.md")
-    for level in "123":
-        drop(fitted, level, one)
-    before = files_below(fitted)
-    done = ask(fitted, "--level", "2")
-    assert [chunk["status"] for chunk in done.json["chunks"]] == ["miss", *["hit"] * len(others)]
-    assert done.json["chunks"][0]["reason"] == "not stored at level 2"
-    assert done.err.count("was computed in place: not stored at level 2") == 1
-    assert files_below(fitted) == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload", "not these numbers"])
 @pytest.mark.parametrize("level", ["2", "4"])
@@ -290,11 +222,7 @@ def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], No
 
 def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
     know(fitted, l4=0.001)
-    with Store.open(fitted) as store, store.snapshot() as snapshot:
-        data = bytearray(snapshot.get(tables.META, tables.CODEC_KEY) or b"")
-    flip(data)
-    with Store.open(fitted) as store:
-        store.environment.write(lambda transaction: transaction.put(tables.META + tables.CODEC_KEY, bytes(data)), 0)
+    flip_row(fitted, tables.META, tables.CODEC_KEY)
     done = ask(fitted)
     assert statuses(done) <= {"hit", "exact"}
     assert done.json["bytes_read"] == payload_bytes(fitted, "raw")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.access_log import Served
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.fusion.prefix_cache import encode_part
 from tests.cli.working import CHUNKS, SHORT, Done, damages, emptied, flip_row, kvtool, write_corpus
 from tests.families import save_tiny
 
@@ -93,15 +91,6 @@ def test_the_second_question_computes_itself_alone(store: Path) -> None:
     assert keys_of(store) == before  # a question is not kept
 
 
-@pytest.mark.slow
-def test_another_document_begins_behind_the_prompts_beginning(store: Path) -> None:
-    ask(store, FIRST)
-    other = ask(store, FIRST, "--token-ids", documents="mill3.md").json
-    assert other["tokens"]["reused"] == len(other["segments"]["prefix"]) > 0
-    assert other["answer"] == ask(store, FIRST, "--fusion", "full", documents="mill3.md").json["answer"]
-    assert ask(store, SECOND).json["tokens"]["reused"] > other["tokens"]["reused"]
-
-
 def test_compared_with_full_it_is_the_same(store: Path) -> None:
     ask(store, FIRST)
     asked = ("query", SECOND, "--store", store, "--documents", "mill2.md", *SHORT)
@@ -113,16 +102,11 @@ def test_compared_with_full_it_is_the_same(store: Path) -> None:
     assert full["fusion"] == "full"
 
 
-@pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "union", "infoflow", "auto"])
-def test_other_modes_are_refused(mode: str, store: Path) -> None:
-    refused = kvtool("query", FIRST, "--store", store, "--documents", "mill2.md", "--fusion", mode)
-    refused.failed(2, "recurrent state", "`--fusion prefix` or `--fusion full`")
-
-
 def test_modes_are_refused_before_the_model_is_loaded(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.checkpoint.load.load_model", None)
     asked = ("query", FIRST, "--store", store, "--documents", "mill2.md")
-    kvtool(*asked, "--fusion", "union").failed(2, "recurrent state")
+    for mode in ("reuse", "epic", "blend", "union", "infoflow", "auto"):
+        kvtool(*asked, "--fusion", mode).failed(2, "recurrent state", "`--fusion prefix` or `--fusion full`")
     kvtool(*asked, "--compare", "prefix,reuse").failed(2, "--fusion reuse")
 
 
@@ -242,45 +226,6 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
     assert damages(store) == []
 
 
-@pytest.mark.slow
-def test_a_state_that_is_no_number_is_computed_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its digest is right: it was written so."""
-
-    def overflowed(tensors: Mapping[str, torch.Tensor]) -> bytes:
-        wrong = {name: one * torch.nan if name.startswith("recurrent") else one for name, one in tensors.items()}
-        return encode_part(wrong)
-
-    monkeypatch.setattr("kvtool.core.fusion.prefix_cache.encode_part", overflowed)
-    ask(store, FIRST)
-    monkeypatch.undo()
-    done = ask(store, SECOND)
-    assert "is damaged, and was computed again" in done.err
-    assert done.json["answer"] == ask(store, SECOND, "--fusion", "full").json["answer"]
-    again = ask(store, SECOND)
-    assert "damaged" not in again.err
-    assert again.json["tokens"]["reused"] > 0
-
-
-def test_what_is_left_of_others_is_looked_for_once_a_writer(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes all names of the table."""
-    looked = []
-    monkeypatch.setattr("kvtool.core.cache.writer.left_over", lambda snapshot: looked.append(snapshot) or [])
-    ask(store, FIRST)
-    assert stretches(store)["count"] > 3
-    assert len(looked) == 1
-
-
-@pytest.mark.slow
-def test_repair_drops_the_stretch_whole(store: Path) -> None:
-    ask(store, FIRST)
-    before = stretches(store)["count"]
-    flip_row(store, tables.STRETCHES, list(each_kind(store))[2])
-    kvtool("store", "verify", "--repair", "--store", store)
-    assert stretches(store)["count"] == before - 1
-    assert damages(store) == []
-    assert {len(key) for key in keys_of(store)} == {20, 23}
-
-
 def test_a_missing_part_is_damage(store: Path) -> None:
     ask(store, FIRST)
     key = list(each_kind(store))[1]
@@ -335,14 +280,6 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
         assert verify(opened) == []
     second = ask(taken, SECOND).json
     assert {chunk["status"] for chunk in second["chunks"]} == {"exact"}
-    kvtool("store", "import", place, "--store", taken, "--mine").fine()  # what is there is skipped
-    content = place.read_bytes()
-    at = content.index(b'["keys"') + 500
-    place.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    again = kvtool("store", "import", place, "--store", tmp_path / "again", "--mine", "--json")
-    assert again.code == 13
-    assert "state checkpoint" in again.json["damaged"][0]["subject"]
-    assert ask(tmp_path / "again", SECOND).json["answer"] == second["answer"]
 
 
 @pytest.mark.slow
@@ -367,17 +304,3 @@ def test_what_a_question_found_is_counted(store: Path) -> None:
         chunks = [ref.chunk_id for document in named for ref in document.chunks]
         assert opened.served() == Served(2, len(chunks), len(chunks))
         assert opened.last_used().keys() == {*chunks} | {*opened.stretches()}
-
-
-def test_dropped_stretches_leave_no_time_of_use(store: Path) -> None:
-    ask(store, FIRST)
-    with Store.open(store) as opened, opened.writer() as writer:
-        writer.fold_access()
-        writer.drop_stretches(opened.stretches())
-        assert opened.folded_uses().keys() == {*opened.chunk_ids()} & opened.folded_uses().keys()
-        assert writer.collect() == 0
-
-
-def test_it_cites(store: Path) -> None:
-    row = ask(store, FIRST, "--cite").json
-    assert row["citations"] if row["answer"] else row["citations"] == []

@@ -20,11 +20,9 @@ from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageE
 from kvtool.core.query import answer as answering
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.prompt import _candidate, lay_out
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
-from tests.cli.working import CHUNKS, chunks_of, drop_records, kvtool
+from tests.cli.working import CHUNKS, kvtool
 
 NEW = "# The windmill\n\nThe windmill on the hill was built by Zacharias in 1888. It pumps water."
 OPTIONS = QueryOptions(max_tokens=4, top_k=3)
@@ -151,22 +149,6 @@ def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> 
         assert after.revision > before.revision
         assert facts(after) == facts(answer(Session.open(other), Request("third mill"), options))
         assert after.fused.logits.tolist() != before.fused.logits.tolist()
-
-
-def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> None:
-    told: list[str] = []
-    asked = lay_out(session, Request("first", documents=("mill0.md",)), OPTIONS)
-    drop_records(store, *chunks_of(store, "mill0.md"))
-    with Store.open(store) as other, other.writer() as writer:
-        writer.drop_chunks([hit.passage.chunk_id for hit in asked.hits])
-    session.warn = lambda text, hint: told.append(text)
-    hit = asked.hits[0]
-    found = _candidate(session, hit, "auto", 0.0)
-    assert found.ids == asked.plan.chunks[0].ids
-    passage = hit.passage
-    wrong = [replace(passage, start=passage.start + 1), replace(passage, index=99), replace(passage, source="gone")]
-    assert [_candidate(session, Hit(one, 1.0), "auto", 0.0) for one in wrong] == [None] * 3
-    assert len(told) == 3
 
 
 def test_a_store_of_another_model_is_refused(session: Session, store: Path) -> None:

@@ -18,7 +18,6 @@ from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out_messages, lay_out_request
 from kvtool.core.query.reply import OWN_TEXT, Request
-from kvtool.core.retrieval import finder
 from kvtool.core.session.session import Session
 from tests.cli.working import QUESTION, kvtool
 
@@ -156,13 +155,6 @@ def test_chunks_without_all_of_their_rows_are_computed_and_not_stored_once_more(
         reply = answer(session, request, QueryOptions(max_tokens=4, force=True))
         assert {*reply.reasons} == {"no stored level has all of its rows"}
         assert {chunk_id: opened.levels(chunk_id) for chunk_id in opened.chunk_ids()} == before
-
-
-def test_other_answers_go_on_while_chunks_are_indexed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[int] = []
-    monkeypatch.setattr(finder, "run_pending", lambda: pauses.append(1))
-    session.finder.spot([5] * 100)
-    assert len(pauses) == len(session.finder.index.chunk_ids())
 
 
 def test_a_chunk_that_is_repaired_is_spotted_again(session: Session, messages: Messages) -> None:

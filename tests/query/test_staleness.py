@@ -7,8 +7,8 @@ import io
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -16,37 +16,19 @@ import pytest
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.query import staleness
-from kvtool.core.query.reply import ReplyChunk
 
 GUARD = 30.0  # seconds; the check at its worst takes two
 
 
-@dataclass(frozen=True)
-class _Cited:
-    source: str
-    staleness: str = ""
-
-
-@dataclass
-class _Store:
-    entries: dict[str, FileEntry] = field(default_factory=dict)
-
-    def file(self, path: str) -> FileEntry | None:
-        return self.entries.get(path)
-
-
 def states(*entries: FileEntry) -> list[str]:
     """What is said of each file, asked from a thread of its own so that a check that blocks fails the test."""
-    store = cast(Store, _Store({entry.path: entry for entry in entries}))
-    chunks = cast(list[ReplyChunk], [_Cited(entry.path) for entry in entries])
-    said: list[str] = []
-    asking = threading.Thread(
-        target=lambda: said.extend(chunk.staleness for chunk in staleness.with_changes(store, chunks)), daemon=True
-    )
+    known = {entry.path: entry for entry in entries}
+    store, said = cast(Store, SimpleNamespace(file=known.get)), dict[str, str]()
+    asking = threading.Thread(target=lambda: said.update(staleness.changes(store, [*known])), daemon=True)
     asking.start()
     asking.join(GUARD)
     assert not asking.is_alive()
-    return said
+    return list(said.values())
 
 
 def entry(path: Path | str, data: bytes = b"", **fields: Any) -> FileEntry:

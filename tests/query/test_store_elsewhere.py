@@ -39,15 +39,6 @@ def test_copied_and_moved_stores_answer_alike(store: Path, tmp_path: Path) -> No
     assert kvtool("store", "verify", "--store", tmp_path / "moved", "--json").fine().json["damaged"] == []
 
 
-def test_a_copy_without_index_and_gate(store: Path) -> None:
-    args = ("query", QUESTION, "--store", store, *SHORT, "--json")
-    expected = kvtool(*args).fine().json
-    shutil.rmtree(store / "index")
-    shutil.rmtree(store / "gate")
-    row = kvtool(*args).fine().json
-    assert {name: row[name] for name in FIELDS} == {name: expected[name] for name in FIELDS}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend"])
 @pytest.mark.parametrize("layer", [0, 3])
@@ -88,18 +79,6 @@ def test_a_flipped_bit_in_the_prefix(store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bit_nobody_reads_is_found_by_verify(store: Path, corpus: Path) -> None:
-    before, chunk = payloads(store), chunks_of(store, "mill5.md")[0]
-    break_record(store, chunk, 0)
-    kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT).fine()
-    assert kvtool("store", "verify", "--store", store).code == 13
-    kvtool("store", "verify", "--repair", "--store", store).fine()
-    report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
-    assert report["chunks"]["computed"] == 1
-    assert payloads(store) == before
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("table", ["chunks", "levels"])
 def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
     """The chunk's ids come from the document's text then."""
@@ -118,19 +97,6 @@ def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
     assert kvtool(*args).fine().json["chunks"] == whole["chunks"]
     assert payloads(store) == before
     assert damages(store) == []
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_in_a_document(store: Path, corpus: Path) -> None:
-    """What it says is unknown then: an error with the way out, not an answer."""
-    before = payloads(store)
-    source = str(corpus / "mill2.md")
-    flip_row(store, tables.DOCUMENTS, tables.name_key(source))
-    kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store).failed(13, "--repair")
-    kvtool("store", "verify", "--repair", "--store", store).fine()
-    kvtool("ingest", corpus, "--store", store).fine()
-    kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT).fine()
-    assert payloads(store) == before
 
 
 def test_a_flipped_bit_in_a_document_is_healed_by_ingest(store: Path, corpus: Path) -> None:
@@ -153,18 +119,3 @@ def test_a_flipped_bit_in_the_manifest(store: Path, corpus: Path, tiny: Path) ->
     report = kvtool("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS, "--json").fine().json
     assert report["chunks"]["computed"] == 0  # what it said is said again, and all records are still good
     assert payloads(store) == before
-
-
-def test_no_chunk_is_answered_with_the_wrong_ids(store: Path) -> None:
-    """Records of another chunk under this one's key: the digest knows."""
-    one, two = (bytes.fromhex(chunk) for chunk in chunks_of(store, "mill2.md")[1:3])
-    with Store.open(store) as opened:
-        with opened.snapshot() as snapshot:
-            other = snapshot.get(tables.RECORDS, tables.record_key(two, "raw", 1))
-            data = bytes(other)
-        key = tables.RECORDS + tables.record_key(one, "raw", 1)
-        opened.environment.write(lambda transaction: transaction.put(key, data), 0)
-    args = ("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT, "--json")
-    row = kvtool(*args).fine().json
-    assert [chunk["status"] for chunk in row["chunks"]][:3] == ["hit", "miss", "hit"]
-    assert {chunk["status"] for chunk in kvtool(*args).fine().json["chunks"]} == {"hit"}

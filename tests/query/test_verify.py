@@ -136,23 +136,3 @@ def test_an_interrupted_answer_is_verified_as_far_as_it_came(cache: package.Cach
     assert 1 < len(reply.generated.ids) < 20
     assert reply.generated.ids == full.ask(QUESTION).generated.ids[: len(reply.generated.ids)]
     assert reply.generated.finish == "stop"
-
-
-def test_an_interrupted_check_keeps_what_it_accepted(cache: package.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, talk = cache.conversation(fusion="full", **ASKING), cache.conversation(fusion="reuse", verify=True, **ASKING)
-    checked, check = list[module.Check](), module.check
-    monkeypatch.setattr("kvtool.core.query.answer.check", lambda *of: checked.append(check(*of)) or checked[-1])
-    reply = talk.ask(QUESTION, going=lambda: not checked)
-    known = tuple(checked[0].known)
-    assert reply.generated.ids == known == full.ask(QUESTION).generated.ids[: len(known)]
-    assert len(known) < 20
-    assert reply.generated.finish == "stop"
-
-
-def test_a_chat_through_a_pipe(store: Path) -> None:
-    asked = f"{QUESTION}\nAnd when?\n".encode()
-    at = ("chat", "--store", store, *SHORT)
-    full = kvtool(*at, "--fusion", "full", stdin=asked).fine()
-    done = kvtool(*at, "--fusion", "reuse", "--verify", stdin=asked).fine()
-    assert done.out.splitlines() == [line.strip() for line in full.out.splitlines()]
-    assert done.err.count("verified: full prefill ") == 2

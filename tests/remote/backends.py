@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from kvtool.core.remote.blobs import Blobs, open_blobs
 from tests.remote.object_stub import AzureServer, GoogleServer, WebServer
 from tests.remote.serving import AMAZON, Link
-from tests.remote.way import Way
 
-Stop = Callable[[], object]
 Server = Callable[[str], Any]  # one that is there for all tests: `pytest`'s `getfixturevalue`
 
 
@@ -26,147 +25,156 @@ class Site:
 
     Attributes
     ----------
-    url : by which it is read, through any link or proxy.
-    home : by which it is written; the same but for a web server, of which nothing but reading is known.
-    ask_at : lets it be reached through another port.
-    way : a proxy that knows HTTP, before its server.
+    at : lets it be reached through a port, and returns the URL by which it is read then.
+    folder : where its values are files, or None.
+    way : the proxy (`Way`) before a server of HTTP whose answers are to fail.
     pulled, asked : what comes in a pull of all, and in a question: bytes, or reads of a folder.
     """
 
-    name: str
-    url: str
-    home: str
+    at: Callable[[int], str]
     port: int = 0
-    ask_at: Callable[[Site, int], None] = lambda site, port: None
-    folder: Path | None = None
-    way: Way | None = None
+    folder: Any = None
+    way: Any = None
     pulled: float = 0
     asked: float = 0
+    url: str = ""
+
+    def reach(self, port: int = 0) -> None:
+        self.url = self.at(port or (self.way.port if self.way is not None else self.port))
 
     @property
-    def reading_port(self) -> int:
-        return self.way.port if self.way is not None else self.port
+    def home(self) -> str:
+        """Return the URL by which it is written: of a web server nothing but reading is known."""
+        return f"file://{self.folder}" if self.folder is not None else self.url
 
 
-class Backend(NamedTuple):
-    """A column: `schemes` of `KINDS`, whose tests these are. Faults that are the same for a `kind` are said once."""
+class Scene:
+    """A shared store that a fault happens to. `middle`: bytes through the link, or reads of the folder, until half of
+    all has come."""
 
-    schemes: tuple[str, ...]
-    kind: str
-    make: Callable[[Server, Path, pytest.MonkeyPatch, list[Stop]], Site]
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.link: Any = Link(site.way.port if site.way is not None else site.port) if site.port else None
+        if self.link is not None:
+            site.reach(self.link.port)
+        self.middle = 0.0
+        self.patch, self.later = pytest.MonkeyPatch(), ExitStack()
+
+    @contextmanager
+    def made(self, make: Callable[[Scene], object], middle: float) -> Iterator[None]:
+        self.middle = middle
+        try:
+            make(self)
+            yield
+        finally:
+            self.patch.undo()
+            self.later.close()
+
+    def blobs(self, patience: float = 30.0) -> Blobs:
+        return open_blobs(self.site.url, patience)
+
+    @contextmanager
+    def behind(self) -> Iterator[Blobs]:
+        with closing(open_blobs(self.site.home)) as blobs:
+            yield blobs
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.site.reach()
 
 
-def _folder(server: Server, folder: Path, patch: pytest.MonkeyPatch, stops: list[Stop]) -> Site:
-    url = f"file://{folder}/shared"
-    return Site("file", url, url, folder=folder / "shared")
+def _folder(server: Server, folder: Path, patch: pytest.MonkeyPatch, stack: ExitStack) -> Site:
+    return Site(lambda port: f"file://{folder}/shared", folder=folder / "shared")
 
 
-def _redis(server: Server, folder: Path, patch: pytest.MonkeyPatch, stops: list[Stop]) -> Site:
-    number = next(_NUMBERS)
-
-    def ask_at(site: Site, port: int) -> None:
-        site.url = site.home = f"redis://127.0.0.1:{port}/0?prefix=site-{number}"
-
-    return _named(Site("redis", "", "", server("redis_server").port, ask_at))
+def _redis(server: Server, folder: Path, patch: pytest.MonkeyPatch, stack: ExitStack) -> Site:
+    prefix = f"site-{next(_NUMBERS)}"
+    return Site(lambda port: f"redis://127.0.0.1:{port}/0?prefix={prefix}", server("redis_server").port)
 
 
-def _s3(server: Server, folder: Path, patch: pytest.MonkeyPatch, stops: list[Stop]) -> Site:
+def _s3(server: Server, folder: Path, patch: pytest.MonkeyPatch, stack: ExitStack) -> Site:
     there = server("s3_server")
+    url = there.folder()
     for name, value in AMAZON.items():
         patch.setenv(name, value)
-    url = there.folder()
-    site = Site("s3", url, url, there.port)
-    site.ask_at = lambda site, port: patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    return _behind_a_way(site, stops)
+
+    def at(port: int) -> str:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        return str(url)
+
+    return Site(at, there.port)
 
 
-def _google(server: Server, folder: Path, patch: pytest.MonkeyPatch, stops: list[Stop]) -> Site:
-    there = GoogleServer()
-    stops.append(there.close)
-
-    def ask_at(site: Site, port: int) -> None:
-        at = f"http://127.0.0.1:{port}"
-        key = {"gcs_base_url": at, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+def _google(server: Server, folder: Path, patch: pytest.MonkeyPatch, stack: ExitStack) -> Site:
+    def at(port: int) -> str:
+        base = f"http://127.0.0.1:{port}"
+        key = {"gcs_base_url": base, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
         patch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
-        patch.setenv("GOOGLE_BASE_URL", at)
+        patch.setenv("GOOGLE_BASE_URL", base)
+        return "gs://bucket/team/kv"
 
-    return _behind_a_way(Site("gs", "gs://bucket/team/kv", "gs://bucket/team/kv", there.port, ask_at), stops)
+    return Site(at, stack.enter_context(closing(GoogleServer())).port)
 
 
-def _azure(server: Server, folder: Path, patch: pytest.MonkeyPatch, stops: list[Stop]) -> Site:
-    there = AzureServer()
-    stops.append(there.close)
+def _azure(server: Server, folder: Path, patch: pytest.MonkeyPatch, stack: ExitStack) -> Site:
     patch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     patch.setenv("AZURE_SKIP_SIGNATURE", "true")
-    site = Site("az", "az://bucket/team/kv", "az://bucket/team/kv", there.port)
-    site.ask_at = lambda site, port: patch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{port}")
-    return _behind_a_way(site, stops)
+
+    def at(port: int) -> str:
+        patch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{port}")
+        return "az://bucket/team/kv"
+
+    return Site(at, stack.enter_context(closing(AzureServer())).port)
 
 
-def _web(server: Server, folder: Path, patch: pytest.MonkeyPatch, stops: list[Stop]) -> Site:
-    there = WebServer(folder / "shared")
-    stops.append(there.close)
-    site = Site("web", "", f"file://{folder}/shared", there.port, _web_at, folder / "shared")
-    return _behind_a_way(site, stops)
-
-
-def _web_at(site: Site, port: int) -> None:
-    site.url = f"http://127.0.0.1:{port}/kv"
-
-
-def _behind_a_way(site: Site, stops: list[Stop]) -> Site:
-    site.way = Way(site.port)
-    stops.append(site.way.close)
-    return _named(site)
-
-
-def _named(site: Site) -> Site:
-    site.ask_at(site, site.reading_port)
-    return site
+def _web(server: Server, folder: Path, patch: pytest.MonkeyPatch, stack: ExitStack) -> Site:
+    there = stack.enter_context(closing(WebServer(folder / "shared")))
+    return Site(lambda port: f"http://127.0.0.1:{port}/kv", there.port, folder / "shared")
 
 
 _NUMBERS = itertools.count()
-BACKENDS: Mapping[str, Backend] = {
-    "file": Backend(("file",), "file", _folder),
-    "redis": Backend(("redis", "rediss"), "redis", _redis),
-    "s3": Backend(("s3",), "http", _s3),
-    "gs": Backend(("gs",), "http", _google),
-    "az": Backend(("az",), "http", _azure),
-    "web": Backend(("https", "http"), "http", _web),
+
+
+class Backend(NamedTuple):
+    """A column: `schemes` of `KINDS`, whose tests these are, and the kinds that name its faults in the table."""
+
+    schemes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    make: Callable[[Server, Path, pytest.MonkeyPatch, ExitStack], Site]
+
+
+BACKENDS = {
+    "file": Backend(("file",), ("file",), _folder),
+    "redis": Backend(("redis", "rediss"), ("redis",), _redis),
+    "s3": Backend(("s3",), ("s3", "bucket", "http"), _s3),
+    "gs": Backend(("gs",), ("gs", "bucket", "http"), _google),
+    "az": Backend(("az",), ("az", "bucket", "http"), _azure),
+    "web": Backend(("https", "http"), ("web", "http"), _web),
 }
-READ_ONLY = {"web": "it can only be read"}  # the others are written, too
-WRITABLE = [name for name in BACKENDS if name not in READ_ONLY]
+WRITABLE = [name for name in BACKENDS if name != "web"]
+FAR = [name for name in BACKENDS if name != "file"]  # whatever has a line that can be cut
 
 
 @contextmanager
-def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Site]:
-    stops: list[Stop] = []
+def _made(request: pytest.FixtureRequest) -> Iterator[Site]:
     given = request.getfixturevalue
-    site = BACKENDS[name].make(given, given("tmp_path"), given("monkeypatch"), stops)
-    site.ask_at(site, site.port)
-    yield site
-    for stop in stops:
-        stop()
+    with ExitStack() as stack:
+        site = BACKENDS[request.param].make(given, given("tmp_path"), given("monkeypatch"), stack)
+        site.reach()
+        yield site
 
 
-@pytest.fixture
-def gs_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with _made("gs", request) as site:
-        yield site.url
-
-
-@pytest.fixture
-def az_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with _made("az", request) as site:
+@pytest.fixture(params=["file", "redis", "s3"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the URL of an empty shared store on the backends of different code; `WRITABLE` is for several at once."""
+    with _made(request) as site:
         yield site.url
 
 
 @pytest.fixture(params=["redis", "s3"])
 def behind(request: pytest.FixtureRequest) -> Iterator[Link]:
-    with _made(request.param, request) as site, closing(Link(site.port)) as link:
-        site.ask_at(site, link.port)
+    with _made(request) as site, closing(Link(site.port)) as link:
+        site.reach(link.port)
         link.url, link.home = site.url, site.home
         yield link
-
-
-FAR = [name for name in BACKENDS if name != "file"]  # whatever has a line that can be cut

@@ -4,17 +4,20 @@ No package has a server of theirs that runs without their clouds, so these answe
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+import pytest
 
 PAGE = 3  # names in one answer to a list
 
@@ -42,13 +45,17 @@ class Answer(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
+BREAK = Answer(0)  # no answer at all
+
+
 class HttpServer(ThreadingHTTPServer):
-    """Answers each request with :meth:`answer`; `asked` are those that came."""
+    """Answers each request with `answer`: None closes the connection without a word. `asked` are those that came."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Any = None) -> None:
+        self._answer = answer
         self.asked: list[Request] = []
         super().__init__(("127.0.0.1", 0), _Handler)
         self.port = int(self.server_port)
@@ -56,8 +63,8 @@ class HttpServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def answer(self, request: Request) -> Answer | None:
-        """Answer a request; None closes the connection without a word."""
-        raise NotImplementedError
+        found: Answer | None = self._answer(request)
+        return found
 
     def close(self) -> None:
         self.shutdown()
@@ -99,13 +106,37 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *given: object) -> None: ...
 
 
-class AnsweringServer(HttpServer):
-    def __init__(self, answer: Callable[[Request], Answer | None]) -> None:
-        self._answer = answer
+class Way(HttpServer):
+    """An HTTP proxy before a port: it counts, and `trouble` answers in the port's place where it returns an answer."""
+
+    trouble: Callable[[Request], Answer | None] | None = None
+
+    def __init__(self, to: int) -> None:
+        self._to = to
         super().__init__()
 
     def answer(self, request: Request) -> Answer | None:
-        return self._answer(request)
+        answer = self.trouble(request) if self.trouble is not None else None
+        return None if answer is BREAK else answer or self.forwarded(request)
+
+    def forwarded(self, request: Request) -> Answer:
+        with closing(http.client.HTTPConnection("127.0.0.1", self._to, timeout=60)) as there:
+            there.request(request.method, request.target, request.body, dict(request.headers))
+            found = there.getresponse()
+            body = found.read()
+        own = {"connection", "transfer-encoding", "content-length", "date", "server"}
+        headers = {name: value for name, value in found.getheaders() if name.lower() not in own}
+        length = found.headers["Content-Length"] if request.method == "HEAD" else str(len(body))
+        return Answer(found.status, body, {**headers, "Content-Length": length or "0"})
+
+
+Serve = Callable[[Callable[[Request], Answer | None]], HttpServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    with ExitStack() as stack:
+        yield lambda answer: stack.enter_context(closing(HttpServer(answer)))
 
 
 class TcpServer:

@@ -21,7 +21,6 @@ from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import records_wanted
 from kvtool.core.remote.catalogue_io import read_catalogue
 
-PASSWORD = "open sesame"
 AMAZON = {"AWS_ACCESS_KEY_ID": "AKIAZQXWVA", "AWS_SECRET_ACCESS_KEY": "zqxwvb", "AWS_REGION": "us-east-1"}
 
 
@@ -55,54 +54,48 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-class RedisServer:
-    """`redis-server` on a loopback port, without persistence."""
+class Service:
+    """A program that serves a loopback port."""
+
+    def __init__(self, port: int, *command: object) -> None:
+        self.port = port
+        self._child = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(3000):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server did not start")
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+
+class RedisServer(Service):
+    """`redis-server`, without persistence."""
 
     def __init__(self, folder: Path, *more: str) -> None:
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         if program is None:
             pytest.skip("redis-server is not installed (apt-get install redis-server)")
-        self.port = free_port()
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *more]
-        self._child = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-        _wait_for(self.port)
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        port = free_port()
+        options = ("--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder, *more)
+        super().__init__(port, program, *options)
+        self.url = f"redis://127.0.0.1:{port}/0"
 
 
-class S3Server:
-    """moto's S3 on a loopback port. It knows no users, so whatever signs a request is let in."""
+class S3Server(Service):
+    """moto's S3. It knows no users, so whatever signs a request is let in."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self._child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _wait_for(self.port)
+        port = free_port()
+        super().__init__(port, sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port)
         self._folders = itertools.count()
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/bucket", method="PUT")
-        with urllib.request.urlopen(asked, timeout=30):
-            pass
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+        urllib.request.urlopen(asked, timeout=30).close()
 
     def folder(self) -> str:
         return f"s3://bucket/team/kv{next(self._folders)}"
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
-
-
-def _wait_for(port: int) -> None:
-    for _ in range(3000):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the server did not start")
 
 
 class Link:
@@ -222,17 +215,6 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in AMAZON.items():
         monkeypatch.setenv(name, value)
     return s3_server.folder()
-
-
-# A tier of each kind: the fixture of a server's URL, or the URL of a place below the test's own folder.
-TIERS = {"file": "file://{folder}/shared", "redis": "redis_url", "s3": "s3_url"}
-
-
-@pytest.fixture(params=TIERS)
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the URL of an empty shared store of each kind; `WRITABLE` of `backends.py` is for several at once."""
-    tier = TIERS.get(request.param, f"{request.param}_url")
-    return tier.format(folder=tmp_path) if "://" in tier else str(request.getfixturevalue(tier))
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import time
 from contextlib import closing
 from pathlib import Path
@@ -14,8 +16,7 @@ from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.prefetch import Prefetcher
-from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
-from tests.remote.trouble_folder import in_the_way
+from tests.remote.serving import Link
 
 BIG = bytes(range(256)) * 4096
 
@@ -140,37 +141,6 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
             assert again.get(["x"]) == [b"1"]
 
 
-def test_no_redis_there() -> None:
-    with closing(open_blobs(f"redis://127.0.0.1:{free_port()}/0")) as blobs:
-        for call in (lambda: blobs.get(["x"]), lambda: blobs.put({"x": b""}), lambda: list(blobs.names())):
-            with pytest.raises(RemoteError, match="cannot be reached") as caught:
-                call()
-            assert caught.value.hint
-        with pytest.raises(RemoteError, match="cannot be reached"):
-            fetch(blobs, whole("x"))
-    with closing(open_blobs("redis://no.such.host.invalid/0")) as blobs, pytest.raises(RemoteError, match=r"invalid"):
-        blobs.get(["x"])
-
-
-def test_a_password(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, "--requirepass", PASSWORD)
-    try:
-        for user in ("", ":wrong@"):
-            with (
-                closing(open_blobs(f"redis://{user}127.0.0.1:{server.port}/0")) as blobs,
-                pytest.raises(RemoteError, match="refuses") as caught,
-            ):
-                blobs.get(["x"])
-            assert "password" in caught.value.hint
-            assert "wrong" not in caught.value.message
-        with closing(open_blobs(f"redis://:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{server.port}/0")) as blobs:
-            blobs.put({"x": b"1"})
-            assert blobs.get(["x"]) == [b"1"]
-            assert blobs.url == server.url.replace("://", "://***@")
-    finally:
-        server.kill()
-
-
 def test_who_waits_may_give_up(behind: Link) -> None:
     with closing(open_blobs(behind.url)) as blobs:
         blobs.put({"x": BIG})
@@ -198,6 +168,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
             blobs.put({"x": b"1"})
         with pytest.raises(KvtoolError):
             blobs.compare_and_swap("head", None, b"1")
+
+
+def in_the_way(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path may not be long
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+        os.chdir(here)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**40)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])

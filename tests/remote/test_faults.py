@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.common.urls import KINDS
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.remote import object_store, send
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, records_wanted
@@ -24,10 +23,10 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, id_of
-from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
-from tests.remote.backends import BACKENDS, READ_ONLY, WRITABLE, Site
-from tests.remote.faults import FILES, READING, SENDING, VALUES, Cell, Harm, cell_of, cells
-from tests.remote.scene import Scene
+from tests.remote import trouble_folder
+from tests.remote.backends import BACKENDS, Scene, Site
+from tests.remote.faults import READING, SENDING, VALUES, Cell, Harm, cells
+from tests.remote.object_stub import Way
 from tests.remote.test_hostile import CODEC
 from tests.remote.test_sharing import add, is_whole, new_store
 from tests.remote.test_transfer import PROFILE, bytes_of
@@ -52,10 +51,10 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         patch.setattr(send, "PACK_BYTES", 1)
         patch.setattr(object_store, "_RETRIES", 1)
         patch.setenv("KVTOOL_HOME", str(folder / "pushing"))
-        ends: list = []
-        made = BACKENDS[request.param].make(request.getfixturevalue, folder, patch, ends)
-        for end in ends:
-            stack.callback(end)
+        made = BACKENDS[request.param].make(request.getfixturevalue, folder, patch, stack)
+        if "http" in BACKENDS[request.param].kinds:
+            made.way = stack.enter_context(closing(Way(made.port)))
+        made.reach()
         with closing(scene := Scene(made)), scene.behind() as blobs, Store.open(pristine) as store:
             push(store, blobs)
             patch.setenv("KVTOOL_HOME", str(folder / "home"))  # copies of the catalogue stay there
@@ -166,9 +165,6 @@ def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> Non
         push(store, blobs, delete=True)
 
 
-# ---- values ------------------------------------------------------------------------------------------------------
-
-
 VITAL = ("head", "catalogue", "shard", "meta/manifest")  # without these nothing can be said
 
 
@@ -245,46 +241,5 @@ def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
         push(store, blobs, delete=True)
 
 
-@pytest.mark.parametrize(("site", "cell"), cells(FILES), indirect=["site"])
-def test_odd_files(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with scene.behind() as blobs:
-        before = one_of_each(blobs)
-        for number, kinds in enumerate([*([kind] for kind in VITAL), [kind for kind in before if kind not in VITAL]]):
-            monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / str(number)))  # no copy of the catalogue is there
-            names = [before[kind][0] for kind in kinds]
-            for name in names:
-                cell.make(scene.folder / name)
-            if number < len(VITAL):
-                with pytest.raises(DamagedError):
-                    pull(tmp_path / "pulled", blobs)
-            else:
-                report = pull(tmp_path / "pulled", blobs, trust=Trust(mine=True))
-                assert all(any(name in row["reason"] for row in report.damaged) for name in names)
-            for path in (scene.folder / name for name in names):
-                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-            blobs.put({before[kind][0]: before[kind][1] for kind in kinds})
-    check(tmp_path / "pulled", pristine)
-
-
-# ---- the table ---------------------------------------------------------------------------------------------------
-
-
 def test_every_backend_has_its_column() -> None:
     assert sorted(scheme for backend in BACKENDS.values() for scheme in backend.schemes) == sorted(KINDS)
-    assert {*WRITABLE} | READ_ONLY.keys() == BACKENDS.keys()
-    for table in (READING, SENDING, FILES):
-        for fault, row in table.items():
-            for name in BACKENDS:
-                cell = cell_of(row, name)
-                assert isinstance(cell, Cell) or len(cell.split()) > 2, (fault, name)
-
-
-def test_every_trouble_has_its_row() -> None:
-    rows = inspect.getsource(faults)
-    for alias, module in {"folder": trouble_folder, "http": trouble_http, "redis": trouble_redis}.items():
-        for name, made in inspect.getmembers(module, inspect.isfunction):
-            of_a_scene = (
-                list(inspect.signature(made).parameters) == ["scene"] and made.__annotations__["return"] == "None"
-            )
-            if made.__module__ == module.__name__ and (of_a_scene or made.__annotations__["return"] == "Make"):
-                assert f"{alias}.{name}" in rows, name

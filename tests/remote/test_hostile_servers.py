@@ -1,23 +1,25 @@
-"""Servers that mean to harm their clients: a Redis and an S3 that answer what no such server would.
+"""Servers that mean to harm their clients: a Redis and an S3 that answer what no such server would, and peers of
+`rediss://` and `https://` that show a certificate of another, an old one, their own, or none.
 
 Whatever comes, a command ends with an error that names the place, takes no memory for what is only claimed, and loses
 nothing of the store that is here."""
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import itertools
 import os
 import resource
 import socket
-import subprocess
-import sys
+import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+import trustme
 
 from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
@@ -27,9 +29,10 @@ from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from tests.cache.making import check_file, make_store
-from tests.remote.object_stub import Answer, AnsweringServer, Request, TcpServer
+from tests.remote.object_stub import Answer, HttpServer, Request, Serve, TcpServer
 from tests.remote.serving import AMAZON
 
+NOW, DAY = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
 PATIENCE = 0.5
 SMALL = 300 * 2**20  # bytes that a command may have more than an idle one
 
@@ -156,13 +159,6 @@ def _push(store: Path, blobs: object) -> None:
 
 @pytest.mark.some(7)
 @pytest.mark.parametrize("name", REDIS)
-def test_a_hostile_redis(name: str, store: Path) -> None:
-    with closing(HostileRedis(getrange=REDIS[name], time=REDIS[name])) as server:
-        both_ways(server.url, store)
-
-
-@pytest.mark.some(4)
-@pytest.mark.parametrize("name", REDIS)
 def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
     with closing(HostileRedis(**dict.fromkeys(commands, REDIS[name]))) as server:
@@ -229,7 +225,6 @@ S3: dict[str, Callable[[Request], Answer | None]] = {
 
 
 S3_URL = "s3://bucket/team/kv"
-Start = Callable[[Callable[[Request], Answer | None]], AnsweringServer]
 
 
 def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
@@ -238,25 +233,23 @@ def point_at(patch: pytest.MonkeyPatch, port: int) -> None:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    with ExitStack() as stack:
+def s3(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    def start(say: Callable[[Request], Answer | None]) -> HttpServer:
+        server = serve(say)
+        point_at(monkeypatch, server.port)
+        return server
 
-        def start(say: Callable[[Request], Answer | None]) -> AnsweringServer:
-            server = stack.enter_context(closing(AnsweringServer(say)))
-            point_at(monkeypatch, server.port)
-            return server
-
-        yield start
+    return start
 
 
 @pytest.mark.parametrize("name", S3)
-def test_a_hostile_s3(name: str, store: Path, s3: Start) -> None:
+def test_a_hostile_s3(name: str, store: Path, s3: Serve) -> None:
     server = s3(S3[name])
     both_ways(S3_URL, store)
     assert len(server.asked) < 200
 
 
-def test_no_signature_goes_where_a_server_sends_us(store: Path, s3: Start) -> None:
+def test_no_signature_goes_where_a_server_sends_us(store: Path, s3: Serve) -> None:
     """Check that a request is made again elsewhere without what was signed for the first host, or not at all."""
     thief = s3(lambda request: Answer(404))
     s3(lambda request: Answer(307, headers={"Location": f"http://127.0.0.1:{thief.port}/bucket/head"}))
@@ -275,7 +268,7 @@ def _page(*keys: str, more: bool) -> bytes:
     return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}</ListBucketResult>".encode()
 
 
-def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_never_ends(s3: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "MOST_NAMES", 100)
     monkeypatch.setattr(object_store, "_MANY", 1)
     s3(lambda request: Answer(200, _page("team/kv/pack/a", "team/kv/pack/a", more=True)))
@@ -285,7 +278,7 @@ def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
-def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
+def test_names_of_a_list_that_are_none(key: str, s3: Serve) -> None:
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -339,7 +332,7 @@ def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch)
         both_ways(S3_URL, store)
 
 
-def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
+def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Serve) -> None:
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
     with closing(RawServer(first, b"x" * 2**20)) as server, pytest.MonkeyPatch.context() as patch:
@@ -358,17 +351,69 @@ def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -
             assert sum(len(span.data) for span in reader._waiting) == 0
 
 
-# ---- a whole command ---------------------------------------------------------------------------------------------
+# ---- TLS -----------------------------------------------------------------------------------------------------------
 
 
-def test_commands_end_in_words(store: Path) -> None:
-    command = [sys.executable, "-m", "kvtool", "store", "pull"]
-    for name in ("a bulk of 2^60", "arrays in arrays", "an array of 2^28"):
-        with closing(HostileRedis(getrange=REDIS[name])) as server:
-            done = subprocess.run(
-                [*command, server.url, "--store", str(store)], capture_output=True, text=True, timeout=120, check=False
-            )
-        assert done.returncode in (EXIT_FAILED, EXIT_DAMAGED)
-        assert "Traceback" not in done.stderr
-        assert "error: " in done.stderr
-    unharmed(store)
+class Peer(TcpServer):
+    """Shakes hands as its context does and keeps what clients say to it afterwards, or answers in plain bytes."""
+
+    def __init__(self, answer: ssl.SSLContext | bytes) -> None:
+        self.said = bytearray()
+        self._answer = answer
+        super().__init__()
+
+    def serve(self, client: socket.socket) -> None:
+        if isinstance(self._answer, bytes):
+            client.recv(65536)
+            client.sendall(self._answer)
+        else:
+            client = self._answer.wrap_socket(client, server_side=True)
+            self.said += client.recv(65536)
+            client.close()
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+CERTIFICATES = ("wrong name", "expired", "not yet", "self-signed", "old protocol", "plain text", "silence", "good")
+
+
+@pytest.fixture(params=CERTIFICATES)
+def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tuple[str, Peer]]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made = {
+        "wrong name": lambda: authority.issue_cert("elsewhere.example"),
+        "expired": lambda: authority.issue_cert("127.0.0.1", not_before=NOW - 2 * DAY, not_after=NOW - DAY),
+        "not yet": lambda: authority.issue_cert("127.0.0.1", not_before=NOW + DAY, not_after=NOW + 2 * DAY),
+        "self-signed": lambda: trustme.CA().issue_cert("127.0.0.1"),
+    }
+    made.get(request.param, lambda: authority.issue_cert("127.0.0.1"))().configure_cert(context)
+    if request.param == "old protocol":
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        with pytest.warns(DeprecationWarning, match="TLSv1"):
+            context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    said = {"plain text": b"-ERR no TLS here\r\nHTTP/1.1 200 OK\r\n\r\n", "silence": b""}
+    with closing(Peer(said.get(request.param, context))) as opened:
+        yield request.param, opened
+
+
+@pytest.mark.parametrize(
+    "url", ["rediss://:secret@127.0.0.1:{port}/0?ssl_ca_certs={trusted}", "https://127.0.0.1:{port}/kv"]
+)
+def test_certificates(
+    url: str, peer: tuple[str, Peer], authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kind, server), trusted = peer, tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(trusted)
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    with closing(open_blobs(url.format(port=server.port, trusted=trusted), PATIENCE)) as blobs:
+        with pytest.raises(KvtoolError) as caught:
+            blobs.get(["head"])
+        assert caught.value.exit_code == 1
+        assert caught.value.hint
+        if kind in CERTIFICATES[:4] and url.startswith("https"):
+            assert "certificate" in caught.value.message
+            assert "SSL_CERT_FILE" in caught.value.hint
+    assert bool(server.said) == (kind == "good")

@@ -1,10 +1,12 @@
-"""Levels of one chunk that were made on two machines, each of which rounds in its own way."""
+"""Levels of one chunk, and their measured losses, that were made on two machines, which round in different ways."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.records.read import read_chunk
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.pull import pull
@@ -30,6 +33,7 @@ from kvtool.core.session.identity import ProfileCache
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile
 from tests.remote.serving import wreck
+from tests.remote.test_sharing import MANIFEST, new_store
 
 CHUNK = id_of("f0.0")
 
@@ -45,7 +49,7 @@ def kv_of(layer: int, machine: int) -> KV:
 def compressed(path: Path, levels: Sequence[str], machine: int) -> Path:
     """Make a store whose first chunk is there at some levels, each refining the next coarser one of them."""
     with Store.open(make_store(path)) as store, store.writer() as writer:
-        writer.set_manifest({"identity": {"fingerprint": "model", "model": "tiny"}})
+        writer.set_manifest(MANIFEST)
         of = profile()
         writer.put_profile(of.digest, of.data, {"profile": of.digest.hex()})
         made = [encoded(*kv_of(layer, machine), levels, of, layer) for layer in range(LAYERS)]
@@ -176,3 +180,96 @@ def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
         assert torch.equal(read(store, "2"), before)
         difference = (read(store, "1") - read(store, "raw")).norm() / read(store, "raw").norm()
         assert difference < (before - read(store, "raw")).norm() / read(store, "raw").norm()
+
+
+# ---- measured losses ---------------------------------------------------------------------------------------------
+
+
+MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16
+
+
+def loss(nats: float) -> dict[str, float]:
+    return {"kl_answer": nats, "questions": 8.0}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(new_store(tmp_path / "store", files=2)) as opened:
+        yield opened
+
+
+def know(store: Store, codec: dict[str, Any]) -> None:
+    with store.writer() as writer:
+        writer.set_codec_state(codec)
+
+
+def seen(url: str) -> dict[str, Any]:
+    with open_shared(url) as tier:
+        return tier.codec_state()
+
+
+def test_what_is_measured_later_reaches_the_store_in_front(store: Store, blobs: Blobs) -> None:
+    first = {"profile": MINE, "losses": {MINE: {"2": loss(0.5)}}}
+    know(store, first)
+    push(store, blobs)
+    assert seen(blobs.url) == first
+    later = {"profile": THEIRS, "losses": {THEIRS: {"3": loss(0.001)}}}
+    know(store, later)
+    push(store, blobs)
+    assert seen(blobs.url) == later
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"profile": "", "losses": {}}, {"profile": "", "losses": {NONE: {"1": loss(0.1)}}}]
+)
+def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Store, blobs: Blobs) -> None:
+    digest = hashlib.blake2b(b"profile", digest_size=16).digest()
+    know(store, {"profile": digest.hex(), "losses": {digest.hex(): {"2": loss(0.001)}}})
+    with store.writer() as writer:
+        writer.put_profile(digest, b"profile")
+    push(store, blobs)
+    with store.writer() as writer:
+        writer.drop_profiles([digest])
+        writer.drop_level(store.chunk_ids(), "raw")
+    know(store, own)
+    push(store, blobs)
+    there = seen(blobs.url)
+    assert there["profile"] == digest.hex()
+    assert there["losses"] == {digest.hex(): {"2": loss(0.001)}} | own.get("losses", {})
+    head = blobs.get([HEAD])
+    push(store, blobs)
+    assert blobs.get([HEAD]) == head
+
+
+def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    know(store, {"profile": MINE, "losses": {MINE: {"1": loss(0.1), "3": loss(0.3)}}})
+    push(store, blobs)
+    place = tmp_path / "other"
+    with Store.open(new_store(place)) as other:
+        know(other, {"profile": MINE, "losses": {MINE: {"1": loss(0.2)}}})
+        pull(place, blobs, trust=OWN)
+        assert other.codec_state() == {"profile": MINE, "losses": {MINE: {"1": loss(0.2), "3": loss(0.3)}}}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "joined"),
+    [
+        ({}, {}, {}),
+        ({}, {"profile": MINE, "losses": {MINE: {"2": 1}}}, {"profile": MINE, "losses": {MINE: {"2": 1}}}),
+        ({"profile": MINE, "losses": {MINE: {"2": 1}}}, {}, {"profile": MINE, "losses": {MINE: {"2": 1}}}),
+        (  # another profile's losses are true of its own records only
+            {"profile": MINE, "losses": {MINE: {"2": 1}}},
+            {"profile": THEIRS, "losses": {THEIRS: {"2": 9, "3": 8}}},
+            {"profile": MINE, "losses": {MINE: {"2": 1}, THEIRS: {"2": 9, "3": 8}}},
+        ),
+        (
+            {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4}}},
+            {"profile": "", "losses": {NONE: {"1": 5, "4": 6}}},
+            {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4, "4": 6}}},
+        ),
+        ({"profile": ""}, {"profile": "", "losses": {NONE: {"1": 5}}}, {"profile": "", "losses": {NONE: {"1": 5}}}),
+        ({"profile": MINE}, {"named": True}, {"profile": MINE, "named": True, "losses": {}}),
+    ],
+)
+def test_two_codec_states(mine: dict[str, Any], theirs: dict[str, Any], joined: dict[str, Any]) -> None:
+    assert values.join_codec(mine, theirs) == joined

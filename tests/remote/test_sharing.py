@@ -70,10 +70,6 @@ def forget(store: Store, *paths: str) -> None:
         writer.collect()
 
 
-def below(url: str, name: str) -> str:
-    return f"{url}?prefix=kvtool/{name}" if url.startswith("redis:") else f"{url}/{name}"
-
-
 def put_foreign(blobs: Blobs, names: tuple[str, ...] = WORDS) -> dict[str, bytes]:
     values = {name: f"my {name}".encode() for name in names if "/" in name or name not in ("kv", "file")}
     blobs.put(values)
@@ -138,7 +134,7 @@ def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
 @pytest.mark.parametrize("name", ["inner", "deep/er/kv"])
 def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
     push(store, blobs)
-    inner = below(url, name)
+    inner = f"{url}/{name}"
     pushed_by(store, inner)()
     forget(store, "f1", "f2")
     push(store, blobs, delete=True, yes=True)
@@ -149,9 +145,9 @@ def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blo
 
 
 def test_no_tier_is_made_around_another_nor_inside_its_values(store: Store, url: str) -> None:
-    inner = below(url, "inner")
+    inner = f"{url}/inner"
     pushed_by(store, inner)()
-    for place in (url, below(url, "inner/pack"), below(url, "inner/shard")):
+    for place in (url, f"{url}/inner/pack", f"{url}/inner/shard"):
         with pytest.raises(StoreFormatError, match="not empty"):
             pushed_by(store, place)()
 
@@ -306,14 +302,6 @@ def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monk
     assert len(list(blobs.names("catalogue/"))) == 6  # nothing was deleted
 
 
-def test_what_is_lost_here_stays_there(store: Store, blobs: Blobs) -> None:
-    push(store, blobs)
-    with store.writer() as writer:
-        writer._commit([], [(tables.CHUNKS, id_of("f1.0"))])
-    push(store, blobs)
-    assert id_of("f1.0").hex() in read_catalogue(blobs).chunks
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("table", [tables.DOCUMENTS, tables.CHUNKS])
 @pytest.mark.parametrize("harm", ["damaged", "lost"])
@@ -352,12 +340,6 @@ def test_chunk_dropped_in_a_push(store: Store, blobs: Blobs, tmp_path: Path, mon
         patch.setattr(values, "survey", then_pruned)
         assert [row["reason"] for row in push(store, blobs).damaged] == ["layer 0 is not stored"]
     assert pull(tmp_path / "pulled", blobs).damaged == []
-
-
-def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None:
-    push(other, blobs)
-    push(store, blobs)
-    assert {id_of("g.0").hex(), id_of("f2.0").hex()} <= read_catalogue(blobs).chunks.keys()
 
 
 # ---- files in a shared folder -----------------------------------------------------------------------------------

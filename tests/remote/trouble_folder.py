@@ -1,24 +1,22 @@
-"""Faults of a folder: its mount disappears, refuses or hangs, and its files are no regular files."""
+"""Faults of a folder: its mount disappears, refuses or hangs."""
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tests.remote.scene import Scene
+from tests.remote.backends import Scene
 
 Make = Callable[[Scene], object]
 
 
 def unmounted(scene: Scene) -> None:
-    aside = scene.folder.with_name("aside")
-    scene.folder.rename(aside)
-    scene.later.callback(aside.rename, scene.folder)
+    aside = scene.site.folder.with_name("aside")
+    scene.site.folder.rename(aside)
+    scene.later.callback(aside.rename, scene.site.folder)
 
 
 def _before_reads(scene: Scene, what: Callable[[], object]) -> None:
@@ -61,7 +59,7 @@ def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
         real = os.open
 
         def opened(path: Any, flags: int, *given: Any, **more: Any) -> int:
-            inside = more.get("dir_fd") is not None or str(path).startswith(str(scene.folder))
+            inside = more.get("dir_fd") is not None or str(path).startswith(str(scene.site.folder))
             if inside and of(flags):
                 raise OSError(error, os.strerror(error), str(path))
             return real(path, flags, *given, **more)
@@ -93,25 +91,3 @@ def crawls(scene: Scene) -> None:
 
 def cannot_sync(error: int) -> Make:
     return lambda scene: scene.patch.setattr(os, "fsync", _raising(error))
-
-
-def in_the_way(path: Path, kind: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "link":
-        path.symlink_to("/etc/passwd")
-    elif kind == "socket":
-        here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path may not be long
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-        os.chdir(here)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        with path.open("wb") as file:
-            file.truncate(2**40)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import unquote
 
-from tests.remote.object_stub import Answer, Request
-from tests.remote.scene import Scene
+from tests.remote.backends import Scene
+from tests.remote.object_stub import BREAK, Answer, Request
 from tests.remote.serving import Link
-from tests.remote.way import BREAK, Way
 
 Make = Callable[[Scene], object]
 Which = Callable[[Request], bool]
@@ -27,17 +26,12 @@ def is_write(request: Request) -> bool:
     return request.method not in ("GET", "HEAD")
 
 
-def way_of(scene: Scene) -> Way:
-    assert scene.site.way is not None
-    return scene.site.way
-
-
 def answers(status: int, code: str = "", body: bytes = b"", which: Which = lambda request: True, **more: str) -> Make:
     headers = {name.replace("_", "-"): value for name, value in more.items()}
     answer = Answer(status, body or error(code), headers)
 
     def make(scene: Scene) -> None:
-        scene.patch.setattr(way_of(scene), "trouble", lambda request: answer if which(request) else None)
+        scene.patch.setattr(scene.site.way, "trouble", lambda request: answer if which(request) else None)
 
     return make
 
@@ -50,7 +44,7 @@ def in_the_middle(status: int, code: str) -> Make:
             seen.extend([request] * is_record(request))
             return Answer(status, error(code)) if len(seen) > 1 else None
 
-        scene.patch.setattr(way_of(scene), "trouble", answer)
+        scene.patch.setattr(scene.site.way, "trouble", answer)
 
     return make
 
@@ -65,7 +59,7 @@ def once(answer: Answer) -> Make:
             seen.add(kind)
             return answer if is_new else None
 
-        scene.patch.setattr(way_of(scene), "trouble", first)
+        scene.patch.setattr(scene.site.way, "trouble", first)
 
     return make
 
@@ -77,19 +71,19 @@ def cut_off(scene: Scene) -> None:
         if not is_record(request) or seen:
             return None
         seen.append(request)
-        whole = way_of(scene).forwarded(request)
+        whole = scene.site.way.forwarded(request)
         headers = {**whole.headers, "Content-Length": str(len(whole.body)), "Connection": "close"}
         return Answer(whole.status, whole.body[: len(whole.body) // 2], headers)
 
-    scene.patch.setattr(way_of(scene), "trouble", answer)
+    scene.patch.setattr(scene.site.way, "trouble", answer)
 
 
 def ignores_parts(scene: Scene) -> None:
     def answer(request: Request) -> Answer | None:
         headers = {name: value for name, value in request.headers.items() if name not in ("range", "x-ms-range")}
-        return way_of(scene).forwarded(request._replace(headers=headers))
+        return scene.site.way.forwarded(request._replace(headers=headers))
 
-    scene.patch.setattr(way_of(scene), "trouble", answer)
+    scene.patch.setattr(scene.site.way, "trouble", answer)
 
 
 def sent_elsewhere(scene: Scene) -> None:
@@ -98,24 +92,24 @@ def sent_elsewhere(scene: Scene) -> None:
     def answer(request: Request) -> Answer:
         return Answer(307, headers={"Location": f"http://127.0.0.1:{scene.site.port}{request.target}"})
 
-    scene.patch.setattr(way_of(scene), "trouble", answer)
+    scene.patch.setattr(scene.site.way, "trouble", answer)
 
 
 def says_nothing(scene: Scene) -> None:
-    scene.patch.setattr(way_of(scene), "trouble", lambda request: BREAK)
+    scene.patch.setattr(scene.site.way, "trouble", lambda request: BREAK)
 
 
 # ---- the line of any server ----
 
 
 def refused(scene: Scene) -> None:
-    scene.later.callback(scene.through().heal)
-    scene.through().close()
+    scene.later.callback(scene.link.heal)
+    scene.link.close()
 
 
 def _in_the_middle_of_the_line(then: Callable[[Link], None]) -> Callable[[Scene], None]:
     def make(scene: Scene) -> None:
-        link = scene.through()
+        link = scene.link
         scene.later.callback(link.heal)
         link.after(scene.middle, lambda: then(link))
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.remote.backends import Scene
 from tests.remote.object_stub import GoogleServer
-from tests.remote.scene import Scene
 
 Make = Callable[[Scene], object]
 
@@ -45,7 +45,7 @@ def allows_no(command: str) -> Make:
 def rights_end(scene: Scene) -> None:
     there, mine = client(scene), ("ACL", "SETUSER", "default")
     scene.later.callback(there.execute_command, *mine, "+getrange")
-    scene.through().after(scene.middle, lambda: there.execute_command(*mine, "-getrange"))
+    scene.link.after(scene.middle, lambda: there.execute_command(*mine, "-getrange"))
 
 
 def no_database(scene: Scene) -> None:
@@ -90,7 +90,7 @@ def holds_another_type(scene: Scene) -> None:
 def is_none(scene: Scene) -> None:
     web = GoogleServer()
     scene.later.callback(web.close)
-    scene.patch.setattr(scene.through(), "_to", web.port)
+    scene.patch.setattr(scene.link, "_to", web.port)
 
 
 def is_full(scene: Scene) -> None:

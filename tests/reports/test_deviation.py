@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.plan import Plan
@@ -24,26 +22,13 @@ from kvtool.reports.kv_deviation import (
     spearman,
     top_share,
 )
-from kvtool.reports.reused_prompt import Chosen, ReusedPrompt
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, plain_rows, swapped
-
-Weights = list[torch.Tensor]
+from kvtool.reports.reused_prompt import ReusedPrompt
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_rows
+from tests.reports.plain import attention_of, past_of
 
 
 def subject_of(one: Case, plan: Plan | None = None) -> ReusedPrompt:
     return ReusedPrompt.of(one.decoder, plan or one.plan(lead_in=BOS), one.source)
-
-
-def plain_attention(one: Case, plan: Plan, rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> Weights:
-    """Attention weights of the question over given keys and values of the context, `[heads, rows, keys]` a layer."""
-    start = plan.segments[-1].start
-    model, past = plain_model(one.name, one.dtype), DynamicCache()
-    for layer in range(one.decoder.stored_layers):
-        past.update(*swapped(model, *(side[:, :, :start].clone() for side in rows_of(layer))), layer)
-    ids, positions = torch.tensor([plan.ids[start:]]), torch.arange(start, plan.length)[None]
-    with torch.inference_mode():
-        out = model(input_ids=ids, position_ids=positions, past_key_values=past, output_attentions=True)
-    return [weights[0].float() for weights in out.attentions]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,8 +62,11 @@ def test_attention_deviates_as_eager_attention_says(name: str) -> None:
     cache = subject.recomputing(chosen)
     ours = attention_deviation(cache, subject.queries(cache), full, subject.queries(full))
     exact = plain_rows(one.name, one.dtype, tuple(plan.ids), 0)
-    right = plain_attention(one, plan, lambda layer: exact[layer])
-    wrong = plain_attention(one, plan, lambda layer: (cache.buffers[layer].keys, cache.buffers[layer].values))
+    start, reused = plan.segments[-1].start, [(buffer.keys, buffer.values) for buffer in cache.buffers]
+    layers = one.decoder.stored_layers
+    right, wrong = (
+        attention_of(one, plan.ids[start:], past_of(one, sides[:layers], start)) for sides in (exact, reused)
+    )
     wanted = [float((a - b).norm() / b.norm()) for a, b in zip(wrong, right, strict=True)]
     assert ours == pytest.approx(wanted, abs=1e-5)
     assert max(ours) > 1e-3
@@ -145,11 +133,3 @@ def test_nothing_that_is_reused_from_elsewhere() -> None:
     one = case("llama")
     with pytest.raises(UsageError, match="reused"):
         subject_of(one, one.plan(CHUNKS[:1], lead_in=PREFIX))
-
-
-def test_rows_that_were_chosen_are_those_recomputed() -> None:
-    one = case("llama")
-    subject = subject_of(one)
-    chosen = torch.zeros(subject.plan.length, dtype=torch.bool)
-    chosen[subject.hits[3:9]] = True
-    assert torch.equal(subject.fused(Chosen(chosen)).recomputed, chosen)

@@ -1,5 +1,3 @@
-"""Bootstrap intervals."""
-
 from __future__ import annotations
 
 import numpy as np

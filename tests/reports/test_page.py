@@ -1,5 +1,3 @@
-"""The page that reports are written on."""
-
 from __future__ import annotations
 
 import re
@@ -64,18 +62,6 @@ def test_all_that_was_given_is_there_and_nothing_is_fetched() -> None:
     assert 'name="viewport"' in html
 
 
-def test_nothing_to_tell() -> None:
-    assert "Empty" in Outline(page("Empty", {}, [])).text
-
-
-def test_many_values_of_x_are_not_all_labelled() -> None:
-    few = line_charts("Few", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(16))),))], "x")
-    many = line_charts("Many", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(60))),))], "x")
-    labels = [re.findall(r'text-anchor="middle">(\d+)<', chart) for chart in (few, many)]
-    assert labels == [[str(x) for x in range(16)], [str(x) for x in range(0, 60, 2)]]
-    assert many.count("<title>") == 60
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")
 def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
@@ -107,12 +93,3 @@ def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
         assert found, done.stdout[:500]
         seen.append(found.groups())
     assert seen == [("true", "rgb(255, 255, 255)"), ("scrolls", "rgb(20, 24, 29)")]
-
-
-def test_numbers_stand_to_the_right_and_words_to_the_left() -> None:
-    rows = (("union", 0.5, "0.167 [0.000, 0.500]", "2.07x", "/a/b.md:1"), ("full", 1, "-", "1.00x", "c.md:2"))
-    html = page("t", {}, [Section("s", tables=(Table(("run", "F1", "KL", "speedup", "source"), rows),))])
-    heads = re.findall("<th([^>]*)>([^<]*)</th>", html)
-    assert [name for kind, name in heads if kind] == ["run", "source"]
-    assert html.count('<td class="words">') == 4
-    assert "<th>" in page("t", {}, [Section("s", tables=(Table(("none",), ()),))])

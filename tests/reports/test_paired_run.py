@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from transformers import DynamicCache
 
-from kvtool.core.evaluate.reference import Reference, forced_logits, kl
+from kvtool.core.evaluate.reference import Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
@@ -18,7 +17,8 @@ from kvtool.core.query.prompt import PromptLayout
 from kvtool.core.query.reply import Request
 from kvtool.reports.paired_run import PairedRun, RunSpec, parse_run
 from kvtool.reports.report import NO_CONTEXT
-from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, swapped, tokens
+from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_text, tokens
+from tests.reports.plain import past_of, run_plain
 
 RUNS = tuple(
     parse_run(text)
@@ -96,26 +96,6 @@ def test_answers_that_end() -> None:
     assert len({length for length, ended in ends if ended}) > 2
 
 
-@pytest.mark.slow
-def test_distances() -> None:
-    own, options = case("qwen3"), QueryOptions(max_tokens=8)
-    whole = scratch(own, RUNS[0], options, CHUNKS)
-    script = whole.script
-    rows = dict(paired(own, options).rows(RUNS[1:]))
-    log_p = {}
-    for spec in RUNS:
-        logits = forced_logits(own.decoder, fused_by(own, spec, options), script)
-        log_p[spec.name] = logits.double().log_softmax(-1)
-    for spec in RUNS:
-        row = rows[spec.name]
-        divergence = kl(log_p["full"], log_p[spec.name])
-        assert row["kl_first"] == pytest.approx(float(divergence[0]), abs=1e-9)
-        assert row["kl_answer"] == pytest.approx(float(divergence.mean()), abs=1e-9)
-        assert row["top1_agrees"] == bool(log_p["full"][0].argmax() == log_p[spec.name][0].argmax())
-    assert rows["prefix"]["kl_answer"] < 1e-9 < rows["reuse"]["kl_answer"]
-    assert rows["full"] | {"speedup": 1.0, "kl_first": 0.0, "kl_answer": 0.0, "answer_equal": True} == rows["full"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_distances_by_transformers_alone(name: str) -> None:
     """Eager attention of the unmodified model, KL in numpy: none of kvtool's own passes, scripts' logits or scores."""
@@ -128,10 +108,7 @@ def test_distances_by_transformers_alone(name: str) -> None:
     rows = dict(paired(own, options).rows(RUNS[1:]))
     for spec in RUNS[1:]:
         fused = fused_by(own, spec, options)
-        past = DynamicCache()
-        for layer, buffer in enumerate(fused.cache.buffers):
-            keys, values = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
-            past.update(*swapped(own.decoder.model, keys, values), layer)
+        past = past_of(own, ((buffer.keys, buffer.values) for buffer in fused.cache.buffers), start)
         mine = plain_log_p(own, plan.ids[start:], script, past)
         divergence = (np.exp(full) * (full - mine)).sum(-1)
         assert rows[spec.name]["kl_first"] == pytest.approx(divergence[0], abs=1e-5)
@@ -140,12 +117,7 @@ def test_distances_by_transformers_alone(name: str) -> None:
 
 def plain_log_p(own: Case, ids: list[int], script: Sequence[int], past: DynamicCache | None) -> np.ndarray:
     """Before each token of the script: float64 `[len(script), vocabulary]`."""
-    seen = past.get_seq_length() if past is not None else 0
-    both = [*ids, *script[:-1]]
-    positions = torch.arange(seen, seen + len(both))[None]
-    with torch.inference_mode():
-        model = plain_model(own.name, own.dtype)
-        out = model(input_ids=torch.tensor([both]), position_ids=positions, past_key_values=past)
+    out = run_plain(own, [*ids, *script[:-1]], past)
     logits: np.ndarray = out.logits[0, len(ids) - 1 :].double().log_softmax(-1).numpy()
     return logits
 

@@ -1,5 +1,3 @@
-"""The meaning of `--runs`."""
-
 from __future__ import annotations
 
 import pytest

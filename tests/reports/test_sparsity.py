@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.attention.params import AttentionParams
@@ -20,21 +19,12 @@ from kvtool.reports.attention_mass import (
     sparsity_report,
 )
 from kvtool.reports.reused_prompt import Chosen, ReusedPrompt
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, swapped, tokens
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, tokens
+from tests.reports.plain import attention_of, past_of
 
 
 def subject_of(one: Case) -> ReusedPrompt:
     return ReusedPrompt.of(one.decoder, one.plan(lead_in=BOS), one.source)
-
-
-def eager(one: Case, ids: list[int], past: DynamicCache | None = None) -> list[np.ndarray]:
-    """Weights `[heads, rows, keys]` of each layer."""
-    seen = past.get_seq_length() if past is not None else 0
-    positions = torch.arange(seen, seen + len(ids))[None]
-    model = plain_model(one.name, one.dtype)
-    with torch.inference_mode():
-        out = model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=past, output_attentions=True)
-    return [weights[0].double().numpy() for weights in out.attentions]
 
 
 def class_of(plan: Plan, row: int, key: int) -> str:
@@ -74,9 +64,9 @@ def test_the_context_in_full(name: str) -> None:
     plan = subject.plan
     report = sparsity_report(subject)["chunk_attention"]["full"]
     rows = range(plan.chunks[0].start, plan.segments[-1].start)
-    for layer, weights in enumerate(eager(one, plan.ids)):
+    for layer, weights in enumerate(attention_of(one, plan.ids)):
         mass, needed = told(report, layer)
-        right, keys = by_hand(plan, weights[:, rows.start : rows.stop], rows)
+        right, keys = by_hand(plan, weights[:, rows.start : rows.stop].numpy(), rows)
         assert np.abs(mass - right).max() < 1e-5
         assert name == "gpt-oss" or mass.sum(1) == pytest.approx(1, abs=1e-5)  # a sink's share is no key's
         assert np.abs(needed - keys).max() < 1e-3  # rows with a weight at the very edge
@@ -89,17 +79,15 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
     plan = subject.plan
     start = plan.segments[-1].start
     reused = subject.fused(Chosen(torch.zeros(plan.length, dtype=torch.bool)))
-    past = DynamicCache()
-    for layer, buffer in enumerate(reused.cache.buffers):
-        sides = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
-        past.update(*swapped(one.decoder.model, *sides), layer)
+    past = past_of(one, ((buffer.keys, buffer.values) for buffer in reused.cache.buffers), start)
     found = sparsity_report(subject)["question_attention"]
     rows = range(start, plan.length)
-    wanted = {"full": [w[:, start:] for w in eager(one, plan.ids)], "reuse": eager(one, plan.ids[start:], past)}
+    full, reuse = attention_of(one, plan.ids), attention_of(one, plan.ids[start:], past)
+    wanted = {"full": [weights[:, start:] for weights in full], "reuse": reuse}
     for mode, layers in wanted.items():
         for layer, weights in enumerate(layers):
             mass, needed = told(found[mode], layer)
-            right, keys = by_hand(plan, weights, rows)
+            right, keys = by_hand(plan, weights.numpy(), rows)
             assert np.abs(mass - right).max() < 1e-5
             assert np.abs(needed - keys).max() < 1.01 / start  # a weight at the very edge
     assert set(found) == {"full", "reuse", "epic", "union"}

@@ -12,7 +12,6 @@ import pytest
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.retrieval.finder import Finder, Retrieval
-from kvtool.core.retrieval.tables import open_tables, write_tables
 from tests.cli.working import kvtool
 
 TEXTS = {
@@ -77,33 +76,6 @@ def test_verify_tells_of_a_damaged_index(store: Store) -> None:
     assert not path.exists()
     kvtool("store", "verify", "--store", store.path).fine()
     assert found(store) == wanted
-
-
-def test_a_table_is_hashed_once_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import xxhash
-
-    write_tables(tmp_path / "x.tables", {}, {"a": "b"})
-    assert open_tables(tmp_path / "x.tables").texts == {"a": "b"}
-    monkeypatch.setattr(xxhash, "xxh3_128", None)
-    assert open_tables(tmp_path / "x.tables").texts == {"a": "b"}
-
-
-def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store: Store) -> None:
-    path = store.side_file("gate/x.json")
-    value = {"format": 1, "modes": {"union": {"threshold": 0.75}}}
-    assert store.write_side("gate/x.json", value)
-    sound = path.read_bytes()
-    reported = 0
-    for bit in range(0, 8 * len(sound), 7):
-        path.write_bytes(sound)
-        flip(path, bit)
-        kept = store.read_side("gate/x.json")
-        assert kept in ({}, value)
-        reported += not kept
-    assert reported > 0.8 * 8 * len(sound) / 7
-    path.write_bytes(sound.replace(b"0.75", b"0.35"))
-    (damage,) = find_damage(store, Fraction(1))
-    assert damage.reason == "gate/x.json cannot be read: " + str(path) + " does not match its digest"
 
 
 @pytest.mark.parametrize("spoil", [flip, cut])

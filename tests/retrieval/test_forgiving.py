@@ -14,7 +14,7 @@ from kvtool.core.query.reply import Request
 from kvtool.core.retrieval import search
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.passages import Found
-from kvtool.core.retrieval.terms import LANGUAGES, asked_terms, near_words, terms, typed_words
+from kvtool.core.retrieval.terms import near_words, terms
 from tests.retrieval.making import index_of_texts, search_in, store_of
 
 Ask = Callable[[dict[str, str], str], Found]
@@ -67,13 +67,6 @@ def test_a_number_is_found_next_to_letters_and_signs(text: str) -> None:
     assert best({**OTHERS, "sum": text}, "987654") == "sum"
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_a_number_has_the_same_terms_in_every_language(language: str) -> None:
-    parts, wholes = terms("987,654 1.5", language)
-    assert (parts, wholes) == (["987", "654", "1", "5"], ["987654", "1.5"])
-    assert asked_terms("987654", (language,)) == [("987654",)]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -99,11 +92,6 @@ def test_a_version_is_found_before_one_of_equal_value() -> None:
 def test_a_number_with_decimals_is_no_greeting(tmp_path: Path) -> None:
     with store_of(tmp_path, {"sum": "It cost 1250.5 crowns."}) as store:
         assert first(QueryOptions().find(Finder(store), Request("Hi, what is 1,250.50?"))) == "sum"
-
-
-def test_long_rows_of_digits_take_linear_time() -> None:
-    for row in ("1", "100,", "100 ", "1,22,", "1_", "100 200,5,6 "):
-        assert terms(row * 20_000)[0]
 
 
 LIGHT = {"light": "The lighthouse of Kellhaven was built in 1874.", "mill": "The mill grinds corn for lightermen."}
@@ -183,8 +171,3 @@ def test_few_words_of_a_long_text_are_corrected(ask: Ask, monkeypatch: pytest.Mo
     assert len(found.corrections) == 8
     ask(LIGHT, " ".join(["mill", *words]))
     assert len(tried) == 16
-
-
-def test_words_near_a_word() -> None:
-    assert {"ower", "otwer", "towers", "bower", "towter"} <= {*near_words("Tower", ("english",)).values()}
-    assert typed_words(["light-houses", "x86_64", "mill", "등대지기가"]) == ["light", "houses"]

@@ -15,7 +15,7 @@ from kvtool.core.retrieval import terms as of_terms
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.segment import IndexSegment
 from tests.retrieval.making import ingest, search_in, store_of
-from tests.retrieval.test_bm25 import QUESTIONS, TEXTS
+from tests.retrieval.test_search import QUESTIONS, TEXTS
 
 FOLDER = f"index/words-{room.INDEX_FORMAT}"
 Answers = list[list[tuple[str, int, float]]]
@@ -48,7 +48,6 @@ def test_kept_and_made_anew(store: Store, built: list[int], monkeypatch: pytest.
     assert answers(index_of(store), TEXTS) == first
     assert built == [6]  # read, not made
     assert any(first)
-    first = answers(index_of(store), TEXTS)
     monkeypatch.setattr(room, "_TEXT_AT_ONCE", 1)
     anew = Index.empty()
     anew.update(store)
@@ -115,17 +114,6 @@ def test_no_order_of_arrival_changes_a_score(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_many_small_changes_leave_few_segments(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        for number in range(40):
-            with store.writer() as writer:
-                ingest(writer, {f"f{number}": {f"f{number}": f"The mill, number {number}."}})
-            index = index_of(store)
-        assert len(index) == 40
-        assert len(index.segments) <= 4
-        assert len([path for path in (store.path / FOLDER).iterdir() if path.name.startswith("segment")]) >= 1
-
-
 def test_files_that_no_state_names_go_after_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     index_of(store)
     orphan = store.path / FOLDER / "segment-0.safetensors"
@@ -153,12 +141,6 @@ def test_search_without_writing_the_index(store: Store, monkeypatch: pytest.Monk
     texts = {**TEXTS, "h": "…"}
     found = answers(index_of(store), texts)
     assert [[hit[:2] for hit in hits] for hits in found] == [[hit[:2] for hit in hits] for hits in wanted]
-
-
-def test_an_empty_store(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        assert len(index_of(store)) == 0
-        assert len(index_of(store)) == 0
 
 
 def test_index_of_another_stemmer(tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

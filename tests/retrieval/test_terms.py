@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from kvtool.core.retrieval.terms import LANGUAGES, asked_terms, language_of, spellings, terms
+from kvtool.core.retrieval.terms import LANGUAGES, asked_terms, language_of, terms
 from tests.retrieval.making import index_of_texts, search_in
 
 
@@ -146,15 +146,6 @@ def test_a_compound_counts_as_its_parts_do() -> None:
     assert scores["e-mail"]["a"] > scores["e-mail"]["c"]
 
 
-def test_spellings_are_words_as_they_stand() -> None:
-    assert spellings("Mills; parse_timeout") == {
-        "mill": "Mills",
-        "pars": "parse_timeout",
-        "timeout": "parse_timeout",
-        "parsetimeout": "parse_timeout",
-    }
-
-
 def test_threads_share_a_stemmer() -> None:
     words = [f"running{number} policies{number}" for number in range(2000)]
     wanted = [terms(word) for word in words]
@@ -169,11 +160,6 @@ def test_threads_share_a_stemmer() -> None:
     for thread in threads:
         thread.join()
     assert found == [wanted] * 4
-
-
-@pytest.mark.parametrize("particle", ["은", "이", "을", "에서", "으로", "의"])
-def test_korean_particles_do_not_hide_a_noun(particle: str) -> None:
-    assert set(terms("방앗간")[0]) <= set(terms("방앗간" + particle)[0])
 
 
 @pytest.mark.parametrize("text", ["방앗간은 1874년에", "Café Zürich", "がぎぐ", "Việt Nam", "Москвой й", "हिन्दी"])

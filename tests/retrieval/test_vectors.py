@@ -58,16 +58,6 @@ def test_likeness_is_the_cosine(store: Store, kind: str, request: pytest.Fixture
     assert meaning("mill river") == pytest.approx(wanted, abs=5e-3)  # float16
 
 
-@pytest.mark.parametrize("kind", ["static_model", "sentence_model"])
-def test_tokens_are_counted(kind: str, request: pytest.FixtureRequest) -> None:
-    embedder = Embedder(str(request.getfixturevalue(kind)))
-    one = embedder.count(["mill"])
-    assert one > 0
-    assert embedder.count(["mill mill", "mill"]) == 3 * one
-    assert one < embedder.count(["mill " * 2000]) < 2000 * one  # no model reads so much
-    assert embedder.count([]) == 0
-
-
 def test_a_vector_is_made_once(store: Store, static_model: Path, encoded: list[list[str]]) -> None:
     how = Retrieval("dense", str(static_model))
     found(store, "mill", how)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
-from kvtool.core.upkeep.plan import Plan, PruneRequest, Step, plan_prune
+from kvtool.core.upkeep.plan import Plan, PruneRequest, plan_prune
 
 MB = 10**6
 SIZES = {"raw": 16 * MB, "lossless": 11 * MB, "1": 4 * MB, "2": 3 * MB, "3": 2 * MB, "4": MB}
@@ -205,9 +205,3 @@ def test_laws_of_any_plan(seed: int) -> None:
     assert plan.expected == stock.used - sum(stock.chunks[chunk].levels[level] for chunk, level in drops)
     if goal is not None and plan.expected > goal:
         assert all(not stays[c.chunk_id.rstrip(b".").decode()] for c in chunks if not c.pinned)
-
-
-def test_what_a_prompt_shows_of_a_plan_can_be_read() -> None:
-    plan = Plan((Step("documents", [(chunk_of("a"), "raw")], ["a.md"], [chunk_of("b")], 5),), 7)
-    assert "a.md" in repr(plan)
-    assert "b'" not in repr(plan)

@@ -18,7 +18,7 @@ from kvtool.vllm import requests
 from kvtool.vllm.requests import PassageSpotter
 from kvtool.vllm.worker import Load
 from tests.cli.working import CHUNKS, kvtool
-from tests.vllm.prompts import OWN, QUESTION, prompt_of
+from tests.vllm.stored import OWN, QUESTION, prompt_of
 
 Said = list[tuple[str, str]]
 
@@ -86,35 +86,26 @@ def test_a_wrong_setting_is_refused_at_the_start_and_reported_of_a_request(
     assert what in said[0][0]
 
 
-@pytest.mark.parametrize("wish", [5, 0, [1], {"ratio": 10**400}], ids=["five", "zero", "list", "huge"])
-def test_a_wish_of_any_kind_is_reported_and_ends_nothing(store: Path, wish: object) -> None:
+def test_a_wish_of_any_kind_is_reported_and_ends_nothing(store: Path) -> None:
     said: Said = []
-    assert spotter_of(store, said).find(prompt_of(store)[0], wish) is None
-    assert len(said) == 1
-
-
-def test_a_prompt_with_more_text_of_its_own_than_a_step_computes_is_left_to_vllm(store: Path) -> None:
-    ids, places = prompt_of(store)
-    own = len(ids) - sum(stop - start for start, stop in places)
-    spotter, fewer = (
-        PassageSpotter({"store": str(store), "fusion": "reuse"}, lambda *_: None, most, 60) for most in (own, own - 1)
-    )
-    assert spotter.find(ids) is not None
-    assert fewer.find(ids) is None
+    spotter, (ids, _) = spotter_of(store, said), prompt_of(store)
+    assert [spotter.find(ids, wish) for wish in (5, 0, [1], {"ratio": 10**400})] == [None] * 4
+    assert len(said) == 4
 
 
 @pytest.mark.parametrize(
     ("wish", "recomputed"),
     [
+        ("reuse", lambda lengths: 0),
         ({"fusion": "epic", "link_tokens": 5}, lambda lengths: 5 * len(lengths)),
         ({"fusion": "blend", "ratio": 0.1}, sum),  # all rows pass its first layers
         ({"fusion": "union", "ratio": 0.25}, lambda lengths: -(-sum(lengths) // 4)),
         ({"fusion": "infoflow", "ratio": 1}, sum),
         ("prefix", sum),
     ],
-    ids=["epic", "blend", "union", "infoflow", "prefix"],
+    ids=["reuse", "epic", "blend", "union", "infoflow", "prefix"],
 )
-def test_rows_of_passages_that_a_mode_recomputes_count_too(store: Path, wish: object, recomputed: Any) -> None:
+def test_prompts_with_more_rows_than_a_step_are_left_to_vllm(store: Path, wish: object, recomputed: Any) -> None:
     ids, places = prompt_of(store)
     lengths = [stop - start for start, stop in places]
     rows = len(ids) - sum(lengths) + recomputed(lengths)

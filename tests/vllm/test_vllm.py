@@ -33,9 +33,8 @@ from kvtool.core.query.prompt import plan_spotted, spotted
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, kvtool, payloads, write_corpus
 from tests.families import SHAPE, filled, tiny_tokenizer
-from tests.vllm.kept import records, sensitivity
-from tests.vllm.prompts import OWN, QUESTION, prompt_of
 from tests.vllm.server import Server
+from tests.vllm.stored import OWN, QUESTION, prompt_of, records, sensitivity
 
 VLLM = os.environ.get("KVTOOL_TEST_VLLM", "")
 pytestmark = [
@@ -155,20 +154,6 @@ def test_prompts_longer_than_a_step_and_preempted_ones_are_answered_alike(qwen: 
     assert [answer.ids for answer in both] == [first.ids, second.ids]
 
 
-def test_what_cannot_be_read_is_computed_by_vllm_or_in_place(qwen: Served, tmp_path: Path) -> None:
-    store = Path(shutil.copytree(qwen.store, tmp_path / "store"))
-    ids, _ = prompt_of(store)
-    data = next((store / "data").glob("gen-*/data.mdb"))
-    content, places = data.read_bytes(), []
-    for (_, layer), payload in payloads(store).items():
-        if layer == 0:
-            places.append((content.index(payload), content.index(payload) + len(payload)))
-    damaged = {"ids": ids, "kvtool": "reuse", "spoil": [str(data), places]}
-    asked = [[{"ids": ids}], [{"ids": ids, "kvtool": False}], [damaged]]
-    _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)})
-    alike(full, got)
-
-
 def test_a_store_of_another_model_or_none_changes_no_answer(qwen: Served, tmp_path: Path) -> None:
     other = Served("llama", tmp_path / "other")
     ids, _ = prompt_of(other.store)
@@ -176,29 +161,6 @@ def test_a_store_of_another_model_or_none_changes_no_answer(qwen: Served, tmp_pa
     for store in (other.store, tmp_path / "none"):
         _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)})
         alike(full, got)
-
-
-def test_a_store_of_another_tokenizer_feeds_nothing(qwen: Served, tmp_path: Path) -> None:
-    """The same weights and documents, whose tokens have other ids."""
-    model, store = Path(shutil.copytree(qwen.model, tmp_path / "model")), tmp_path / "store"
-    path = model / "tokenizer.json"
-    content = json.loads(path.read_text())
-    special = {one["id"] for one in content["added_tokens"]}
-    vocabulary = content["model"]["vocab"]
-    others = sorted(number for number in vocabulary.values() if number not in special)
-    renamed = dict(zip(others, reversed(others), strict=True))
-    content["model"]["vocab"] = {token: renamed.get(number, number) for token, number in vocabulary.items()}
-    path.write_text(json.dumps(content))
-    kvtool("ingest", qwen.folder / "corpus", "--store", store, "--model", model, *CHUNKS).fine()
-    ids, _ = prompt_of(qwen.store)
-    asked: list[list[dict[str, Any]]] = [[{"ids": prompt_of(qwen.store, 1)[0]}], [{"ids": ids, "kvtool": False}]]
-    asked.append([{"ids": ids, "kvtool": {"ratio": 1.0}}])
-    options = {"enable_prefix_caching": False}
-    _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)}, options=options)
-    _, _, (fed,) = qwen.by_vllm(asked, options=options)
-    assert (full.cached, got.cached, fed.cached) == (0, 0, len(ids) - 1)
-    alike(full, got)
-    alike(full, fed)
 
 
 def test_a_store_that_is_removed_while_it_is_served_ends_no_request(qwen: Served, tmp_path: Path) -> None:

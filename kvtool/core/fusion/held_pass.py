@@ -17,7 +17,6 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.shift import Probes, Shift, ShiftSteps
-from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.captured import CapturedWork, StaticRows, memory_of
 from kvtool.core.model.decoder import Decoder
@@ -116,11 +115,8 @@ class _Shifting(OnLayer):
     def load(self, layer: int, rows: int) -> None:
         self._steps.keep(layer)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> bool:
+    def written(self, layer: int) -> None:
         self.squares.append(self._steps.add(layer))
-        return False
 
 
 class _StaticRows:

@@ -65,12 +65,8 @@ class LayerwiseSelection(OnLayer):
         self._shifting(self._shift.before, layer)
         self._since = time.perf_counter()
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> bool:
-        if layer < self._decoder.stored_layers:
-            self._shifting(self._shift.after, layer)
-        return False
+    def written(self, layer: int) -> None:
+        self._shifting(self._shift.after, layer)
 
     def _shifting(self, step: Callable[..., None], *given: Any) -> None:
         started = time.perf_counter()

@@ -102,6 +102,7 @@ class Forward:
             else:
                 buffer = one.cache.buffers[number]
                 queries = layer.place(heads, angles, rows.places, buffer)
+                on_layer.written(number)
                 keys, values = buffer.view()
             if on_layer.attend(number, queries, keys, values, layer.params) or (number == last and not keep):
                 return None

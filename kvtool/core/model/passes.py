@@ -30,6 +30,9 @@ class OnLayer:
     def load(self, layer: int, rows: int) -> None:
         """Called before so many rows of a layer are written to the cache."""
 
+    def written(self, layer: int) -> None:
+        """Called as soon as they are written."""
+
     def collect(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Called, in a pass without a cache, with what a layer would write to one; returns True to end the pass."""
         return False
@@ -69,4 +72,5 @@ class Pass:
             return keys, values
         buffer = self.cache.buffers[layer]
         buffer.scatter(self.placed.places, keys, values)
+        self.on_layer.written(layer)
         return buffer.view()

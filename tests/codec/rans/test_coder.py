@@ -60,18 +60,6 @@ def test_bytes_and_symbols_of_the_reference(machine: str, rows: int, columns: in
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 
-@pytest.mark.parametrize("table", range(len(TABLES)))
-def test_one_table_for_all_columns(machine: str, table: int) -> None:
-    random = np.random.default_rng(table)
-    ids = np.full(64, table, np.uint16)
-    symbols = symbols_for(TABLES, np.full((40, 64), table), random)
-    stream = encoded(symbols, in_order(ids, TABLES))
-    assert same(stream, stream_of(symbols, ids))
-    job = int16_job(stream, ids, 40)
-    decode(job)
-    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
-
-
 def golden_sample() -> tuple[Any, Any]:
     """3 rows of 64 columns, without a random number or a logarithm."""
     ids = np.arange(64, dtype=np.uint16) % 6
@@ -312,9 +300,3 @@ def test_numbers_that_are_none_are_refused(machine: str) -> None:
     for wrong in (np.zeros((2, 64), np.int32), np.zeros((2, 63), np.int16), np.zeros(64, np.int16), turned):
         with pytest.raises(ValueError):
             symbols_of(wrong[None], [columns])
-
-
-def test_an_encoder_leaves_its_stream_in_one_piece(machine: str) -> None:
-    symbols, ids = sample(5, 64)
-    made = encoded(symbols, in_order(ids, TABLES))
-    assert made.states.ctypes.data == made.words.ctypes.data + made.words.nbytes

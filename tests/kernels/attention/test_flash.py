@@ -233,8 +233,3 @@ def test_every_row_sees_something() -> None:
     for limits in (torch.arange(10) - 1, torch.arange(10).int(), torch.arange(20)[::2]):
         with pytest.raises(ValueError, match=r"sees nothing|int64"):
             Spans([(0, 10, 0)], limits)
-
-
-def test_memory_of_a_thread_does_not_grow_with_the_prompt() -> None:
-    sizes = [tiling.scratch_bytes(128, 128) for tiling in TILINGS]
-    assert max(sizes) < 500_000

@@ -13,7 +13,6 @@ from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import PackedChunks
 from kvtool.core.native.isa import isa_here
-from tests.spying import calls_of
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 16, 11
 LENGTHS = (5, 1, 23, 16)
@@ -60,16 +59,6 @@ def test_a_chunk_sees_the_lead_in_and_its_own_past(
         expected = by_formula(query[:, :, span], *sides, 0.3, window or 1000)
         torch.testing.assert_close(out[:, :, span], expected)
         start += length
-
-
-def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = (random(1, n, 100, DIM, seed=i) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
-    sizes = calls_of(monkeypatch, torch, "softmax", lambda scores, dim: scores.numel())
-    monkeypatch.setenv(ATTENTION, "eager")
-    monkeypatch.setattr(eager, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
-    out = PackedChunks.of([100], []).attend(0, query, key, value, AttentionParams(0.3))
-    assert sizes == [HEADS * 20 * seen for seen in (64, 64, 64, 100, 100)]
-    torch.testing.assert_close(out, by_formula(query, key, value, 0.3))
 
 
 @pytest.mark.parametrize("common", [0.0, 300.0])

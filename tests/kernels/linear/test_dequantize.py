@@ -1,19 +1,23 @@
-"""Unpacked weights are, bit for bit, the numbers that packed ones stand for, rounded to bfloat16."""
+"""Unpacked weights are, bit for bit, the numbers that packed ones stand for, and that gguf's own reference gives."""
 
 from __future__ import annotations
 
 import ctypes
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kvtool.core.kernels.linear.gemm_ir import unpack
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, none, packed_codes, take_rows
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, READERS, none, take_rows, tensor_of_blocks
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
+from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
 from tests.kernels.linear.matrices import random_matrix
-from tests.kernels.linear.reference import dequantize, unpacked_codes
+from tests.kernels.linear.reference import dequantize
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 
@@ -36,17 +40,42 @@ def test_native_code_unpacks_to_the_same_bits(isa: str, kind: str, to: str) -> N
         assert (out[[0, rows - 1]] == 7.0).all()
 
 
-@pytest.mark.parametrize("kind", PACKED)
-def test_codes_are_packed_and_unpacked(kind: str) -> None:
-    matrix = random_matrix(kind, 3, 512)
-    codes = unpacked_codes(matrix)
-    assert torch.equal(packed_codes(codes, matrix.layout.bits), matrix.data)
-    assert int(codes.max()) == (127 if matrix.layout.bits == 8 else 2**matrix.layout.bits - 1)
-
-
 def test_rows_can_be_taken() -> None:
     for kind in LAYOUTS:
         matrix = random_matrix(kind, 6, 512)
         order = torch.tensor([4, 0, 0, 5])
         assert torch.equal(dequantize(take_rows(matrix, order)), dequantize(matrix)[order])
     assert none().numel() == 0
+
+
+def test_every_packed_kind_is_read() -> None:
+    assert set(READERS) == {kind for kind, layout in LAYOUTS.items() if not layout.dense}
+    for kind, (width, _) in READERS.items():
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]][1] == width
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_numbers_are_those_of_the_reference(kind: str) -> None:
+    blocks = random_blocks(kind)
+    matrix = tensor_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
+    wanted = gguf.quants.dequantize(blocks, GGMLQuantizationType[kind.upper()]).reshape(ROWS, COLUMNS)
+    assert torch.equal(dequantize(matrix), torch.from_numpy(wanted))
+    assert matrix.nbytes <= 1.2 * blocks.nbytes
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_scales_that_are_no_numbers_are_refused(kind: str, bad: float) -> None:
+    for start in HALVES[kind]:
+        blocks = random_blocks(kind)
+        blocks[-1, start : start + 2] = np.array([bad], np.float16).view(np.uint8)
+        with pytest.raises(ValueError, match="finite"):
+            tensor_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_wrong_sizes_are_refused(kind: str) -> None:
+    data = torch.from_numpy(random_blocks(kind)).view(-1)
+    for cut in (data[:-1], data[: -READERS[kind][0]], torch.cat([data, data])):
+        with pytest.raises((ValueError, RuntimeError)):
+            tensor_of_blocks(kind, cut, ROWS, COLUMNS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtool.core.kernels.linear.gemm_ir import product
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled
@@ -83,21 +83,6 @@ def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:
             pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.group_mins, x, many)]
             together(*pointers, 0, rows, columns, count, columns + 5, rows + 3)
             assert torch.equal(one, many), (height, count, rows, columns)
-
-
-def test_codes_stand_where_a_gguf_file_has_them() -> None:
-    data = torch.arange(16, dtype=torch.uint8)[None] | (15 - torch.arange(16, dtype=torch.uint8)[None]) << 4
-    one = torch.ones(1, 1).half()
-    weights = dequantize(QuantizedTensor("q4_1", 1, 32, data, 2 * one, -one))[0]
-    assert weights.tolist() == [2.0 * code - 1 for code in [*range(16), *range(15, -1, -1)]]
-    weights = dequantize(QuantizedTensor("q4_0", 1, 32, data, 2 * one, one[:0, 0]))[0]
-    assert weights.tolist() == [2.0 * (code - 8) for code in [*range(16), *range(15, -1, -1)]]
-
-
-def test_a_dense_weight_is_not_copied() -> None:
-    weight = torch.randn(4, 8)
-    assert dense(weight).data.data_ptr() == weight.data_ptr()
-    assert torch.equal(dequantize(dense(weight.bfloat16())), weight.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -16,10 +16,8 @@ from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
 from kvtool.core.model.decode import TorchBackend, decode_backend
 from kvtool.core.model.decode.native import CompiledModel, compiled_model
-from kvtool.core.model.decode.program import WeightSource
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.spec import UnsupportedArchitecture
-from tests.families import save_tiny, tiny_model
+from tests.families import save_tiny
 from tests.fusion.making import decoder_of, tokens
 from tests.kernels.linear.matrices import random_matrix
 
@@ -43,15 +41,10 @@ def apart(decoder: Decoder) -> float:
     return max(differences)
 
 
-def test_a_bfloat16_checkpoint_in_float32_is_read_from_its_file(tmp_path: Path) -> None:
-    decoder = opened(save_tiny("qwen2", tmp_path / "m", dtype="bfloat16"), "float32")
-    assert kinds(decoder) == ("bfloat16",)
-    assert apart(decoder) < 1e-4
-
-
-def test_a_float32_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
-    decoder = opened(save_tiny("qwen2", tmp_path / "m"), "float32")
-    assert kinds(decoder) == ("float32",)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_steps_in_float32_read_a_checkpoint_in_its_own_format(dtype: str, tmp_path: Path) -> None:
+    decoder = opened(save_tiny("qwen2", tmp_path / "m", dtype=dtype), "float32")
+    assert kinds(decoder) == (dtype,)
     assert apart(decoder) < 1e-4
 
 
@@ -71,13 +64,6 @@ def test_what_onednn_has_packed_is_read_from_the_file(tmp_path: Path) -> None:
     assert decoder.layers[0].get_submodule("mlp.down_proj").weight.device.type == "meta"
     assert kinds(decoder) == ("bfloat16",)
     assert apart(decoder) < 0.5
-
-
-def test_a_layout_that_nobody_reads_has_a_reason() -> None:
-    decoder = decoder_of(tiny_model("llama", "bfloat16"))
-    linear = torch.nn.Linear(8, 8, device="meta")
-    with pytest.raises(UnsupportedArchitecture, match="oneDNN"):
-        WeightSource(decoder).matrix(linear)
 
 
 def wide_model() -> Any:

@@ -1,0 +1,319 @@
+"""Bars, spinners, and lines in a pipe while a command works."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from kvtool.cli import progress
+from kvtool.cli.app import load_command
+from kvtool.cli.out import JobView, Out
+from kvtool.cli.terminal import SafeStream
+from tests.cli.conftest import Make, Terminal
+from tests.cli.working import QUESTION, SHORT, in_terminal
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """One on which a spinner says "starting" at once."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "_FRAME_EVERY_S", 0.001)
+    terminal = Terminal(tty=True)
+    with progress.spinning("starting", SafeStream(terminal)):
+        wait_for(terminal, "starting")
+        yield terminal
+
+
+def line_of(terminal: Terminal) -> str:
+    return terminal.text.rsplit("\n", 1)[-1].rsplit("\r\x1b[2K", 1)[-1]
+
+
+def wait_for(terminal: Terminal, words: str) -> None:
+    until = time.monotonic() + 5
+    while not line_of(terminal).endswith(words):
+        assert time.monotonic() < until, terminal.text
+        time.sleep(0.001)
+
+
+def test_words_change_and_come_back_behind_a_warning(terminal: Terminal) -> None:
+    out = Out(stderr=terminal, stdout=Terminal(tty=True))
+    out.doing("reading a\nfile")
+    wait_for(terminal, "reading a file")
+    out.warning("mind the gap")
+    assert "\x1b[2K" in terminal.text.partition("mind the gap")[0][-30:]
+    wait_for(terminal, "reading a file")
+
+
+def test_an_answer_takes_the_line_away_until_there_are_new_words(terminal: Terminal) -> None:
+    out = Out(stdout=terminal, stderr=terminal)
+    out.print("An ans", end="")
+    time.sleep(0.02)
+    assert line_of(terminal) == "An "  # the word may not fit on the line
+    out.print("wer")
+    out.doing("sorting")
+    wait_for(terminal, "sorting")
+
+
+def test_nothing_is_left_of_it(terminal: Terminal) -> None:
+    with progress.hide_activity(until_new_words=True):
+        terminal.write("the end")
+    time.sleep(0.02)
+    assert line_of(terminal) == "the end"
+
+
+def test_nothing_stands_before_a_help_that_was_waited_for(terminal: Terminal) -> None:
+    compress = load_command("compress")
+    compress.get_help(compress.make_context("compress", [], resilient_parsing=True))
+    time.sleep(0.02)
+    assert line_of(terminal) == ""
+
+
+def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    terminal = Terminal("ascii", tty=True)
+    with progress.spinning("starting", SafeStream(terminal)):
+        wait_for(terminal, "starting")
+    assert "?" not in terminal.text
+    assert line_of(terminal) == ""
+
+
+@pytest.mark.slow
+def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
+    done = in_terminal("query", QUESTION, "--store", store, *SHORT, "--json", stdout=PIPE).fine()
+    assert done.json["question"] == QUESTION
+    shown = done.err
+    assert "starting" in shown
+    assert re.search(r"loading the model|answering", shown)
+    last = shown.rsplit("\r\x1b[2K", 1)[1]
+    assert "starting" not in last
+    assert "first token after" in shown
+
+
+@pytest.mark.parametrize(("verbosity", "term", "patience"), [(-1, "xterm", 0.0), (0, "dumb", 0.0), (0, "xterm", 60.0)])
+def test_quiet_a_dumb_terminal_and_a_quick_command_have_none(
+    verbosity: int, term: str, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(progress, "PATIENCE_S", patience)
+    terminal = Terminal(tty=True)
+    with Out("human", verbosity, stderr=terminal).spinning("starting"):
+        time.sleep(0.02)
+    assert terminal.text == ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, stdout, stderr = make(encoding=encoding, tty=True)
+    with out.progress("prefill [x]", total=100) as bar:
+        bar.advance(60)
+        bar.expect(90)
+        bar.describe("문서\n이름")
+        out.warning("odd [red]name[/red]")
+    assert "60/90 tokens, " in stderr.text
+    assert "tokens/s" in stderr.text
+    assert "odd [red]name[/red]" in stderr.text
+    assert stdout.text == ""
+    assert out._bars is None
+
+
+def test_a_result_does_not_stand_behind_a_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, stdout, stderr = make(tty=True)
+    with out.progress("questions", total=2) as bar:
+        bar.advance(1)
+        out.json({"answer": "x" * 200})
+    said = stdout.text + stderr.text
+    line = next(line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).splitlines() if "answer" in line)
+    assert json.loads(line.split("\r")[-1])["answer"] == "x" * 200
+
+
+def test_a_slow_bar_does_not_seem_to_stand() -> None:
+    for speed, shown in ((None, ""), (0.0, ""), (0.034, "0.03 t/s"), (0.4, "0.4 t/s"), (1234.5, "1,234 t/s")):
+        assert progress.speed_text(speed, "t") == shown
+
+
+@pytest.mark.parametrize(("mode", "verbosity", "tty"), [("human", 0, False), ("human", -1, True), ("json", 0, False)])
+def test_no_bar_where_nobody_watches(mode: str, verbosity: int, tty: bool, make: Make) -> None:
+    out, stdout, stderr = make(mode, verbosity, tty=tty)
+    with out.progress("prefill", total=2) as bar:
+        bar.advance(2)
+    assert stdout.text == stderr.text == ""
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+
+def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    out, _, stderr = make(verbosity=1)
+    with out.progress("prefill", total=400) as bar:
+        for clock.now in (5.0, 10.0, 11.0, 25.0):
+            bar.advance(100)
+    assert stderr.text == ("prefill: 200/400 tokens, 20 tokens/s, 0:00:10 left\nprefill: 400/400 tokens, 16 tokens/s\n")
+
+
+def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = progress.Pace(4000, "tokens")
+    assert (pace.speed, pace.left, pace.text()) == (None, None, "0/4,000 tokens")
+    left = []
+    for step in range(1, 8):
+        clock.now = 100.0 * step
+        pace.advance(500)
+        assert pace.speed == pytest.approx(5)
+        for clock.now in (100.0 * step, 100.0 * step + 50):
+            left.append(pace.left)
+    assert left == pytest.approx([800 - 50.0 * step for step in range(2, 16)])
+    pace.total = 3500
+    assert pace.left == 0
+    assert pace.text() == "3,500/3,500 tokens, 5.0 tokens/s"
+
+
+def test_no_time_is_foretold_by_the_first_steps_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is slow, as the model has to warm up: it would say two hours."""
+    clock = Clock(monkeypatch)
+    pace = progress.Pace(40_000, "tokens")
+    said = []
+    for clock.now in (20.0, 21.0, 22.0):
+        pace.advance(100)
+        said.append((pace.left is None, "left" in pace.text()))
+    assert said == [(True, False), (True, False), (False, True)]
+    few = progress.Pace(1000, "tokens")
+    clock.now = 30.0
+    few.advance(100)
+    assert few.left is not None  # a tenth of the work
+
+
+def test_what_still_works_has_not_0_seconds_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = progress.Pace(1000, "tokens")
+    clock.now = 9.0
+    pace.advance(900)
+    assert pace.text() == "900/1,000 tokens, 100 tokens/s, 0:00:01 left"
+    clock.now = 15.0
+    assert pace.text() == "900/1,000 tokens, 100 tokens/s, finishing"
+
+
+def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = progress.Pace(None, "tokens")
+    for step in range(1, 601):
+        clock.now = float(step)
+        pace.advance(1000 if step <= 300 else 10)
+    assert pace.speed == pytest.approx(10)
+
+
+@pytest.fixture
+def ticking(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Out, Callable[[float], list[str]]]]:
+    """An output to a pipe, and what it says in so many seconds of a clock that only the test moves."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(progress.Ticker, "_run", lambda self: None)
+    out, _, stderr = make()
+
+    def pass_time(seconds: float) -> list[str]:
+        before = len(stderr.text.splitlines())
+        for _ in range(round(seconds)):
+            clock.now += 1
+            (ticker,) = progress._running
+            ticker.tick()  # type: ignore[union-attr]
+        return stderr.text.splitlines()[before:]
+
+    with out.spinning("starting"):
+        yield out, pass_time
+
+
+Ticking = tuple[Out, Callable[[float], list[str]]]
+
+
+def test_what_takes_long_says_so_in_a_pipe(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    assert pass_time(4) == []
+    assert pass_time(1) == ["working"]
+    out.doing("loading the model")
+    assert pass_time(4) == []
+    assert pass_time(1) == ["loading the model"]
+    assert pass_time(29) == []
+    assert pass_time(31) == ["loading the model, for 0:00:35", "loading the model, for 0:01:05"]
+    out.idle()
+    assert pass_time(300) == []
+    out.doing("answering")
+    assert pass_time(4) == []
+    out.print("It", end="")  # an answer shows by itself that something is done
+    assert pass_time(300) == []
+
+
+def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    with JobView(out) as view:
+        view.events.step("computing KV", 500, "tokens")
+        view.events.status("loading the model")
+        assert pass_time(5) == ["loading the model, for 0:00:05"]
+        view.events.advance(100)
+        assert [line.split(", ")[0] for line in pass_time(5)] == ["computing KV: 100/500 tokens"]
+        said = []
+        for _ in range(10):
+            view.events.advance(10)
+            said += pass_time(6)
+        assert [line.split(", ")[0] for line in said] == [f"computing KV: {n}/500 tokens" for n in (150, 200)]
+    assert pass_time(5) == ["working"]
+
+
+def test_lines_of_what_takes_long_are_for_people_in_a_pipe(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = (("human", 0, False), ("json", 0, False))
+    hidden = (("human", -1, False), ("human", 0, True), ("jsonl", 0, False), ("human", 1, False))
+    for mode, verbosity, tty in (*shown, *hidden):
+        out, _, _ = make(mode, verbosity, tty=tty)
+        with out.spinning("starting"):
+            says = any(isinstance(one, progress.Ticker) for one in progress._running)
+        assert says == ((mode, verbosity, tty) in shown)
+    for args, verbosity in ((["x", "-v"], 1), (["x", "-vv"], 1), (["-q"], -1), (["x", "--", "-v"], 0)):
+        assert Out.asked(args).verbosity == verbosity
+
+
+def test_the_thread_of_a_pipe_says_a_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_AFTER_S", 0.0)
+    out, _, stderr = make()
+    with out.spinning("starting"):
+        while "working" not in stderr.text:
+            time.sleep(0.001)
+
+
+def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+    def run(out: Out) -> None:
+        with JobView(out) as view:
+            view.events.step("computing KV", 4, "tokens")
+            view.events.advance(4)
+            view.events.status("trying the model")
+
+    out, stdout, _ = make("jsonl")
+    run(out)
+    assert "trying the model" in [json.loads(line)["message"] for line in stdout.text.splitlines()]
+    out, _, stderr = make(tty=True)
+    run(out)
+    assert "trying the model" in stderr.text
+
+
+def test_status_events_in_jsonl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    out, stdout, _ = make("jsonl")
+    with out.progress("prefill", total=10, unit="chunks") as bar:
+        clock.now = 2.0
+        bar.advance(4)
+    event = json.loads(stdout.text)
+    assert (event["type"], event["done"], event["per_second"], event["unit"]) == ("status", 4, 2, "chunks")
+    assert event["seconds_left"] == 3
