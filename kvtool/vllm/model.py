@@ -171,7 +171,7 @@ class VllmDecoder(Decoder):
             layer: self._sample(layers[layer])
             for layer in {kind: number for number, kind in enumerate(self.kinds)}.values()
         }
-        self._rotary = Rotary(self.base, [layer.own.self_attn for layer in layers], self.kinds, samples, dtype, device)
+        self._rotary = Rotary(self.base, self.kinds, samples, dtype, device)
         self._forward_pass = Forward(self, layers, VllmEnds(model, self.ranks), why="vLLM's own layers")
 
     @property

@@ -89,7 +89,7 @@ def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, m
         ours = decoder.rotary.rotate(keys, one, 0)
         angles = decoder.rotary.angles(one, 0)
         assert angles is not None
-        assert torch.equal(ours, decoder.rotary._by_model(keys, angles))
+        assert torch.equal(ours, decoder.rotary._layout.rotate(keys, angles))
     assert calls == [1, 1]
 
 
@@ -102,7 +102,7 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
     decoder, calls = Decoder(replace(loaded, model=model)), []
     keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     assert decoder.rotary.halves == (isa_here() is not None)
-    monkeypatch.setattr(rope.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
+    monkeypatch.setattr(rope.Layout, "rotate", lambda *_: calls.append(1) or keys)
     decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0)
     assert bool(calls) == (isa_here() is None)
 
@@ -116,7 +116,7 @@ def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPa
         sides = random(2, 1, decoder.shapes[0].heads, 20, decoder.shapes[0].key_dim, dtype=dtype)
         turns = [(out[0][:, :, span], sides[0][:, :, span], table[span]) for span in spans]
         decoder.rotary.place(turns, [(out[1][:, :, span], sides[1][:, :, span]) for span in spans], 0)
-        expected = decoder.rotary._by_model(sides[0].float(), table.by_name[""])
+        expected = decoder.rotary._layout.rotate(sides[0].float(), table.by_name[""])
         assert torch.equal(out[0][:, :, 3:], expected[:, :, 3:])
         assert torch.equal(out[1][:, :, 3:], sides[1][:, :, 3:].float())
         monkeypatch.setattr(rope, "copy_with_rope", lambda moves, isa: False)

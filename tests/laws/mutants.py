@@ -93,7 +93,7 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loader.Loader, "wait", lambda self, layer: None)
+    patch.setattr(loader.Loader, "wait", lambda self, layer, meanwhile=None: None)
 
 
 def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.errors import DamagedError, ModelError
+from kvtool.core.errors import DamagedError
 from kvtool.core.model.forward import Forward
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from tests.families import VOCAB, tiny_model
@@ -58,16 +58,6 @@ def test_extending_a_full_cache(room: int) -> None:
     whole, _ = decoder.prefill((*ids, *QUESTION))
     assert logits.shape == (len(QUESTION), 512)
     torch.testing.assert_close(logits[-1], whole, atol=1e-4, rtol=1e-4)
-
-
-def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
-    """A plain call of the model over it would attend as a prefill does, whatever the cache holds."""
-    model = tiny_model("llama")
-    decoder = decoder_of(model, "cpu")
-    _, cache = decoder.prefill([1, 2, 3])
-    with pytest.raises(ModelError, match="positions"), torch.inference_mode():
-        model(torch.tensor([[4, 5]]), past_key_values=cache)
-    assert cache.buffers[0].length == 3
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])

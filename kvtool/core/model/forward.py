@@ -15,6 +15,9 @@ from kvtool.core.model.passes import Pass
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.stack import DecoderStack
 
+# Rows of the last layer's end at least: a single one would take a matrix-vector kernel, whose sums depend on threads.
+_TAIL = 16
+
 
 class Heads(NamedTuple):
     """A layer's queries, keys and values before rotation: `[rows, heads · head_dim]` each, rows of adjacent numbers."""
@@ -106,8 +109,8 @@ class Forward:
                 keys, values = buffer.view()
             if on_layer.attend(number, queries, keys, values, layer.params) or (number == last and not keep):
                 return None
-            if number == last and keep < len(hidden):  # nothing needs the others any more
-                queries, hidden, rows = queries[:, :, -keep:], hidden[-keep:], rows.last(keep)
+            if number == last and (tail := max(keep, _TAIL)) < len(hidden):  # nothing needs the others any more
+                queries, hidden, rows = queries[:, :, -tail:], hidden[-tail:], rows.last(tail)
             attended = rows.attend(number, queries, keys, values, layer.params)
             hidden = layer.finish(attended.transpose(1, 2).reshape(len(hidden), -1), hidden, one.exact)
-        return hidden
+        return hidden[-keep:]

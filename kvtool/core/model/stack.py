@@ -80,7 +80,7 @@ class DecoderStack:
         self._attending = tuple(attentions)
         self._rotary: Rotary | None = None
         with suppress(ModelError) if self.keeps_states else nullcontext():  # that one can do without
-            self._rotary = Rotary(self.base, modules, self.kinds, samples, self.dtype, self.device)
+            self._rotary = Rotary(self.base, self.kinds, samples, self.dtype, self.device)
 
     @property
     def rotary(self) -> Rotary:
