@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine 
 IDS = list(range(5, 45))
 # Families of `NAMES` that the model's own modules compute, and why.
 ADAPTED = {
-    **dict.fromkeys(("gemma2", "gpt-oss"), "capped scores or sinks"),
     **dict.fromkeys(("minicpm3", "youtu", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"), "latents"),
     **{"gemma4": "different shapes", "gemma4-shared": "attend to what others keep"},
     **{"cohere2": "norms in other places", "glm": "not rotated in halves", "stablelm": "has dropout"},

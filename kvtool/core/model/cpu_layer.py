@@ -104,7 +104,7 @@ class CpuEnds:
         # Of strided rows `matmul` would copy the whole weight first: .8 s of 1.1 for Qwen2.5's 152k tokens.
         normed = normed_by(self.kernels, self.spec.norm, hidden.contiguous())
         logits: torch.Tensor = self.spec.head.module(normed).float()
-        return logits if self.spec.logits == 1 else logits * self.spec.logits
+        return self.spec.shaped(logits)
 
     def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
         """Take a pool where all products are machine code of our own. Torch's threads wait spinning after its products:
@@ -147,5 +147,5 @@ def cpu_layers(stack: DecoderStack, spec: ModelSpec) -> tuple[list[CpuLayer], Cp
         raise UnsupportedArchitecture("norms that round at different places")
     rounding = Rounding(norm_first=first.pop(), rope_in_float32=spec.rope_in_float32)
     kernels = layer_kernels(isa, stack.dtype, spec.activation, rounding)
-    layers = [CpuLayer(layer, kernels, AttentionParams(layer.scale, layer.kind.window)) for layer in spec.layers]
+    layers = [CpuLayer(layer, kernels, layer.params) for layer in spec.layers]
     return layers, CpuEnds.of(stack, spec, kernels)

@@ -56,7 +56,7 @@ class CudaLayer:
             flat_norms=flat,
             head_norms=by_head,
             head_dim=spec.kind.shape.key_dim,
-            params=AttentionParams(spec.scale, spec.kind.window),
+            params=spec.params,
             residual=spec.residual,
             by_kernel=by_kernel,
         )
@@ -102,7 +102,7 @@ class CudaEnds:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.spec.head.module(self.norm(hidden)).float()
-        return logits if self.spec.logits == 1 else logits * self.spec.logits
+        return self.spec.shaped(logits)
 
     def threads(self, rows: int, exact: bool) -> AbstractContextManager[object]:
         return nullcontext()

@@ -26,10 +26,10 @@ RopeJob: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Which numbers of a key rotate together, i and i + width / 2 or (`in_pairs`) 2 i and 2 i + 1, and how a model's
-    cos and sin become one for each number (`spread`)."""
+    angles become one for each number (`spread`)."""
 
     in_pairs: bool
-    spread: Callable[[torch.Tensor], torch.Tensor]
+    spread: Callable[[CosSin], CosSin]
 
     def rotate(self, keys: torch.Tensor, angles: CosSin) -> torch.Tensor:
         """Rotate the first numbers of keys `[batch, heads, rows, head_dim]`, as many as there are angles; computed in
@@ -43,11 +43,16 @@ class Layout:
         return torch.cat([rotated.to(keys.dtype), keys[..., width:]], -1)
 
 
+def _each(spread: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[CosSin], CosSin]:
+    return lambda angles: CosSin(spread(angles.cos), spread(angles.sin))
+
+
 _LAYOUTS = (
-    Layout(False, lambda side: side),
-    Layout(True, lambda side: side),
-    Layout(False, lambda side: side.repeat(1, 1, 2)),  # each angle is given once (gpt-oss)
-    Layout(True, lambda side: side.chunk(2, -1)[0].repeat_interleave(2, -1)),  # given as for halves (GLM)
+    Layout(False, lambda angles: angles),
+    Layout(True, lambda angles: angles),
+    Layout(False, _each(lambda side: side.repeat(1, 1, 2))),  # each angle is given once (gpt-oss)
+    Layout(True, _each(lambda side: side.chunk(2, -1)[0].repeat_interleave(2, -1))),  # given as for halves (GLM)
+    Layout(False, CosSin.transposed),  # the other way round (nanochat)
 )
 
 
@@ -102,7 +107,7 @@ class Rotary:
 
     def _spread(self, layout: Layout, name: str, positions: torch.Tensor, dtype: torch.dtype | None = None) -> CosSin:
         like = torch.empty(0, dtype=dtype or self._dtype, device=positions.device)
-        return CosSin(*(layout.spread(side.float()) for side in angles_of(self._emb, name, like, positions)))
+        return layout.spread(CosSin(*(side.float() for side in angles_of(self._emb, name, like, positions))))
 
     def table(self, positions: torch.Tensor) -> RopeTables:
         if not len(positions):  # a RoPE that depends on the prompt's length fails without one

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.rope import RopeTables, rotate_halves_torch
 from kvtool.core.model.kinds import LayerKind, angles_of, rotary_of
 from kvtool.core.model.stack import DecoderStack
@@ -27,7 +28,7 @@ from kvtool.core.model.stack import DecoderStack
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _LAYER = {"self_attn", "mlp", *_NORMS, "resid_attn_dropout", "resid_mlp_dropout"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "sinks"}
 _ACTIVATION = ("act_fn", "activation_fn")
 _MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", *_ACTIVATION}
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -99,7 +100,7 @@ class LayerSpec:
     head_norms: tuple[NormSpec, NormSpec] | None  # over each head (Qwen3), or over all of them together (OLMo 2)
     rotary: int  # how many numbers of a head are rotated
     by_halves: bool  # number i with the one half of them further on, as is usual
-    scale: float  # of the scores
+    params: AttentionParams
     residual: float  # what the outputs of attention and MLP are multiplied by
     mlp: GatedMLP | None  # None: something else, which only its module computes (experts)
 
@@ -107,7 +108,7 @@ class LayerSpec:
     def likeness(self) -> tuple[object, ...]:
         """Equal for layers that compute alike, over other weights."""
         modules = self.module, self.module.self_attn, self.module.mlp
-        return *map(type, modules), self.kind, self.rotary, self.scale, len([*self.norms])
+        return *map(type, modules), self.kind, self.rotary, self.params.scale, len([*self.norms])
 
     @property
     def norms(self) -> Iterator[NormSpec]:
@@ -143,6 +144,7 @@ class ModelSpec:
     head_dim: int
     embedding: float  # what a token's embedding is multiplied by
     logits: float  # what the logits are multiplied by
+    cap: float | None  # logits x become cap · tanh(x / cap)
     rope_in_float32: bool  # cos and sin are float32 whatever the model computes in (OLMo 2)
     unknown: str  # a module between embedding and head that is not known here, or ""
 
@@ -156,6 +158,11 @@ class ModelSpec:
         if len(found) != 1 or "" in found:
             raise UnsupportedArchitecture("an MLP has another activation")
         return found.pop()
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and cap float32 logits."""
+        logits = logits if self.logits == 1 else logits * self.logits
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def check_served(self) -> None:
         """Refuse a model that rotates heads otherwise than by halves, which is what all machine code here does, or that
@@ -200,6 +207,7 @@ class _Reader:
             head_dim=shape.key_dim,
             embedding=float(getattr(base, "embedding_multiplier", 1.0)),
             logits=1.0 / float(getattr(config, "logits_scaling", 1.0)),
+            cap=getattr(config, "final_logit_softcapping", None),
             rope_in_float32=angles_of(rotary_of(base), stack.rotary.names[0], like, at)[0].dtype == torch.float32,
             unknown=_unknown(base, _BASE),
         )
@@ -224,10 +232,15 @@ class _Reader:
             head_norms=self._head_norms(attention),
             rotary=rotary,
             by_halves=by_halves,
-            scale=float(attention.scaling),
+            params=self._params(number, attention),
             residual=float(getattr(layer, "residual_multiplier", 1.0)),
             mlp=self._mlp(layer.mlp),
         )
+
+    def _params(self, number: int, attention: Any) -> AttentionParams:
+        kind = self._stack.kinds[number]
+        sinks = attention.sinks.detach() if kind.sinks else None
+        return AttentionParams(float(attention.scaling), kind.window, kind.softcap, sinks)
 
     def _norms(
         self, layer: Any
@@ -300,8 +313,6 @@ def _unknown(module: Any, known: set[str]) -> str:
 
 
 def _check_attention(stack: DecoderStack) -> None:
-    if any(kind.softcap is not None or kind.sinks for kind in stack.kinds):
-        raise UnsupportedArchitecture("capped scores or sinks")
     if any(kind.tempered for kind in stack.kinds):
         raise UnsupportedArchitecture("queries grow with their position")
     if getattr(stack.config, "clip_qkv", None):

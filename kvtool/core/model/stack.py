@@ -20,7 +20,8 @@ from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model.hf.attention import IMPLEMENTATION, rows_attention
 from kvtool.core.model.hf.mla import attend_latents
 from kvtool.core.model.hf.modules import attentions_of, base_of, disable_query_scaling, layers_of
-from kvtool.core.model.kinds import KVShape, kinds_of
+from kvtool.core.model.hf.probing import kinds_of
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache, adjacent_buffers
 from kvtool.core.model.rope import Rotary
 

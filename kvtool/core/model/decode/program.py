@@ -55,6 +55,8 @@ def decoding_weights(decoder: Decoder) -> Weights:
         raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
     spec = decoder.spec
     spec.check_served()
+    if spec.cap is not None or not all(layer.params.is_unshaped for layer in spec.layers):
+        raise UnsupportedArchitecture("capped scores or logits, or sinks")
     for layer in spec.layers:
         layer.gated_mlp()
     for norm in (spec.norm, *(norm for layer in spec.layers for norm in layer.norms)):
@@ -264,7 +266,7 @@ class _Layout:
         epsilon = norms[0].epsilon if norms is not None else 0.0
         query = {
             **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], "epsilon": epsilon},
-            **{"y": out.address, "heads": spec.heads, "scale": layer.scale, **_ANGLES},
+            **{"y": out.address, "heads": spec.heads, "scale": layer.params.scale, **_ANGLES},
         }
         key = {
             **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], "epsilon": epsilon},
