@@ -160,16 +160,3 @@ def test_a_handshake_that_never_ends_holds_nobody_up(ready: Path, place: Place) 
             half.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[: number % 12])
         with httpx2.Client(verify=place.client, timeout=PATIENCE) as http:
             assert http.get(f"{served.url}/health").status_code == 200
-
-
-def test_an_old_protocol_is_not_spoken(ready: Path, place: Place) -> None:
-    old = place.client
-    old.set_ciphers("ALL:@SECLEVEL=0")
-    with pytest.warns(DeprecationWarning, match="TLSv1"):
-        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
-    with (
-        serving(ready, tls_cert=place.chain, tls_key=place.key) as served,
-        served.connect() as made,
-        pytest.raises((ssl.SSLError, ConnectionError)),
-    ):
-        old.wrap_socket(made, server_hostname="localhost").close()
