@@ -37,7 +37,6 @@ class Watched:
     gave_way: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     meanwhile: Callable[[Job], None] = lambda job: None
-    warnings: list[str] = field(default_factory=list)
     _ends: queue.SimpleQueue[tuple[str, Event]] = field(default_factory=queue.SimpleQueue)
     _now: str = "keeping"
     _started: bool = False
@@ -88,8 +87,7 @@ class Watched:
 
 @contextmanager
 def watched(store: Path, patch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    warnings: list[str] = []
-    made = Watched(Engine(store, ModelOptions(), lambda text, hint: warnings.append(text)), warnings=warnings)
+    made = Watched(Engine(store, ModelOptions(), lambda text, hint: None))
     made.watch(patch)
     try:
         yield made
