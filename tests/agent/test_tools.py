@@ -68,14 +68,6 @@ def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
     talk(store, say)
 
 
-def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
-    async def say(client: Client) -> None:
-        found = await call(client, "search", question=QUESTION, top_k=5, source=["mill4.md"])
-        assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
-
-    talk(store, say)
-
-
 @pytest.mark.slow
 def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path: Path, fresh: Any) -> None:
     place, notes = tmp_path / "fresh", tmp_path / "notes"
@@ -139,10 +131,12 @@ def test_a_passage_cannot_pass_for_a_field_beside_it(tmp_path: Path, fresh: Any)
     talk(tmp_path / "fresh", say)
 
 
-def test_an_answer_is_that_of_query(store: Path) -> None:
+def test_an_answer_is_that_of_query_and_a_search_keeps_to_its_documents(store: Path) -> None:
     asked = kvtool("query", QUESTION, "--store", store, "--top-k", "2", "--max-tokens", "4", "--json").fine().json
 
     async def say(client: Client) -> None:
+        found = await call(client, "search", question=QUESTION, top_k=5, source=["mill4.md"])
+        assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
         answer = await call(client, "answer", question=QUESTION)
         assert answer["answer"] == asked["answer"]
         assert {source["id"] for source in answer["sources"]} == {chunk["id"] for chunk in asked["chunks"]}

@@ -273,15 +273,13 @@ def test_the_model_stays_loaded_for_a_person_at_a_terminal(store: Path) -> None:
     wait_until(lambda: engines()[0]["requests"] == 2)
 
 
-@pytest.mark.parametrize("more", ["--json", "--jsonl", "--explain", "--compare epic", "--keep-alive 0"])
-def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: str) -> None:
-    at_terminal(*asked(store, *more.split()))
-    assert engines() == []
-
-
-@pytest.mark.parametrize("without", ["stdin", "stdout", "stderr"])
-def test_nothing_stays_loaded_where_a_stream_is_no_terminal(store: Path, without: str) -> None:
-    at_terminal(*asked(store), without=without)
+@pytest.mark.parametrize(
+    ("more", "without"),
+    [(option, "") for option in ("--json", "--jsonl", "--explain", "--compare epic", "--keep-alive 0")]
+    + [("", stream) for stream in ("stdin", "stdout", "stderr")],
+)
+def test_nothing_stays_loaded_after_questions_of_programs(store: Path, more: str, without: str) -> None:
+    at_terminal(*asked(store, *more.split()), without=without)
     assert engines() == []
 
 

@@ -1,5 +1,3 @@
-"""The server as the `openai` client sees it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -255,7 +253,3 @@ def test_embeddings_where_there_is_an_embedder(store: Path, built: Path, static_
         assert sum(number**2 for number in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model=model, input=[])
-        served.engine._embedder = None
-        with served.client as browser:
-            assert browser.get("/v1/search", params={"q": QUESTION}).json()["chunks"]
-        assert served.engine._embedder is not None  # which a search has loaded, and the next one finds

@@ -1,5 +1,3 @@
-"""The page of a server in Chromium, as a person uses it."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)"
 )
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--no-proxy-server")
-_GONE = ("Failed to load resource: net::ERR_CONNECTION_REFUSED", "net::ERR_INCOMPLETE_CHUNKED_ENCODING")
 OTHER = "세 번째 제분소는 누가 지었습니까?"
 
 Open = Callable[..., "Page"]
@@ -204,22 +201,6 @@ def test_an_answer_is_streamed_and_cites_its_sources(ready: Path, open_page: Ope
         ask(page, "And when was it built?")  # a conversation
         second = answer(page, 2)
         assert "kept from earlier turns" in second.locator(".legend").inner_text()
-
-
-def test_the_map_counts_tokens_and_not_characters(store: Path, tmp_path: Path, open_page: Open) -> None:
-    text = "한빛마을의 세 번째 제분소는 1962년에 서윤아 선생이 누가 보아도 튼튼하게 세웠다. 강가에 있다."
-    with served_with(store, uploads=tmp_path / "sent") as served:
-        with served.client as client:
-            assert client.post("/v1/documents", json={"documents": [{"name": "mill.md", "text": text}]}).is_success
-        page = open_page(served.url)
-        ask(page, OTHER)
-        first = answer(page, 1)
-        first.locator(".work > summary").click()
-        first.locator(".map > summary").click()
-        (recomputed,) = re.findall(r"(\d+) recomputed", first.locator(".legend").inner_text())
-        assert int(recomputed) > 0
-        assert first.locator(".map p").first.inner_text().startswith(f"{recomputed} of the passages")
-        assert f"{recomputed} recomputed: " in first.locator(".reasons").inner_text()
 
 
 def test_a_checked_answer_is_the_final_one(ready: Path, open_page: Open) -> None:

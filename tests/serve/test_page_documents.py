@@ -1,5 +1,3 @@
-"""Documents on the page of a server, in Chromium: list, upload, removal."""
-
 from __future__ import annotations
 
 import shutil
