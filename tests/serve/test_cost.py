@@ -9,14 +9,14 @@ import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
 from kvtool.core.common import spelling
-from kvtool.core.errors import EXIT_TERMINATED
+from kvtool.core.errors import EXIT_TERMINATED, KvtoolError
 from kvtool.core.query.conversation import BACK, search_text
-from kvtool.core.retrieval.finder import _matcher
+from kvtool.core.retrieval.finder import _MOST_SPLITS, Places, _matcher
 from kvtool.serve import wire
 from kvtool.serve.wire import LONGEST_NAME, LONGEST_TEXT, MOST_NAMES
 from tests.cli.working import QUESTION
@@ -65,6 +65,13 @@ def test_letters_are_normalised_as_ever() -> None:
     for text in ("plain", "Zoë à la carte", "각 ガ ﾊﾟ", *long):
         for form in ("NFC", "NFKC"):
             assert spelling.normalised(form, text) == unicodedata.normalize(form, text)  # type: ignore[arg-type]
+
+
+def test_a_label_is_looked_for_at_few_places() -> None:
+    places = Places(Mock())
+    with patch.object(places, "_documents", return_value=[]) as tried, pytest.raises(KvtoolError, match="has no"):
+        places.of_chunks("z " * 2000 + "row 9")
+    assert tried.call_count == _MOST_SPLITS
 
 
 def test_globs_are_one_pattern_and_unclosed_brackets_are_letters() -> None:
