@@ -75,7 +75,7 @@ def _child(work: Callable[[], Any], into: int) -> None:
 
 def _read(handle: int, deadline: float) -> tuple[bytes, bool]:
     """All that is written, and whether that took too long."""
-    parts = []
+    parts: list[bytes] = []
     with os.fdopen(handle, "rb", buffering=0) as file:
         while (left := deadline - time.monotonic()) > 0:
             if select.select([file], [], [], left)[0]:
